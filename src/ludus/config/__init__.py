@@ -1,0 +1,1 @@
+"""The settings: data only, no torch."""

@@ -1,0 +1,1 @@
+"""Inference: token ids in, token ids and log-probabilities out."""

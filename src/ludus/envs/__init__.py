@@ -1,0 +1,1 @@
+"""Worlds: tasks, tools and rewards."""

@@ -1,0 +1,74 @@
+"""The error family. Each error says in one sentence what is wrong, and in `hint` what to do next.
+
+The command line prints both without a traceback and exits with the class's `exit_code`, so that the
+exit code alone says which part failed: 2 what the user gave, 3 engine, 4 environment, 5 learner,
+6 weight sync. Storage that fails (a full disk) exits with 2 as well: it is the user who can mend it.
+"""
+
+from __future__ import annotations
+
+
+class LudusError(Exception):
+    """Base of all errors that Ludus raises on purpose."""
+
+    exit_code = 1
+    part = "ludus"
+
+    def __init__(self, message: str, hint: str = "") -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+
+    def __str__(self) -> str:
+        return f"{self.message} {self.hint}".strip()
+
+    def __reduce__(self) -> tuple[type[LudusError], tuple[str, str]]:
+        return type(self), (self.message, self.hint)
+
+
+class UserError(LudusError):
+    """Bad input: a setting, a path, a model, a dataset. Nothing has been written."""
+
+    exit_code = 2
+    part = "input"
+
+
+class ConfigError(UserError):
+    """A setting is unknown, of the wrong type, or contradicts another."""
+
+    part = "config"
+
+
+class EngineError(LudusError):
+    """Inference failed: an infrastructure failure, which the rollout may retry."""
+
+    exit_code = 3
+    part = "engine"
+
+
+class WorldError(LudusError):
+    """An environment could not start or broke: an infrastructure failure, which may be retried."""
+
+    exit_code = 4
+    part = "environment"
+
+
+class LearnerError(LudusError):
+    """The optimiser step is not usable (a loss or gradient that is not finite, say)."""
+
+    exit_code = 5
+    part = "learner"
+
+
+class SyncError(LudusError):
+    """The engine does not hold the weights that the learner sent."""
+
+    exit_code = 6
+    part = "weight sync"
+
+
+class StorageError(LudusError):
+    """A file could not be written or read (a full disk, a broken checkpoint)."""
+
+    exit_code = 2
+    part = "storage"

@@ -1,0 +1,1 @@
+"""Recipes: one folder each, with `config.toml` and a README."""

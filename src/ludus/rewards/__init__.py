@@ -1,0 +1,1 @@
+"""Verifiers and shaping, as small composable functions."""

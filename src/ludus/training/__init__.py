@@ -1,0 +1,1 @@
+"""The learner and the loops that drive it."""

@@ -1,0 +1,315 @@
+"""The nouns. Read this file first: everything else moves these records around.
+
+    Task -> messages -> Segment (prompt)
+         -> [Segment (action) -> Action -> StepResult -> Segment (observation)] for each turn
+         -> Trajectory -> Group -> advantages -> learner
+
+Records are frozen: a step that changes something makes a new record. Token lists are tuples. Names with a
+unit carry it as a suffix (`_s` seconds, `_tokens`); `num_` counts.
+
+Tokens travel as ids from the engine into the trajectory and from there to the learner. Text is a view of
+them and is never turned back into ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from functools import cached_property
+from typing import Literal, Required, TypedDict
+
+JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
+
+
+class StopReason(StrEnum):
+    """Why an episode ended. Rewards see it, and every ended episode is counted under one of these."""
+
+    ANSWERED = "answered"
+    """The environment said that the episode is done: the model gave its answer."""
+    EMPTY_ANSWER = "empty_answer"
+    """The model ended its turn with neither text nor a tool call."""
+    MAX_TURNS = "max_turns"
+    """The limit on assistant turns was reached."""
+    MAX_TOKENS = "max_tokens"
+    """No room is left in the token budget of the trajectory or the context of the model."""
+    TRUNCATED = "truncated"
+    """One action reached its token limit before the model ended its turn."""
+    TOOL_ERRORS = "tool_errors"
+    """Too many tool errors or malformed calls in a row."""
+    PROMPT_TOO_LONG = "prompt_too_long"
+    """The prompt alone does not fit; nothing was sampled."""
+    TIMEOUT = "timeout"
+    """The episode's wall-clock limit. It ends the claim of bit-for-bit reproducibility, and says so."""
+    FAILED = "failed"
+    """The infrastructure failed (environment, engine), not the model; `Trajectory.failure` says how."""
+
+
+class FunctionCall(TypedDict):
+    """The `function` part of an OpenAI tool call: `arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+class MessageToolCall(TypedDict):
+    """A tool call inside an assistant message, in the OpenAI shape."""
+
+    id: str
+    type: Literal["function"]
+    function: FunctionCall
+
+
+class Message(TypedDict, total=False):
+    """One chat message in the OpenAI shape; `reasoning_content` holds the model's thinking."""
+
+    role: Required[Literal["system", "user", "assistant", "tool"]]
+    content: Required[str]
+    reasoning_content: str
+    tool_calls: list[MessageToolCall]
+    tool_call_id: str
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One problem.
+
+    `truth` is what the verifier needs. It is never rendered to the policy; only rewards read it.
+    `tags` label the task (split, family, number of hops) for reports.
+    """
+
+    id: str
+    prompt: tuple[Message, ...]
+    truth: object
+    tags: Mapping[str, str] = field(default_factory=dict)
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ToolCall:
+    """A well-formed call: the tool's name and its arguments as parsed JSON."""
+
+    id: str
+    name: str
+    arguments: dict[str, JSON]
+
+
+@dataclass(frozen=True, slots=True)
+class CallError:
+    """Something that was meant as a tool call and is none: the text, and a reason the model can act on."""
+
+    id: str
+    text: str
+    reason: str
+
+
+FinishReason = Literal["stop", "length", "abort"]
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """What the model did in one turn: its message, the calls in it, and the calls it got wrong."""
+
+    message: Message
+    calls: tuple[ToolCall, ...] = ()
+    errors: tuple[CallError, ...] = ()
+    finish_reason: FinishReason = "stop"
+
+
+class ToolStatus(StrEnum):
+    """How a tool call ended. All but OK are errors that the model sees as an observation."""
+
+    OK = "ok"
+    UNKNOWN_TOOL = "unknown_tool"
+    BAD_ARGUMENTS = "bad_arguments"
+    MALFORMED = "malformed"
+    RAISED = "raised"
+    TIMED_OUT = "timed_out"
+
+
+@dataclass(frozen=True, slots=True)
+class ToolOutcome:
+    """One tool call as it happened: for metrics, rewards and the record. `output` is what the model saw."""
+
+    call_id: str
+    tool: str
+    status: ToolStatus
+    output: str
+    truncated: bool = False
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The environment's answer to one action: observation messages, and whether the episode is over."""
+
+    messages: tuple[Message, ...] = ()
+    done: bool = False
+    reward: float | None = None
+    outcomes: tuple[ToolOutcome, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one action is sampled.
+
+    `temperature` 0 is greedy. Log-probabilities are of the tempered distribution, before `top_p` and `top_k`
+    cut it. `seed` fixes the randomness of this request alone: token `t` of the action uses the random number
+    counted by (seed, t), whatever else is in the batch. `stop` strings end the action after the token that
+    completes them; no token is removed.
+    """
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    max_new_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Sampled tokens with the natural log-probability and the weight version of each."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason
+
+
+SegmentKind = Literal["prompt", "action", "observation"]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A run of tokens of one origin.
+
+    `action` tokens were sampled by the policy and train; `prompt` and `observation` tokens (tool output and
+    whatever the chat template puts around it) never do. `parent` is the index of the segment that it
+    continues; None means the one before (or, for the first, the root). `logprobs` and `versions` have one
+    entry per action token and are empty otherwise.
+    """
+
+    kind: SegmentKind
+    tokens: tuple[int, ...]
+    turn: int = 0
+    parent: int | None = None
+    agent: str = "policy"
+    logprobs: tuple[float, ...] = ()
+    versions: tuple[int, ...] = ()
+    finish_reason: FinishReason | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """An infrastructure failure: which part, what it said, and after how many attempts it was given up."""
+
+    part: str
+    error: str
+    attempts: int
+
+
+@dataclass(frozen=True, slots=True)
+class Timings:
+    """Wall-clock seconds of one episode. A record of its own: no deterministic number depends on it."""
+
+    total_s: float = 0.0
+    model_s: float = 0.0
+    tools_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One attempt at a task.
+
+    `segments` form a tree by `parent`, in the ordinary case a chain. `rewards` holds the named parts as they
+    were scored, `reward` their weighted sum. Everything else is derived from these.
+    """
+
+    task_id: str
+    sample: int
+    segments: tuple[Segment, ...]
+    messages: tuple[Message, ...]
+    stop_reason: StopReason
+    outcomes: tuple[ToolOutcome, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+    reward: float = 0.0
+    turn_rewards: tuple[float, ...] = ()
+    failure: Failure | None = None
+    tags: Mapping[str, str] = field(default_factory=dict)
+    timings: Timings = field(default=Timings(), compare=False)
+
+    @cached_property
+    def rows(self) -> tuple[tuple[int, ...], ...]:
+        """Paths from the root to each leaf, as segment indices; a chain has one row."""
+        parents = [s.parent if s.parent is not None else i - 1 for i, s in enumerate(self.segments)]
+        inner = set(parents)
+        leaves = [i for i in range(len(self.segments)) if i not in inner]
+        return tuple(_path_to(leaf, parents) for leaf in leaves)
+
+    @cached_property
+    def chain(self) -> tuple[Segment, ...]:
+        """The segments of the only row. Raises ValueError where the trajectory branches."""
+        if len(self.rows) > 1:
+            raise ValueError(f"trajectory of task {self.task_id} has {len(self.rows)} rows; read `rows`")
+        return self.segments
+
+    @cached_property
+    def token_ids(self) -> tuple[int, ...]:
+        """All tokens of the chain, `[T]`."""
+        return tuple(t for s in self.chain for t in s.tokens)
+
+    @cached_property
+    def action_mask(self) -> tuple[bool, ...]:
+        """True on tokens that the policy sampled, `[T]`."""
+        return tuple(s.kind == "action" for s in self.chain for _ in s.tokens)
+
+    @cached_property
+    def behavior_logprobs(self) -> tuple[float, ...]:
+        """Log-probabilities recorded by the engine, `[T]`, 0 where the mask is False."""
+        return tuple(lp for s in self.chain for lp in (s.logprobs or (0.0,) * len(s.tokens)))
+
+    @cached_property
+    def turn_index(self) -> tuple[int, ...]:
+        """The turn of each token, `[T]`, counted from 0."""
+        return tuple(s.turn for s in self.chain for _ in s.tokens)
+
+    @cached_property
+    def versions(self) -> tuple[int, ...]:
+        """The weight version that produced each action token, `[T]`, -1 where the mask is False."""
+        return tuple(v for s in self.chain for v in (s.versions or (-1,) * len(s.tokens)))
+
+    @property
+    def num_action_tokens(self) -> int:
+        """Tokens that train, each counted once whatever the number of rows through it."""
+        return sum(len(s.tokens) for s in self.segments if s.kind == "action")
+
+    @property
+    def num_turns(self) -> int:
+        """Assistant turns that were sampled."""
+        return sum(s.kind == "action" for s in self.segments)
+
+    @property
+    def answer(self) -> str:
+        """The text of the last message if it is the model's and holds no tool call, otherwise empty."""
+        if not self.messages or self.stop_reason is not StopReason.ANSWERED:
+            return ""
+        last = self.messages[-1]
+        return last["content"] if last["role"] == "assistant" and not last.get("tool_calls") else ""
+
+
+def _path_to(leaf: int, parents: Sequence[int]) -> tuple[int, ...]:
+    path = [leaf]
+    while parents[path[-1]] >= 0:
+        path.append(parents[path[-1]])
+    return tuple(reversed(path))
+
+
+@dataclass(frozen=True)
+class Group:
+    """One task and its trajectories, in the order of their `sample` numbers."""
+
+    task: Task
+    trajectories: tuple[Trajectory, ...]
