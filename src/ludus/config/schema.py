@@ -1,0 +1,218 @@
+"""Every setting of a run, with its default, its unit and its bounds.
+
+A setting that is not here does not exist: an unknown key is an error that names the nearest one. Bad
+combinations are refused here, before anything is loaded. `None` always means what the field's docstring
+says it means.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration that refuses unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (needs the `lora` extra); the base weights stay frozen."""
+
+    rank: int = Field(16, ge=1)
+    alpha: float = Field(32.0, gt=0)
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Which linear layers carry an adapter, by name."""
+
+
+class ScratchConfig(Section):
+    """The shape of the small model that is made on the spot when no checkpoint is given."""
+
+    vocab_size: int = Field(2048, ge=300)
+    hidden_size: int = Field(128, ge=8)
+    intermediate_size: int = Field(384, ge=8)
+    num_layers: int = Field(4, ge=1)
+    num_heads: int = Field(4, ge=1)
+    num_kv_heads: int = Field(4, ge=1)
+    context_tokens: int = Field(1024, ge=64)
+
+
+class ModelConfig(Section):
+    """The policy."""
+
+    path: str | None = None
+    """A checkpoint folder or model name. None is the recipe's own cold start, shipped in the package."""
+    from_scratch: bool = False
+    """Make tokenizer and model and run the cold start first, instead of loading a checkpoint."""
+    dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    lora: LoraConfig | None = None
+    scratch: ScratchConfig = ScratchConfig()
+
+
+class EnvConfig(Section):
+    """The world that the model acts in."""
+
+    name: str = "search"
+    """A registered world, or `path/to/file.py` whose module registers one."""
+    rendering: Literal["chat", "tags"] = "chat"
+    """`chat`: the model's chat template with tool calls. `tags`: the text protocol of Search-R1."""
+    tool_parser: Literal["auto", "hermes", "llama3", "pythonic"] = "auto"
+    """How tool calls are written in `chat`; `auto` reads it off the chat template."""
+    settings: dict[str, Any] = {}
+    """The world's own settings; it checks them against its own schema."""
+
+
+class RolloutConfig(Section):
+    """How episodes are sampled, and their limits."""
+
+    temperature: float = Field(1.0, ge=0)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=0)
+    max_turns: int = Field(6, ge=1)
+    """Assistant turns of one episode."""
+    max_new_tokens: int = Field(64, ge=1)
+    """Tokens of one action."""
+    max_tokens: int = Field(768, ge=16)
+    """Tokens of a whole trajectory, prompt and observations included."""
+    max_tool_errors: int = Field(3, ge=1)
+    """Tool errors or malformed calls in a row that end an episode."""
+    max_tool_output: int = Field(2000, ge=16)
+    """Characters of one tool's output that the model sees; head and tail are kept."""
+    tool_timeout_s: float = Field(20.0, gt=0)
+    episode_timeout_s: float | None = Field(None, gt=0)
+    """Wall-clock limit of one episode; None is no limit. One that fires ends reproducibility, aloud."""
+    concurrency: int = Field(128, ge=1)
+    """Episodes in flight at once."""
+    retries: int = Field(2, ge=0)
+    """Fresh attempts after an infrastructure failure (never after a failure of the model)."""
+    max_failure_rate: float = Field(0.2, ge=0, le=1)
+    """Share of episodes of one step that may fail for good before the run stops."""
+    reproducible: bool = True
+    """Turns in lock-step: what is sampled together does not depend on the clock. Bit for bit repeatable."""
+
+
+class AlgorithmConfig(Section):
+    """A preset by name and what to change in it; None keeps the preset's value."""
+
+    preset: str = "grpo"
+    group_size: int = Field(8, ge=2)
+    """Trajectories per task (G)."""
+    advantage: str | None = None
+    loss: str | None = None
+    aggregation: str | None = None
+    eps_low: float | None = Field(None, ge=0)
+    eps_high: float | None = Field(None, ge=0)
+    dual_clip: float | None = Field(None, gt=1)
+    kl: str | None = None
+    """Estimator: k1, k2, k3, abs, k3_k2grad."""
+    kl_coef: float | None = Field(None, ge=0)
+    kl_placement: Literal["loss", "reward", "advantage"] | None = None
+    correction: str | None = None
+    """Off-policy correction between engine and learner: none, tis."""
+    tis_cap: float | None = Field(None, gt=0)
+    zero_variance: bool | None = None
+    """Drop groups whose rewards are all equal."""
+    resample_rounds: int | None = Field(None, ge=0)
+    """Further rounds of sampling to replace dropped groups."""
+    overlong_mask: bool | None = None
+    """Truncated trajectories do not train."""
+    std_ddof: Literal[0, 1] | None = None
+    entropy_coef: float | None = Field(None, ge=0)
+
+
+class TrainingConfig(Section):
+    """The learner and its loop."""
+
+    steps: int = Field(40, ge=1)
+    tasks_per_step: int = Field(12, ge=1)
+    epochs: int = Field(1, ge=1)
+    """Passes over one batch of rollouts."""
+    minibatches: int = Field(1, ge=1)
+    """Optimiser steps in one pass."""
+    microbatch_tokens: int = Field(8192, ge=1)
+    """Padded tokens per forward pass; the gradient does not depend on it."""
+    learning_rate: float = Field(3e-4, gt=0)
+    warmup_steps: int = Field(0, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = Field(0.0, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.95, ge=0, lt=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    mask_observations: bool = True
+    """False trains on tool output as if the model had written it: for comparison only; it warns."""
+    checkpoint_every: int = Field(10, ge=1)
+    keep_checkpoints: int = Field(2, ge=1)
+    sync_tolerance: float = Field(1e-3, gt=0)
+    """Largest difference of probe log-probabilities between learner and engine after an update."""
+
+
+class SftConfig(Section):
+    """Supervised fine-tuning on demonstrations."""
+
+    steps: int = Field(2000, ge=1)
+    batch_size: int = Field(48, ge=1)
+    """Dialogues per optimiser step."""
+    microbatch_tokens: int = Field(16384, ge=1)
+    learning_rate: float = Field(2e-3, gt=0)
+    warmup_steps: int = Field(50, ge=0)
+    schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    weight_decay: float = Field(0.01, ge=0)
+    beta1: float = Field(0.9, ge=0, lt=1)
+    beta2: float = Field(0.98, ge=0, lt=1)
+    max_grad_norm: float = Field(1.0, gt=0)
+    checkpoint_every: int = Field(250, ge=1)
+    keep_checkpoints: int = Field(1, ge=1)
+    dialogues: str | None = None
+    """A JSON-lines file of dialogues (`{"messages": [...]}`); None uses the world's own demonstrations."""
+
+
+class EvaluationConfig(Section):
+    """Held-out evaluation, during training and offline: one path for both."""
+
+    split: str = "test"
+    tasks: int = Field(512, ge=1)
+    samples: int = Field(1, ge=1)
+    """Attempts per task; pass@k needs k of them."""
+    temperature: float = Field(0.0, ge=0)
+    """0 is greedy."""
+    every: int = Field(10, ge=1)
+    """Training steps between evaluations."""
+    tasks_during: int = Field(96, ge=1)
+    """Tasks of an evaluation during training (the same ones each time)."""
+
+
+class RunConfig(Section):
+    """The run folder and the machine."""
+
+    folder: str | None = None
+    """Where the run is written; None makes `runs/NAME-N`."""
+    seed: int = Field(0, ge=0)
+    threads: int = Field(0, ge=0)
+    """Compute threads; 0 takes one per core, at most 4. Other busy processes make more threads slower."""
+    trackers: list[str] = ["jsonl"]
+    save_rollouts: bool = True
+
+
+class Config(Section):
+    """A whole run."""
+
+    model: ModelConfig = ModelConfig()
+    env: EnvConfig = EnvConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    algorithm: AlgorithmConfig = AlgorithmConfig()
+    training: TrainingConfig = TrainingConfig()
+    sft: SftConfig = SftConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
+    run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _budgets_fit(self) -> Self:
+        if self.rollout.max_new_tokens >= self.rollout.max_tokens:
+            raise ValueError(
+                f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) must be below "
+                f"rollout.max_tokens ({self.rollout.max_tokens})"
+            )
+        return self
