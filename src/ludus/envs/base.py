@@ -1,0 +1,82 @@
+"""What a world is: tasks by split, and a fresh environment for each episode."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from ludus.rewards.base import Reward
+from ludus.tools.base import Tool
+from ludus.types import Action, Message, StepResult, Task
+
+
+class Environment(Protocol):
+    """One episode of one task. An instance is used once: `start`, `step` until done, `close`.
+
+    Whatever `start`, `step` and `close` raise counts as a failure of the infrastructure; what the model does
+    wrong is an observation. `rewards` are scored when the episode has ended.
+    """
+
+    @property
+    def tools(self) -> Sequence[Tool]: ...
+
+    @property
+    def rewards(self) -> Sequence[Reward]: ...
+
+    async def start(self, task: Task) -> list[Message]:
+        """The messages that open the episode."""
+        ...
+
+    async def step(self, action: Action) -> StepResult:
+        """Answer one action of the model."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+class World(Protocol):
+    """Where tasks and environments come from. Equal settings give equal tasks in equal order."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def splits(self) -> Sequence[str]: ...
+
+    @property
+    def rewards(self) -> Sequence[Reward]: ...
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The tasks of a split in a fixed order."""
+        ...
+
+    def environment(self, task: Task) -> Environment:
+        """A fresh environment for one episode."""
+        ...
+
+
+@runtime_checkable
+class Demonstrates(Protocol):
+    """A world that can also show how it is done: dialogues for the cold start."""
+
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
+        """An endless stream of dialogues on training tasks."""
+        ...
+
+    def texts(self) -> Iterator[str]:
+        """Texts on which a tokenizer for this world is trained."""
+        ...
+
+
+class Demonstration(Protocol):
+    """A whole dialogue with the tools that it may use."""
+
+    @property
+    def messages(self) -> Sequence[Message]: ...
+
+    @property
+    def tools(self) -> Sequence[Tool]: ...
+
+
+WorldFactory = Callable[[Mapping[str, Any]], World]
+"""Makes a world of its settings; raises `ConfigError` for settings that it does not know."""

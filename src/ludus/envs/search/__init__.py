@@ -1,0 +1,1 @@
+"""The search world: questions of one to three hops over real facts, answered with a search tool."""

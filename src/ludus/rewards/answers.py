@@ -1,0 +1,65 @@
+"""Verifiers of short answers: exact match and token F1 after the normalisation of SQuAD, with aliases."""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+
+from ludus.types import StopReason, Task, ToolStatus, Trajectory
+
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The truth of a question with a short answer: all accepted spellings, the gold one first."""
+
+    accepted: tuple[str, ...]
+
+
+def normalise(text: str) -> str:
+    """Lower case without accents, punctuation, English articles and surplus blanks (SQuAD, plus accents)."""
+    decomposed = unicodedata.normalize("NFKD", text.casefold())
+    bare = "".join(c for c in decomposed if not unicodedata.combining(c)).translate(_PUNCTUATION)
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+
+
+def matches(answer: str, truth: Answers) -> bool:
+    """Whether the normalised answer equals one of the accepted ones and is not empty."""
+    given = normalise(answer)
+    return bool(given) and any(given == normalise(accepted) for accepted in truth.accepted)
+
+
+def f1(answer: str, truth: Answers) -> float:
+    """Best token F1 over the accepted answers, in [0, 1]."""
+    return max((_f1(normalise(answer).split(), normalise(a).split()) for a in truth.accepted), default=0.0)
+
+
+def _f1(given: list[str], gold: list[str]) -> float:
+    common = sum((Counter(given) & Counter(gold)).values())
+    return 2 * common / (len(given) + len(gold)) if common else 0.0
+
+
+def _truth(task: Task) -> Answers:
+    if not isinstance(task.truth, Answers):
+        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected Answers")
+    return task.truth
+
+
+def exact_match(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer equals an accepted one after normalisation, else 0."""
+    return float(matches(trajectory.answer, _truth(task)))
+
+
+def token_f1(task: Task, trajectory: Trajectory) -> float:
+    """Token F1 of the final answer against the best accepted one, in [0, 1]."""
+    return f1(trajectory.answer, _truth(task))
+
+
+def well_formed(task: Task, trajectory: Trajectory) -> float:
+    """1 if the episode ended with an answer and no tool call failed, else 0."""
+    fine = all(outcome.status is ToolStatus.OK for outcome in trajectory.outcomes)
+    return float(fine and trajectory.stop_reason is StopReason.ANSWERED)

@@ -1,0 +1,162 @@
+"""`Tool`: a typed function that a model can call, and `@tool`, which makes one from a signature.
+
+    @tool
+    def search(query: str, k: int = 2) -> str:
+        \"\"\"Search the encyclopedia.
+
+        Args:
+            query: the words to look for.
+            k: the number of passages to return.
+        \"\"\"
+
+The schema comes from the annotations, the descriptions from the docstring. Arguments are checked against
+the schema before the function runs; what it raises becomes an observation (`ludus.envs.toolbox`).
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypedDict, get_type_hints, overload
+
+from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+
+from ludus.types import JSON
+
+
+class FunctionSchema(TypedDict):
+    """The `function` part of an OpenAI tool description; `parameters` is a JSON schema."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+
+
+class ToolSchema(TypedDict):
+    """A tool as chat templates and OpenAI-compatible servers take it."""
+
+    type: str
+    function: FunctionSchema
+
+
+class ArgumentError(ValueError):
+    """The arguments do not fit the tool's signature; the text says which and why, for the model to read."""
+
+
+ToolFunction = Callable[..., str] | Callable[..., Awaitable[str]]
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function with a schema.
+
+    A plain function runs in a thread, an `async` one on the event loop; `timeout_s` (None: the rollout's)
+    bounds the wait for either. `concurrency` bounds how many calls of this tool run at once, 0 is no bound.
+    """
+
+    name: str
+    description: str
+    function: ToolFunction
+    arguments: type[BaseModel]
+    timeout_s: float | None = None
+    concurrency: int = 0
+
+    @property
+    def is_async(self) -> bool:
+        """Whether the function is a coroutine function."""
+        return inspect.iscoroutinefunction(self.function)
+
+    @property
+    def schema(self) -> ToolSchema:
+        """The OpenAI description of the tool."""
+        schema = self.arguments.model_json_schema()
+        properties = {
+            name: {key: value for key, value in prop.items() if key != "title"}
+            for name, prop in schema.get("properties", {}).items()
+        }
+        parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
+        function = FunctionSchema(name=self.name, description=self.description, parameters=parameters)
+        return ToolSchema(type="function", function=function)
+
+    def check(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
+        """The arguments as the function takes them. Raises `ArgumentError` in words for the model."""
+        try:
+            model = self.arguments.model_validate(dict(arguments))
+        except ValidationError as error:
+            raise ArgumentError("; ".join(map(_in_words, error.errors()))) from None
+        return {name: model.__dict__[name] for name in self.arguments.model_fields}
+
+
+def _in_words(error: Any) -> str:  # noqa: ANN401 (pydantic's own mapping)
+    where = ".".join(str(part) for part in error["loc"]) or "arguments"
+    if error["type"] == "missing":
+        return f"the argument {where!r} is missing"
+    if error["type"] == "extra_forbidden":
+        return f"there is no argument {where!r}"
+    return f"the argument {where!r} is wrong: {error['msg'].lower()}"
+
+
+@overload
+def tool(function: ToolFunction) -> Tool: ...
+
+
+@overload
+def tool(
+    *, name: str | None = None, timeout_s: float | None = None, concurrency: int = 0
+) -> Callable[[ToolFunction], Tool]: ...
+
+
+def tool(
+    function: ToolFunction | None = None,
+    *,
+    name: str | None = None,
+    timeout_s: float | None = None,
+    concurrency: int = 0,
+) -> Tool | Callable[[ToolFunction], Tool]:
+    """Make a `Tool` of a typed function. Raises TypeError where a parameter has no annotation."""
+
+    def make(fn: ToolFunction) -> Tool:
+        summary, described = _read_docstring(inspect.getdoc(fn) or "")
+        return Tool(
+            name=name or fn.__name__,
+            description=summary,
+            function=fn,
+            arguments=_arguments_model(fn, described),
+            timeout_s=timeout_s,
+            concurrency=concurrency,
+        )
+
+    return make if function is None else make(function)
+
+
+def _arguments_model(fn: ToolFunction, described: Mapping[str, str]) -> type[BaseModel]:
+    hints = get_type_hints(fn)
+    fields: dict[str, Any] = {}
+    for parameter in inspect.signature(fn).parameters.values():
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"tool {fn.__name__}: *args and **kwargs have no schema")
+        if parameter.name not in hints:
+            raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} needs a type annotation")
+        default = ... if parameter.default is parameter.empty else parameter.default
+        field = _field(default, described.get(parameter.name))
+        fields[parameter.name] = (hints[parameter.name], field)
+    config = ConfigDict(extra="forbid", strict=True)
+    return create_model(f"{fn.__name__}_arguments", __config__=config, **fields)
+
+
+def _field(default: object, description: str | None) -> Any:  # noqa: ANN401 (a pydantic FieldInfo)
+    from pydantic import Field
+
+    return Field(default=default, description=description)
+
+
+def _read_docstring(text: str) -> tuple[str, dict[str, str]]:
+    """Split a docstring into its summary and the lines of its `Args:` block."""
+    head, _, args = text.partition("\nArgs:")
+    described = {
+        match.group(1): " ".join(match.group(2).split())
+        for match in re.finditer(r"^\s+(\w+):\s*(.+?)(?=^\s+\w+:|^\s*$|\Z)", args, re.M | re.S)
+    }
+    return " ".join(head.split()), described

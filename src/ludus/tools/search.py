@@ -1,0 +1,60 @@
+"""Search over short passages with BM25 (the library `bm25s`), deterministic to the last tie."""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from ludus.tools.base import Tool, tool
+
+MAX_PASSAGES = 10
+
+
+def words(text: str) -> list[str]:
+    """Lower-case words of a text without accents: what queries and passages are matched by."""
+    plain = unicodedata.normalize("NFKD", text.casefold())
+    return re.findall(r"[^\W_]+", "".join(c for c in plain if not unicodedata.combining(c)))
+
+
+class PassageIndex:
+    """A BM25 index over passages. Ties are broken by the order in which the passages were given."""
+
+    def __init__(self, passages: Sequence[str]) -> None:
+        import bm25s
+
+        self.passages = tuple(passages)
+        self._bm25: Any = bm25s.BM25(method="lucene", k1=1.2, b=0.75)
+        self._bm25.index([words(p) for p in self.passages], show_progress=False)
+        self._vocabulary: dict[str, int] = self._bm25.vocab_dict
+
+    def search(self, query: str, k: int = 2) -> list[str]:
+        """The `k` best passages, best first; passages that share no word with the query never appear."""
+        known = [word for word in words(query) if word in self._vocabulary]
+        if not known:
+            return []
+        scores = np.asarray(self._bm25.get_scores(known))
+        k = max(1, min(k, MAX_PASSAGES, len(self.passages)))
+        cut = np.partition(scores, -k)[-k]
+        candidates = np.flatnonzero((scores >= cut) & (scores > 0))
+        order = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
+        return [self.passages[i] for i in order]
+
+
+def search_tool(index: PassageIndex, default_k: int = 2) -> Tool:
+    """The tool `search(query, k)` over an index."""
+
+    def search(query: str, k: int = default_k) -> str:
+        """Search the encyclopedia.
+
+        Args:
+            query: the words to look for.
+            k: how many passages to return.
+        """
+        found = index.search(query, k)
+        return "\n".join(found) if found else "No passage matches."
+
+    return tool(search)
