@@ -121,9 +121,7 @@ def _city(row: Mapping[str, str], countries: Mapping[str, dict[str, str]], neare
             _country_names(country),
             f"{name} is a city in the country of {country['name']}.",
         ),
-        "population": Fact(
-            str(row["population"]), (), f"{name} has a population of {row['population']} people."
-        ),
+        "population": Fact(population, (), f"{name} has a population of {population} people."),
         "timezone": Fact(timezone, (timezone.replace("_", " "),), f"{name} keeps the time zone {timezone}."),
         "nearest": Fact(nearest, (plain(nearest),), f"The closest neighbour of {name} is {nearest}."),
     }

@@ -107,7 +107,8 @@ def all_questions(facts: Facts, split: str) -> dict[str, list[Question]]:
         found = list(_chained(facts, HELD_OUT, "test"))
         return {found[0].family: found}
     families = [list(_chained(facts, chain, split)) for chain in CHAINS]
-    families.append([_intersection(h) for h in facts.homonyms if split_of("homonym", h.name) == split])
+    pairs = [_intersection(h) for h in facts.homonyms if split_of("homonym", h.name) == split]
+    families.append([q for q in pairs if not _too_common(q.hops, q.id)])
     return {questions[0].family: questions for questions in families}
 
 

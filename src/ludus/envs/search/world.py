@@ -1,0 +1,154 @@
+"""The search world: tasks, environment, demonstrations and the two baselines that go without the loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ludus.envs.search.expert import Expert, Flaws, to_messages
+from ludus.envs.search.facts import Facts, load_facts
+from ludus.envs.search.questions import SPLITS, Question, all_questions, sample_questions
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import UserError
+from ludus.rewards.answers import Answers, exact_match, token_f1, well_formed
+from ludus.rewards.base import Reward
+from ludus.tools.base import Tool
+from ludus.tools.search import PassageIndex, search_tool
+from ludus.types import Message, Task
+
+SYSTEM = {
+    "tool": "Answer the question. Search until you know.",
+    "once": "Answer the question from the passages.",
+    "none": "Answer the question from memory.",
+}
+SIZES = {"train": 24_000, "validation": 1_000, "test": 1_500, "composition": 1_200}
+
+
+class SearchSettings(BaseModel):
+    """Settings of the search world (`env.settings`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    access: Literal["tool", "once", "none"] = "tool"
+    """`tool`: the loop. `once`: passages for the question are in the prompt (RAG). `none`: no passages."""
+    k: int = Field(2, ge=1, le=10)
+    """Passages that a search returns unless the model asks for another number."""
+    well_formed_weight: float = Field(0.1, ge=0, lt=1)
+    seed: int = 0
+    """Of the choice and order of the tasks."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A demonstration: messages, and the tools that its prompt offers."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+
+
+@dataclass(frozen=True)
+class SearchWorld:
+    """Multi-hop questions over real facts."""
+
+    settings: SearchSettings = field(default_factory=SearchSettings)
+    limits: ToolLimits = field(default_factory=ToolLimits)
+    name: str = "search"
+    splits: Sequence[str] = SPLITS
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The knowledge base."""
+        return load_facts()
+
+    @cached_property
+    def index(self) -> PassageIndex:
+        """The passages, indexed."""
+        return PassageIndex(self.facts.passages)
+
+    @cached_property
+    def tool(self) -> Tool:
+        """`search(query, k)`."""
+        return search_tool(self.index, self.settings.k)
+
+    @cached_property
+    def rewards(self) -> tuple[Reward, ...]:
+        """Exact match decides; F1 is reported; well-formed episodes earn a little."""
+        return (
+            Reward("exact_match", exact_match, weight=1.0, outcome=True),
+            Reward("f1", token_f1, weight=0.0),
+            Reward("well_formed", well_formed, weight=self.settings.well_formed_weight),
+        )
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The tasks of a split, families mixed by their weights, in a fixed order."""
+        if split not in SIZES:
+            raise UserError(f"The search world has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
+        chosen = sample_questions(self.facts, split, SIZES[split], self.settings.seed)
+        return [self._task(question, split) for question in chosen]
+
+    def environment(self, task: Task) -> ToolEnv:
+        """A fresh episode."""
+        del task
+        tools = (self.tool,) if self.settings.access == "tool" else ()
+        return ToolEnv(tools, self.rewards, self.limits)
+
+    def demonstrations(self, seed: int) -> Iterator[Dialogue]:
+        """An endless stream by the flawed expert: mostly with the tool, some from passages or memory.
+
+        Every question of the training split can occur; families by their weights, the same in any order.
+        """
+        rng = random.Random(f"demonstrations:{seed}")
+        pools = all_questions(self.facts, "train")
+        weights = _weights(pools)
+        expert = Expert(self.facts, self.tool.function, Flaws())  # type: ignore[arg-type]
+        while True:
+            (family,) = rng.choices(list(weights), list(weights.values()))
+            question = rng.choice(pools[family])
+            access = rng.choices(("tool", "once", "none"), (0.90, 0.05, 0.05))[0]
+            opening = self._opening(question, access)
+            if access != "tool":
+                answer = Message(role="assistant", content=question.answers[0])
+                yield Dialogue((*opening, answer), ())
+                continue
+            turns = expert.turns(question, rng)
+            if turns is not None:
+                yield Dialogue((*opening, *to_messages(turns)), (self.tool,))
+
+    def texts(self) -> Iterator[str]:
+        """Passages, then dialogues as text: what the tokenizer is trained on."""
+        yield from self.facts.passages
+        for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
+            for message in dialogue.messages:
+                yield message["content"]
+                for call in message.get("tool_calls", []):
+                    yield f'{{"name": "search", "arguments": {call["function"]["arguments"]}}}'
+
+    def _task(self, question: Question, split: str) -> Task:
+        tags = {"split": split, "family": question.family, "hops": str(len(question.hops))}
+        prompt = self._opening(question, self.settings.access)
+        return Task(question.id, prompt, Answers(question.answers), tags)
+
+    def _opening(self, question: Question, access: str) -> tuple[Message, ...]:
+        said = question.text
+        if access == "once":
+            said += "\n" + "\n".join(self.index.search(question.text, self.settings.k))
+        return Message(role="system", content=SYSTEM[access]), Message(role="user", content=said)
+
+
+def _weights(pools: Mapping[str, list[Question]]) -> dict[str, float]:
+    from ludus.envs.search.questions import CHAINS, INTERSECTION_WEIGHT
+
+    weights = {"/".join(chain): weight for chain, weight in CHAINS.items()}
+    weights["intersection"] = INTERSECTION_WEIGHT
+    return {family: weights[family] for family in pools}
+
+
+def make_search_world(settings: Mapping[str, Any], limits: ToolLimits) -> SearchWorld:
+    """The factory by which the world is registered."""
+    return SearchWorld(SearchSettings.model_validate(dict(settings)), limits)
