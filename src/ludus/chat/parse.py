@@ -1,0 +1,65 @@
+"""From the model's text to an `Action`: one parser for each way of writing tool calls.
+
+A parser takes the text of one action, decoded from its tokens without the end-of-turn token, and returns an
+`Action`. These rules hold for all of them:
+
+- A parser never raises, whatever the text. What was meant as a call and is none becomes a `CallError` whose
+  reason tells the model what to write instead.
+- Calls and errors share one count, in the order of the text: ids are `call_{turn}_{index}`.
+- `message["content"]` is the text outside the well-formed calls, with the blanks at the ends removed. A
+  malformed call stays in it, so that the transcript shows what the model wrote.
+- Thinking goes to `message["reasoning_content"]`, and no call inside it counts (rules: `split_thinking`).
+- Arguments are plain JSON: finite numbers, no lone surrogates, at most `MAX_DEPTH` levels. Their text in the
+  message keeps Unicode as it is, and reads back to the same values.
+- Empty text gives an action with empty content, without calls or errors.
+
+A new format is one file with a parser and one line in `PARSERS`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+from ludus.chat.parse_hermes import HermesParser
+from ludus.chat.parse_llama3 import Llama3Parser
+from ludus.chat.parse_pythonic import PythonicParser
+from ludus.chat.parse_search_r1 import SearchR1Parser
+from ludus.types import Action
+
+_PYTHONIC_EXAMPLE = re.compile(r"\[\w+\(\w+\s*=|\bname \+ ['\"]\(['\"]")
+_LLAMA3_MARKS = ("<|python_tag|>", '"parameters":')
+
+
+class ToolCallParser(Protocol):
+    """Reads the tool calls out of one action's text. Never raises."""
+
+    @property
+    def name(self) -> str: ...
+
+    def parse(self, text: str, *, turn: int) -> Action:
+        """Return the message, the calls and the errors of turn `turn`, counted from 0."""
+        ...
+
+
+PARSERS: Mapping[str, ToolCallParser] = MappingProxyType(
+    {parser.name: parser for parser in (HermesParser(), Llama3Parser(), PythonicParser(), SearchR1Parser())}
+)
+"""The parsers by name."""
+
+
+def detect(chat_template: str) -> str:
+    """Return the name of the parser for the tool calls that `chat_template` (Jinja text) writes.
+
+    `<tool_call>` means hermes. A list of Python calls, as an example or as the template builds it, means
+    pythonic; `<|python_tag|>` or a `"parameters":` key means llama3. Without any of these, hermes.
+    """
+    if "<tool_call>" in chat_template:
+        return "hermes"
+    if _PYTHONIC_EXAMPLE.search(chat_template):
+        return "pythonic"
+    if any(mark in chat_template for mark in _LLAMA3_MARKS):
+        return "llama3"
+    return "hermes"

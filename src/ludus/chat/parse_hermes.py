@@ -1,0 +1,112 @@
+"""The format of Hermes, Qwen2.5 and Qwen3: a JSON object between `<tool_call>` and `</tool_call>`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ludus.chat.parse_draft import Draft, Malformed, split_thinking, unfence
+from ludus.chat.parse_json import call_of, decode, decode_prefix, skip_blanks
+from ludus.types import Action
+
+OPEN, CLOSE = "<tool_call>", "</tool_call>"
+
+_TAG = re.compile(f"{OPEN}|{CLOSE}")
+_NESTED = f"A {OPEN} starts before the one before it ends. Write {CLOSE} after each call."
+_STRAY = f"There is a {CLOSE} without {OPEN}. Write each call between {OPEN} and {CLOSE}."
+_UNCLOSED = f"The {OPEN} is not closed. Write {CLOSE} after the call."
+_UNTAGGED = f"The call has no tags. Write it between {OPEN} and {CLOSE}."
+
+
+@dataclass(frozen=True, slots=True)
+class HermesParser:
+    """Reads `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`, any number of times.
+
+    Accepted as well: `parameters` for `arguments`, arguments as JSON text, no arguments, a Markdown fence
+    around the JSON, and an unclosed tag whose JSON is complete at the end of the text (the stop token often
+    comes first). Tags inside JSON strings are part of the string. Text around the calls is content.
+
+    Errors: broken JSON, JSON that is no call, tags in tags (one error, up to the tag that closes the outer
+    one or the end), a closing tag alone (its text reaches back to the call before it), and a text that is
+    nothing but a call without tags.
+    """
+
+    name: str = "hermes"
+
+    def parse(self, text: str, *, turn: int) -> Action:
+        """Return the message, the calls and the errors of turn `turn`. Never raises."""
+        reasoning, rest = split_thinking(text, lambda at: _inside_call(text, at))
+        draft = Draft(turn)
+        if _is_untagged_call(rest):
+            draft.fail(rest.strip(), _UNTAGGED)
+        else:
+            _read_blocks(draft, rest)
+        return draft.action(reasoning)
+
+
+def _inside_call(text: str, at: int) -> bool:
+    start = text.rfind(OPEN, 0, at)
+    return start >= 0 and _json_end(text, start + len(OPEN)) > at
+
+
+def _json_end(text: str, start: int) -> int:
+    try:
+        return decode_prefix(text, start)[1]
+    except Malformed:
+        return -1
+
+
+def _is_untagged_call(text: str) -> bool:
+    if _TAG.search(text) or '"name"' not in text:
+        return False
+    try:
+        value = decode(unfence(text))
+    except Malformed:
+        return False
+    return isinstance(value, dict) and "name" in value and ("arguments" in value or "parameters" in value)
+
+
+def _read_blocks(draft: Draft, text: str) -> None:
+    position = 0
+    while tag := _TAG.search(text, position):
+        if tag.group() == CLOSE:
+            draft.fail(text[position : tag.end()].strip(), _STRAY)
+            position = tag.end()
+        else:
+            draft.say(text[position : tag.start()])
+            position = _read_block(draft, text, tag.start())
+    draft.say(text[position:])
+
+
+def _read_block(draft: Draft, text: str, start: int) -> int:
+    """Read the block whose opening tag is at `start`; return the offset after it."""
+    begin = start + len(OPEN)
+    end = _json_end(text, begin)
+    after = skip_blanks(text, end) if end >= 0 else -1
+    if after == len(text) or (after >= 0 and text.startswith(CLOSE, after)):
+        body, block_end = text[begin:after], min(after + len(CLOSE), len(text))
+    else:
+        tag = _TAG.search(text, begin)
+        if tag and tag.group() == OPEN:
+            block_end = _end_of_nested(text, begin)
+            draft.fail(text[start:block_end].strip(), _NESTED)
+            return block_end
+        body = text[begin : tag.start() if tag else len(text)]
+        block_end = tag.end() if tag else len(text)
+    block = text[start:block_end].strip()
+    try:
+        draft.call(*call_of(decode(unfence(body)), "arguments"))
+    except Malformed as error:
+        closed = block.endswith(CLOSE) or after == len(text)
+        draft.fail(block, error.reason if closed else f"{_UNCLOSED} {error.reason}")
+    return block_end
+
+
+def _end_of_nested(text: str, begin: int) -> int:
+    """Return the offset after the tag that closes the block whose content starts at `begin`, or the end."""
+    depth = 1
+    for tag in _TAG.finditer(text, begin):
+        depth += 1 if tag.group() == OPEN else -1
+        if depth == 0:
+            return tag.end()
+    return len(text)

@@ -1,0 +1,87 @@
+"""The JSON format of Llama 3.1 and later: the whole text is a call, or several separated by `;`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from ludus.chat.parse_draft import Draft, Malformed, parse_whole, unfence
+from ludus.chat.parse_json import call_of, decode_prefix, skip_blanks
+from ludus.types import Action
+
+PYTHON_TAG = "<|python_tag|>"
+
+_CALL_START = re.compile(r"\[?\s*\{\s*[\"']?(name|type|function|parameters|arguments)[\"']?\s*:")
+_CALL_INSIDE = re.compile(r"\{\s*\"name\"\s*:\s*\"[^\"]*\"\s*,\s*\"parameters\"\s*:")
+_NOT_ALONE = "The call stands inside other text. Write the JSON object alone."
+_AFTER = "Other text follows a call. Separate calls with ; and write nothing else."
+_NOTHING = f"Nothing follows {PYTHON_TAG}. Write a JSON object with name and parameters."
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3Parser:
+    """Reads `{"name": ..., "parameters": {...}}` as the whole text, several separated by `;`.
+
+    `<|python_tag|>` may come first, also after other text; what follows it is meant as calls. Accepted as
+    well: `arguments` for `parameters`, a `type` key, no parameters, a Markdown fence around the whole.
+
+    Without the tag, JSON that has neither parameters nor arguments is an answer and so content, unless it has
+    a name and nothing else but a type. What follows a call without `;` is one error, to the end; so is a
+    call with other text before it.
+    """
+
+    name: str = "llama3"
+
+    def parse(self, text: str, *, turn: int) -> Action:
+        """Return the message, the calls and the errors of turn `turn`. Never raises."""
+        return parse_whole(text, turn, _fill)
+
+
+def _fill(draft: Draft, text: str) -> None:
+    body = unfence(text)
+    if _CALL_START.match(body):
+        _read_calls(draft, body, tagged=False)
+        return
+    prose, tag, after = text.partition(PYTHON_TAG)
+    if not tag and _CALL_INSIDE.search(text):
+        draft.fail(text.strip(), _NOT_ALONE)
+        return
+    draft.say(prose)
+    if tag and unfence(after):
+        _read_calls(draft, unfence(after), tagged=True)
+    elif tag:
+        draft.fail(tag + after, _NOTHING)
+
+
+def _read_calls(draft: Draft, body: str, *, tagged: bool) -> None:
+    position = 0
+    while position < len(body):
+        try:
+            value, end = decode_prefix(body, position)
+        except Malformed as error:
+            draft.fail(body[position:], error.reason)
+            return
+        if not (tagged or draft.calls or draft.errors or _is_call(value)):
+            draft.say(body)
+            return
+        try:
+            draft.call(*call_of(value, "parameters"))
+        except Malformed as error:
+            draft.fail(body[position:end], error.reason)
+        position = skip_blanks(body, end)
+        if position < len(body) and body[position] != ";":
+            draft.fail(body[position:], _AFTER)
+            return
+        position = skip_blanks(body, position + 1)
+
+
+def _is_call(value: object) -> bool:
+    if isinstance(value, list):
+        return any(isinstance(item, dict) and "name" in item and _has_arguments(item) for item in value)
+    if not isinstance(value, dict):
+        return False
+    return _has_arguments(value) or ("name" in value and value.keys() <= {"name", "type"})
+
+
+def _has_arguments(value: dict[object, object]) -> bool:
+    return "parameters" in value or "arguments" in value

@@ -1,0 +1,126 @@
+"""The format of Llama 3.2 and 4 and of others: a list of Python calls, `[f(a=1, b="x"), g()]`.
+
+The text is read with `ast` and never evaluated.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import warnings
+from dataclasses import dataclass
+
+from ludus.chat.parse_draft import MAX_DEPTH, Draft, Malformed, check_plain, parse_whole, unfence
+from ludus.types import JSON, Action
+
+_MARKS = re.compile(r"^\s*<\|(?:python_tag|python_start)\|>|<\|python_end\|>\s*$")
+_LIST_START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
+_BARE_CALL = re.compile(r"[A-Za-z_][\w.]*\(\s*\w+\s*=.*\)", re.DOTALL)
+_EXAMPLE = 'Write [name(argument="value")] and nothing else.'
+_JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
+
+
+@dataclass(frozen=True, slots=True)
+class PythonicParser:
+    """Reads a list of calls with keyword arguments that are literals; tuples become lists.
+
+    `<|python_tag|>` or `<|python_start|>` may come first, `<|python_end|>` last, and a Markdown fence around
+    the whole is accepted. A list that does not start with a call is an answer and so content.
+
+    Errors: a list that does not parse (one error for the whole), a positional argument, a repeated or
+    starred one, anything but a literal as its value, an item that is no call, and a call without the list.
+    """
+
+    name: str = "pythonic"
+
+    def parse(self, text: str, *, turn: int) -> Action:
+        """Return the message, the calls and the errors of turn `turn`. Never raises."""
+        return parse_whole(text, turn, _fill)
+
+
+def _fill(draft: Draft, text: str) -> None:
+    inner, num_marks = _MARKS.subn("", text)
+    body = unfence(inner)
+    if not num_marks and not _LIST_START.match(body):
+        if _BARE_CALL.fullmatch(body):
+            draft.fail(body, f"The call stands outside a list. {_EXAMPLE}")
+        else:
+            draft.say(text)
+        return
+    try:
+        items = _items(body)
+    except Malformed as error:
+        draft.fail(body or text.strip(), error.reason)
+        return
+    for item in items:
+        try:
+            draft.call(*_call_of(item))
+        except Malformed as error:
+            draft.fail(ast.get_source_segment(body, item) or body, error.reason)
+
+
+def _items(body: str) -> list[ast.expr]:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # an escape such as "\d" is the model's affair
+            tree = ast.parse(body, mode="eval").body
+    except SyntaxError as error:
+        raise Malformed(f"This is not a Python list of calls ({error.msg}). {_EXAMPLE}") from None
+    except (ValueError, RecursionError, MemoryError):
+        raise Malformed(f"This is not a Python list of calls, or nests too deeply. {_EXAMPLE}") from None
+    if not isinstance(tree, ast.List) or not tree.elts:
+        raise Malformed(f"This is not a list of calls. {_EXAMPLE}")
+    return tree.elts
+
+
+def _call_of(item: ast.expr) -> tuple[str, dict[str, JSON]]:
+    if not isinstance(item, ast.Call):
+        raise Malformed(f"An item of the list is not a call. {_EXAMPLE}")
+    if item.args:
+        raise Malformed("An argument has no name. Write every argument as name=value.")
+    arguments: dict[str, JSON] = {}
+    for keyword in item.keywords:
+        if keyword.arg is None:
+            raise Malformed("** is not allowed. Write every argument as name=value.")
+        if keyword.arg in arguments:
+            raise Malformed(f"The argument {keyword.arg} is given twice. Give it once.")
+        arguments[keyword.arg] = _literal(keyword.value, MAX_DEPTH)
+    return _dotted(item.func), check_plain(arguments)
+
+
+def _dotted(func: ast.expr) -> str:
+    parts: list[str] = []
+    while isinstance(func, ast.Attribute):
+        parts.append(func.attr)
+        func = func.value
+    if not isinstance(func, ast.Name):
+        raise Malformed(f"The name of a tool is missing before the parenthesis. {_EXAMPLE}")
+    return ".".join([func.id, *reversed(parts)])
+
+
+def _literal(node: ast.expr, levels: int) -> JSON:
+    """Return the JSON value that a literal stands for. Raises Malformed for anything else."""
+    if levels < 0:
+        raise Malformed(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
+    match node:
+        case ast.Constant(value=None | bool() | int() | float() | str() as value):
+            return value
+        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if (
+            not isinstance(value, bool)
+        ):
+            return -value
+        case ast.List(elts=items) | ast.Tuple(elts=items):
+            return [_literal(item, levels - 1) for item in items]
+        case ast.Dict(keys=keys, values=values):
+            return {_key(k): _literal(v, levels - 1) for k, v in zip(keys, values, strict=True)}
+        case ast.Name(id=word) if word in _JSON_WORDS:
+            raise Malformed(f"{word} is not Python. Write {_JSON_WORDS[word]}.")
+    raise Malformed(
+        "A value is not a literal. Use strings in quotes, numbers, True, False, None, lists and dicts."
+    )
+
+
+def _key(node: ast.expr | None) -> str:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str):
+        return node.value
+    raise Malformed("The keys of a dict in the arguments are strings in quotes.")
