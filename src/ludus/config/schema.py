@@ -7,15 +7,23 @@ says it means.
 
 from __future__ import annotations
 
-from typing import Any, Literal, Self
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 
-class Section(BaseModel):
-    """A frozen part of the configuration that refuses unknown keys."""
+@dataclass(frozen=True, slots=True)
+class Why:
+    """The reason for a field's bounds, as the end of a sentence; the message of a refused value gives it."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True)
+    reason: str
+
+
+class Section(BaseModel):
+    """A frozen part of the configuration that refuses unknown keys, infinities and NaN."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
 class LoraConfig(Section):
@@ -30,13 +38,27 @@ class LoraConfig(Section):
 class ScratchConfig(Section):
     """The shape of the small model that is made on the spot when no checkpoint is given."""
 
-    vocab_size: int = Field(2048, ge=300)
+    vocab_size: Annotated[int, Why("every byte and the special tokens need an entry")] = Field(2048, ge=300)
     hidden_size: int = Field(128, ge=8)
     intermediate_size: int = Field(384, ge=8)
     num_layers: int = Field(4, ge=1)
     num_heads: int = Field(4, ge=1)
     num_kv_heads: int = Field(4, ge=1)
     context_tokens: int = Field(1024, ge=64)
+
+    @model_validator(mode="after")
+    def _heads_divide(self) -> Self:
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"model.scratch.hidden_size ({self.hidden_size}) must be a multiple of "
+                f"model.scratch.num_heads ({self.num_heads})"
+            )
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"model.scratch.num_heads ({self.num_heads}) must be a multiple of "
+                f"model.scratch.num_kv_heads ({self.num_kv_heads})"
+            )
+        return self
 
 
 class ModelConfig(Section):
@@ -50,6 +72,15 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     lora: LoraConfig | None = None
     scratch: ScratchConfig = ScratchConfig()
+
+    @model_validator(mode="after")
+    def _one_origin(self) -> Self:
+        if self.from_scratch and self.path is not None:
+            raise ValueError(
+                f'model.path ("{self.path}") and model.from_scratch (true) exclude each other: '
+                "the model is either loaded or made"
+            )
+        return self
 
 
 class EnvConfig(Section):
@@ -82,6 +113,8 @@ class RolloutConfig(Section):
     max_tool_output: int = Field(2000, ge=16)
     """Characters of one tool's output that the model sees; head and tail are kept."""
     tool_timeout_s: float = Field(20.0, gt=0)
+    environment_timeout_s: float = Field(120.0, gt=0)
+    """Bound on one start, step or close of an environment; longer counts as its failure."""
     episode_timeout_s: float | None = Field(None, gt=0)
     """Wall-clock limit of one episode; None is no limit. One that fires ends reproducibility, aloud."""
     concurrency: int = Field(128, ge=1)
@@ -98,7 +131,7 @@ class AlgorithmConfig(Section):
     """A preset by name and what to change in it; None keeps the preset's value."""
 
     preset: str = "grpo"
-    group_size: int = Field(8, ge=2)
+    group_size: Annotated[int, Why("a group of one has no baseline to compare with")] = Field(8, ge=2)
     """Trajectories per task (G)."""
     advantage: str | None = None
     loss: str | None = None
@@ -110,7 +143,7 @@ class AlgorithmConfig(Section):
     """Estimator: k1, k2, k3, abs, k3_k2grad."""
     kl_coef: float | None = Field(None, ge=0)
     kl_placement: Literal["loss", "reward", "advantage"] | None = None
-    correction: str | None = None
+    correction: str | None = Field(None, examples=["none", "tis"])
     """Off-policy correction between engine and learner: none, tis."""
     tis_cap: float | None = Field(None, gt=0)
     zero_variance: bool | None = None

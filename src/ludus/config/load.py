@@ -1,0 +1,142 @@
+"""From a recipe or a TOML file and the command line to a `Config`, with every mistake named at once."""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails
+
+from ludus.config.overrides import apply_overrides, unknown_key
+from ludus.config.schema import Config
+from ludus.config.settings import find, list_settings
+from ludus.config.toml import toml_value
+from ludus.errors import ConfigError
+from ludus.recipes import recipe_folder
+
+_SHOWN = 60
+"""Characters of a value that a message repeats."""
+
+_BOUNDS = {
+    "greater_than_equal": "at least {ge}",
+    "greater_than": "above {gt}",
+    "less_than_equal": "at most {le}",
+    "less_than": "below {lt}",
+    "finite_number": "a finite number",
+}
+
+
+def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a run.
+
+    `source` is the name of a recipe, a path to a `.toml` file, or None for the defaults alone. `overrides`
+    are the words of a command line: `--algorithm.group_size 16`, `--algorithm.group_size=16`, a bare
+    `--model.from_scratch` for true, `none` for None. Lists and tables are written as TOML.
+
+    Raises ConfigError whose message has one sentence a line, one for each mistake.
+    """
+    path = None if source is None else _locate(source)
+    data = {} if path is None else _parse(_read(path), str(path))
+    problems = apply_overrides(data, overrides)
+    places = ([str(path)] if path is not None else []) + (["the command line"] if overrides else [])
+    return _validate(data, problems, " and ".join(places))
+
+
+def config_from_toml(text: str, origin: str = "the text") -> Config:
+    """The configuration that `text` says; `origin` names it in messages. Raises ConfigError."""
+    return _validate(_parse(text, origin), [], origin)
+
+
+def _locate(source: str | Path) -> Path:
+    """The file that a recipe's name or a path means."""
+    if isinstance(source, Path) or source.endswith(".toml") or "/" in source:
+        return Path(source)
+    return recipe_folder(source) / "config.toml"
+
+
+def _read(path: Path) -> str:
+    if path.is_dir():
+        raise ConfigError(f"{path} is a folder, not a configuration file.", "Give the .toml file in it.")
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise _missing(path) from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path} is not UTF-8 text, which TOML has to be.") from None
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror}.") from error
+
+
+def _missing(path: Path) -> ConfigError:
+    """The error for a file that does not exist, with the recipes whose names are near."""
+    message = f"The file {path} does not exist."
+    try:
+        recipe_folder(path.stem)
+    except ConfigError as near:
+        return ConfigError(message, str(near))
+    return ConfigError(message, f'To use the recipe of that name write just "{path.stem}".')
+
+
+def _parse(text: str, origin: str) -> dict[str, object]:
+    try:
+        return tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        reason, _, place = str(error).removesuffix(")").partition(" (at ")
+        where = place if place.startswith("line ") else f"line {len(text.splitlines())}"
+        raise ConfigError(f"{origin}, {where}: {reason}.") from None
+
+
+def _validate(data: dict[str, object], problems: list[str], origin: str) -> Config:
+    try:
+        config = Config.model_validate(data, strict=True)
+    except ValidationError as error:
+        found = [sentence for details in error.errors() for sentence in _sentences(data, details)]
+        problems = [*problems, *dict.fromkeys(found)]
+    if problems:
+        raise ConfigError("\n".join(problems), f"The settings come from {origin}." if origin else "")
+    return config
+
+
+def _sentences(data: dict[str, object], details: ErrorDetails) -> Iterator[str]:
+    """What is wrong, a sentence for each key."""
+    path = [str(part) for part in details["loc"]]
+    if details["type"] == "extra_forbidden":
+        yield from _unknown(".".join(path), details["input"])
+        return
+    if details["type"] == "value_error":
+        yield f"{details['ctx']['error']}."
+        return
+    key = next((key for n in range(len(path), 0, -1) if find(key := ".".join(path[:n]))), "")
+    setting = find(key)
+    if setting is None:
+        key = ".".join(path)
+        example = next(s.key for s in list_settings() if s.key.startswith(key))
+        yield f"{key} is {_show(details['input'])}, but must be a section of settings such as {example}."
+        return
+    bound = _BOUNDS.get(details["type"])
+    expected = bound.format(**details.get("ctx", {})) if bound else setting.type_text
+    reason = f": {setting.why}" if bound and setting.why else ""
+    yield f"{key} is {_show(_lookup(data, key))}, but must be {expected}{reason}."
+
+
+def _unknown(key: str, value: object) -> Iterator[str]:
+    """A sentence for each key of an unknown table, or for the unknown key itself."""
+    if isinstance(value, dict) and value:
+        for name, inner in value.items():
+            yield from _unknown(f"{key}.{name}", inner)
+    else:
+        yield unknown_key(key, _show(value))
+
+
+def _lookup(data: dict[str, object], key: str) -> object:
+    value: object = data
+    for name in key.split("."):
+        value = value[name] if isinstance(value, dict) else value
+    return value
+
+
+def _show(value: object) -> str:
+    text = toml_value(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

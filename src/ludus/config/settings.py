@@ -1,0 +1,172 @@
+"""What settings there are: a flat view of the schema by dotted name, and the name nearest to a wrong one."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from types import NoneType, UnionType
+from typing import Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic.fields import FieldInfo
+
+from ludus.config.schema import Config, Section, Why
+from ludus.errors import ConfigError
+
+_NEAR = 0.75
+"""Similarity below which a name is no suggestion. A right section counts 0.3, a right last part 1."""
+
+_WORDS: dict[object, str] = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    NoneType: "none",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting.
+
+    `key` is its dotted name (`algorithm.group_size`), `default` the value where nothing is given, `doc` the
+    docstring of the field, `bounds` its limits in words, `why` the reason for them (either may be empty).
+    `choices` are the names it takes, where they are known; `accepts` the plain types of its values.
+    """
+
+    key: str
+    default: object
+    doc: str
+    type_text: str
+    bounds: str
+    why: str
+    choices: tuple[str, ...]
+    accepts: frozenset[object]
+
+    @property
+    def is_open(self) -> bool:
+        """Whether it is a table of free keys, checked by someone else."""
+        return dict in self.accepts
+
+    @property
+    def is_section(self) -> bool:
+        """Whether it is a section that may be left out as a whole (`model.lora`)."""
+        return any(isinstance(kind, type) and issubclass(kind, Section) for kind in self.accepts)
+
+
+@cache
+def list_settings() -> tuple[Setting, ...]:
+    """Every setting, in the order of the schema."""
+    return tuple(_walk(Config, ""))
+
+
+def describe(key: str) -> Setting:
+    """The setting of that dotted name. Raises ConfigError, naming the nearest one, where there is none."""
+    setting = find(key)
+    if setting is None:
+        raise ConfigError(f"{key} is not a setting; {suggestion(key)}.")
+    return setting
+
+
+def find(key: str) -> Setting | None:
+    """The setting of that dotted name; for a free key the table it belongs to; None for anything else."""
+    for setting in list_settings():
+        if setting.key == key or (setting.is_open and key.startswith(f"{setting.key}.")):
+            return setting
+    return None
+
+
+def is_section(key: str) -> bool:
+    """Whether settings lie under this dotted name."""
+    return any(setting.key.startswith(f"{key}.") for setting in list_settings())
+
+
+def suggestion(key: str) -> str:
+    """What to write instead of an unknown key, as the second half of a sentence."""
+    near = nearest(key)
+    if near is not None:
+        return f"the nearest is {near}"
+    section = key.split(".")[0]
+    own = [s.key for s in list_settings() if s.key.startswith(f"{section}.")]
+    if own:
+        free = " (keys of the world itself go under env.settings)" if section == "env" else ""
+        return f"{section} has {', '.join(own)}{free}"
+    return f"the sections are {', '.join(Config.model_fields)}"
+
+
+def nearest(key: str) -> str | None:
+    """The setting whose name is most like `key`, in its section or any other; None if none is like it."""
+    parent, _, leaf = key.rpartition(".")
+    if "." in parent and not is_section(parent):
+        table = find(nearest(parent) or "")
+        if table is not None and table.is_open:
+            return f"{table.key}.{leaf}"
+    score, best = max((_likeness(key, setting.key), setting.key) for setting in list_settings())
+    return best if score >= _NEAR else None
+
+
+def _likeness(wrong: str, name: str) -> float:
+    wrong_section, _, wrong_leaf = wrong.rpartition(".")
+    section, _, leaf = name.rpartition(".")
+    initials = "".join(word[:1] for word in leaf.split("_"))
+    same = 0.95 if wrong_leaf == initials else _ratio(wrong_leaf.replace("-", "_"), leaf)
+    return same + 0.3 * _ratio(wrong_section, section)
+
+
+def _ratio(one: str, other: str) -> float:
+    return difflib.SequenceMatcher(None, one, other).ratio() if one and other else 0.0
+
+
+def _walk(section: type[Section], prefix: str) -> Iterator[Setting]:
+    for name, info in section.model_fields.items():
+        kinds = _alternatives(info.annotation)
+        inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
+        if inner is None or NoneType in kinds:
+            yield _setting(f"{prefix}{name}", info)
+        if inner is not None:
+            yield from _walk(inner, f"{prefix}{name}.")
+
+
+def _setting(key: str, info: FieldInfo) -> Setting:
+    kinds = _alternatives(info.annotation)
+    literals = [value for kind in kinds if get_origin(kind) is Literal for value in get_args(kind)]
+    plain = [get_origin(kind) or kind for kind in kinds if get_origin(kind) is not Literal]
+    return Setting(
+        key=key,
+        default=info.get_default(call_default_factory=True),
+        doc=info.description or "",
+        type_text=" or ".join(_words(kind) for kind in kinds),
+        bounds=" and ".join(words for item in info.metadata if (words := _bound(item))),
+        why=next((item.reason for item in info.metadata if isinstance(item, Why)), ""),
+        choices=tuple(str(value) for value in [*literals, *(info.examples or [])]),
+        accepts=frozenset([*plain, *(type(value) for value in literals)]),
+    )
+
+
+def _alternatives(annotation: object) -> tuple[object, ...]:
+    return get_args(annotation) if get_origin(annotation) in (Union, UnionType) else (annotation,)
+
+
+def _words(kind: object) -> str:
+    if kind in _WORDS:
+        return _WORDS[kind]
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin is Literal:
+        names = [f'"{value}"' if isinstance(value, str) else str(value) for value in arguments]
+        return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
+    return 'a list of text such as ["a", "b"]' if origin is list else "a table"
+
+
+def _bound(item: object) -> str:
+    match item:
+        case annotated_types.Ge():
+            return f"at least {item.ge}"
+        case annotated_types.Gt():
+            return f"above {item.gt}"
+        case annotated_types.Le():
+            return f"at most {item.le}"
+        case annotated_types.Lt():
+            return f"below {item.lt}"
+    return ""

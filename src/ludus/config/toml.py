@@ -1,0 +1,78 @@
+"""A configuration as TOML text."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from datetime import date, time
+
+from ludus.config.schema import Config, Section
+from ludus.errors import ConfigError
+
+_BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
+
+
+def to_toml(config: Config) -> str:
+    """The resolved configuration, every setting with its value, in the order of the schema.
+
+    What is None is left out and named in a comment. Reading the text gives an equal configuration. Raises
+    ConfigError where a free key holds something that TOML cannot write (None, an object).
+    """
+    blocks = ("\n".join(_section(name, part)) for name, part in config if isinstance(part, Section))
+    return "\n".join(blocks)
+
+
+def toml_value(value: object) -> str:
+    """One value on one line. Raises ValueError for what TOML cannot write."""
+    match value:
+        case bool():
+            return "true" if value else "false"
+        case int() | float():
+            return repr(value)
+        case str():
+            return _quoted(value)
+        case date() | time():
+            return value.isoformat()
+        case list() | tuple():
+            return f"[{', '.join(toml_value(item) for item in value)}]"
+        case Mapping():
+            pairs = (f"{_key(str(key))} = {toml_value(item)}" for key, item in value.items())
+            return f"{{{', '.join(pairs)}}}"
+    raise ValueError(f"TOML has no way to write {value!r}")
+
+
+def _section(path: str, section: Section) -> Iterator[str]:
+    """The lines of a section: its own values first, then the tables in it."""
+    yield f"[{path}]"
+    tables: list[str] = []
+    for name, value in section:
+        if value is None:
+            yield f"# {name} is none"
+        elif isinstance(value, Section):
+            tables += _section(f"{path}.{name}", value)
+        elif isinstance(value, Mapping):
+            tables += _table(f"{path}.{name}", value)
+        else:
+            yield f"{name} = {toml_value(value)}"
+    yield ""
+    yield from tables
+
+
+def _table(path: str, table: Mapping[str, object]) -> Iterator[str]:
+    yield f"[{path}]"
+    for key, value in table.items():
+        try:
+            yield f"{_key(key)} = {toml_value(value)}"
+        except ValueError as error:
+            raise ConfigError(f"{path}.{key} cannot be written: {error}.") from None
+    yield ""
+
+
+def _key(key: str) -> str:
+    return key if _BARE_KEY.fullmatch(key) else _quoted(key)
+
+
+def _quoted(text: str) -> str:
+    """JSON's escapes are TOML's, but for the delete character, which only TOML escapes."""
+    return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
