@@ -1,0 +1,223 @@
+"""The numbers of a step that come from its rollouts, and alarms in plain words.
+
+Names are stable: which names appear depends on the reward parts and the tools that occur, never on how an
+episode went. A share whose denominator is 0 is 0. An episode that failed (infrastructure) is counted under
+`stop/failed` and in `episodes/count`; it says nothing about the model, so no other number includes it.
+No number here depends on the clock.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ludus.types import Group, StopReason, ToolStatus, Trajectory
+
+ENTROPY: Final = "policy/entropy"
+"""The name under which the learner reports the mean entropy of action tokens, in nats."""
+LOGPROB_GAP: Final = "policy/logprob_gap"
+"""The name under which the learner reports the mean of `|old - beh|` over action tokens, in nats."""
+
+_NO_TOOL = (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED)
+"""Calls that reached no tool: the name is the model's invention, and would make a metric per invention."""
+
+
+@dataclass(frozen=True, slots=True)
+class AlarmLimits:
+    """Bounds beyond which `alarms` speaks up."""
+
+    min_entropy: float = 0.02
+    """Nats per action token below which the policy has collapsed onto one continuation."""
+    max_logprob_gap: float = 0.05
+    """Nats, mean over action tokens, between the learner's log-probabilities and the engine's."""
+    max_tool_error_rate: float = 0.5
+    max_cut_off: float = 0.5
+    """Share of episodes that a token limit ended."""
+    max_tool_error_stops: float = 0.5
+    """Share of episodes that a streak of tool errors ended."""
+    zero_reward_steps: int = 5
+    """Steps in a row whose every reward is 0 before it counts as stuck."""
+
+
+def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict[str, float]:
+    """The metrics of one step's groups, in a fixed order.
+
+    `success` names the reward part that says whether the task was solved (1 is solved): with it there are
+    `success/mean` (the mean of that part), `groups/all_right` and `groups/all_wrong`. A part that a
+    trajectory lacks counts as 0, as it does in its reward. Standard deviations have `ddof=0`. Lengths are
+    in tokens, and a token that several rows share counts once.
+    """
+    everyone = [t for group in groups for t in group.trajectories]
+    finished = [t for t in everyone if _finished(t)]
+    metrics = {
+        "episodes/count": float(len(everyone)),
+        "episodes/finished": float(len(finished)),
+        "groups/count": float(len(groups)),
+    }
+    metrics |= _reward_metrics(finished)
+    if success is not None:
+        metrics["success/mean"] = _mean([t.rewards.get(success, 0.0) for t in finished])
+    metrics |= _length_metrics(finished)
+    metrics |= _tool_metrics(finished)
+    stops = Counter(t.stop_reason for t in everyone)
+    metrics |= {f"stop/{reason}": _share(stops[reason], len(everyone)) for reason in StopReason}
+    return metrics | _group_metrics(groups, success)
+
+
+def alarms(history: Sequence[Mapping[str, float]], limits: AlarmLimits = AlarmLimits()) -> list[str]:
+    """What is wrong with a run, one sentence each, from the metrics of its steps (the newest last).
+
+    A metric that is absent raises no alarm. An empty list means that nothing known is wrong.
+    """
+    if not history:
+        return []
+    now = history[-1]
+    found = [_odd_numbers(now), _equal_rewards(now), _stuck_at_zero(history, limits)]
+    found += [_entropy(now, limits), _logprob_gap(now, limits)]
+    found += [_tool_errors(now, limits), _tool_error_stops(now, limits), _cut_off(now, limits)]
+    return [sentence for sentence in found if sentence]
+
+
+def _finished(trajectory: Trajectory) -> bool:
+    return trajectory.failure is None and trajectory.stop_reason is not StopReason.FAILED
+
+
+def _reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
+    rewards = [t.reward for t in finished]
+    metrics = {"reward/mean": _mean(rewards), "reward/std": _std(rewards)}
+    parts = sorted({name for t in finished for name in t.rewards})
+    return metrics | {
+        f"reward/part/{name}": _mean([t.rewards.get(name, 0.0) for t in finished]) for name in parts
+    }
+
+
+def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
+    actions = [t.num_action_tokens for t in finished]
+    return {
+        "length/action_tokens/mean": _mean(actions),
+        "length/action_tokens/max": float(max(actions, default=0)),
+        "length/total_tokens/mean": _mean([sum(len(s.tokens) for s in t.segments) for t in finished]),
+        "turns/mean": _mean([t.num_turns for t in finished]),
+    }
+
+
+def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
+    calls = [outcome for t in finished for outcome in t.outcomes]
+    statuses = Counter(call.status for call in calls)
+    by_tool = Counter(call.tool for call in calls if call.status not in _NO_TOOL)
+    metrics = {
+        "tools/calls_per_episode": _share(len(calls), len(finished)),
+        "tools/error_rate": _share(len(calls) - statuses[ToolStatus.OK], len(calls)),
+        "tools/truncated_rate": _share(sum(call.truncated for call in calls), len(calls)),
+    }
+    metrics |= {f"tools/status/{status}": _share(statuses[status], len(calls)) for status in ToolStatus}
+    return metrics | {f"tools/{tool}/calls": float(count) for tool, count in sorted(by_tool.items())}
+
+
+def _group_metrics(groups: Sequence[Group], success: str | None) -> dict[str, float]:
+    """Shares of the groups that hold at least one finished episode."""
+    members = [[t for t in group.trajectories if _finished(t)] for group in groups]
+    members = [group for group in members if group]
+    equal = sum(len({t.reward for t in group}) == 1 for group in members)
+    metrics = {"groups/zero_variance": _share(equal, len(members))}
+    if success is not None:
+        scores = [[t.rewards.get(success, 0.0) for t in group] for group in members]
+        metrics["groups/all_right"] = _share(sum(min(group) >= 1 for group in scores), len(members))
+        metrics["groups/all_wrong"] = _share(sum(max(group) <= 0 for group in scores), len(members))
+    return metrics
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values) if values else 0.0
+
+
+def _std(values: Sequence[float]) -> float:
+    if not values or min(values) == max(values):
+        return 0.0
+    mean = _mean(values)
+    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+
+
+def _share(count: int, total: int) -> float:
+    return count / total if total else 0.0
+
+
+def _odd_numbers(now: Mapping[str, float]) -> str:
+    odd = [name for name, value in now.items() if not math.isfinite(value)]
+    return f"these metrics are not finite numbers: {', '.join(odd)}" if odd else ""
+
+
+def _equal_rewards(now: Mapping[str, float]) -> str:
+    if now.get("groups/zero_variance", 0.0) < 1:
+        return ""
+    why = "the tasks are too easy (all right) or too hard (all wrong)"
+    if now.get("groups/all_right", 0.0) >= 1:
+        why = "the tasks are too easy (all right)"
+    elif now.get("groups/all_wrong", 0.0) >= 1:
+        why = "the tasks are too hard (all wrong)"
+    return (
+        "every group earned equal rewards, so the policy loss is exactly 0 and nothing is learned from "
+        f"rewards: {why}"
+    )
+
+
+def _stuck_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str:
+    last = history[-limits.zero_reward_steps :]
+    stuck = all(m.get("reward/mean") == 0 and m.get("reward/std") == 0 for m in last)
+    if len(last) < limits.zero_reward_steps or not stuck:
+        return ""
+    return (
+        f"every reward of the last {len(last)} steps is 0: the model never earns anything, or the reward "
+        "never fires; read some rollouts and score one right answer by hand"
+    )
+
+
+def _entropy(now: Mapping[str, float], limits: AlarmLimits) -> str:
+    value = now.get(ENTROPY, math.inf)
+    if not value < limits.min_entropy:
+        return ""
+    return (
+        f"the entropy of the policy is {value:.4g} nats per token, below {limits.min_entropy:g}: it has "
+        "collapsed onto one continuation, and groups will stop differing"
+    )
+
+
+def _logprob_gap(now: Mapping[str, float], limits: AlarmLimits) -> str:
+    value = now.get(LOGPROB_GAP, 0.0)
+    if not value > limits.max_logprob_gap:
+        return ""
+    return (
+        f"the learner and the engine differ by {value:.4g} nats per token, above {limits.max_logprob_gap:g}: "
+        "they do not hold the same weights, tokens, temperature or precision"
+    )
+
+
+def _tool_errors(now: Mapping[str, float], limits: AlarmLimits) -> str:
+    rate = now.get("tools/error_rate", 0.0)
+    if not rate > limits.max_tool_error_rate:
+        return ""
+    kinds = {s: now.get(f"tools/status/{s}", 0.0) for s in ToolStatus if s is not ToolStatus.OK}
+    worst = max(kinds, key=lambda status: kinds[status])
+    return (
+        f"{rate:.0%} of the tool calls end in an error, most often {worst} ({kinds[worst]:.0%} of all calls)"
+    )
+
+
+def _tool_error_stops(now: Mapping[str, float], limits: AlarmLimits) -> str:
+    share = now.get(f"stop/{StopReason.TOOL_ERRORS}", 0.0)
+    if not share > limits.max_tool_error_stops:
+        return ""
+    return f"{share:.0%} of the episodes end in a streak of tool errors: the model does not know how to call"
+
+
+def _cut_off(now: Mapping[str, float], limits: AlarmLimits) -> str:
+    share = sum(now.get(f"stop/{r}", 0.0) for r in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
+    if not share > limits.max_cut_off:
+        return ""
+    return (
+        f"{share:.0%} of the episodes are cut off by a token limit: raise rollout.max_new_tokens or "
+        "rollout.max_tokens, or reward shorter answers"
+    )

@@ -1,0 +1,232 @@
+"""Where the metrics of a run go: one small class per destination, chosen by name.
+
+`jsonl` writes `metrics.jsonl`, the run's own record: one line a step, in the order logged, on disk before
+`log` returns. `tensorboard` writes event files and needs the `tensorboard` extra. A new tracker is a class
+with `log` and `close`, and a line in `TRACKERS`.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from io import BytesIO, FileIO
+from pathlib import Path
+from typing import Any, Protocol
+
+from ludus.errors import ConfigError, StorageError, UserError
+from ludus.rollout.store import replaced_file
+
+METRICS_FILE = "metrics.jsonl"
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+"""How numbers that JSON lacks are written: as these strings."""
+
+
+class Tracker(Protocol):
+    """Takes the metrics of each step. Raises StorageError where they cannot be kept."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step; several calls for one step add up."""
+        ...
+
+    def close(self) -> None:
+        """Finish; nothing can be logged afterwards."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class MetricsRow:
+    """One logged line."""
+
+    step: int
+    metrics: Mapping[str, float]
+
+
+class JsonLinesTracker:
+    """One JSON object a line: `{"step": 3, "reward/mean": 0.25, ...}`, numbers exact.
+
+    NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", so that each line is valid JSON.
+    A line is on disk when `log` returns. A file that is there already goes on: a last line that a crash
+    cut short is removed, and with `resume_step` all lines after that step too. The lines that stay keep
+    their bytes. Raises StorageError where the disk refuses, UserError for a file that holds other things.
+    """
+
+    def __init__(self, path: Path, resume_step: int | None = None) -> None:
+        self.path = path
+        if path.exists():
+            _cut_back(path, resume_step)
+        self._file = _open_to_append(path)
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a line. Raises StorageError, with the file as it was, where the disk is full."""
+        if "step" in metrics:
+            raise ValueError('a metric may not be called "step": that is the key of the step itself')
+        row = {"step": int(step)} | {name: _to_json(value) for name, value in metrics.items()}
+        _append(self._file, self.path, json.dumps(row, allow_nan=False).encode("ascii") + b"\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TensorBoardTracker:
+    """TensorBoard event files in a folder, one more for each start of the run.
+
+    TensorBoard keeps float32. With `resume_step` it is told to forget what it has after that step. Raises
+    UserError where the extra is missing, StorageError where the disk refuses.
+    """
+
+    def __init__(self, folder: Path, resume_step: int | None = None) -> None:
+        try:
+            from tensorboard.compat.proto import event_pb2, summary_pb2
+            from tensorboard.summary.writer.record_writer import RecordWriter
+        except ImportError as error:
+            raise UserError(
+                f"The tensorboard tracker needs a package that is not there ({error.name}).",
+                "Install it with: pip install 'ludus[tensorboard]'",
+            ) from error
+        self._events: Any = event_pb2
+        self._summaries: Any = summary_pb2
+        self._record_writer: Any = RecordWriter
+        self.path = _next_event_file(folder)
+        self._file = _open_to_append(self.path)
+        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        if resume_step is not None:
+            start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
+            self._write(event_pb2.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the metrics of a step as scalars. Raises StorageError where the disk is full."""
+        values = [self._summaries.Summary.Value(tag=n, simple_value=float(v)) for n, v in metrics.items()]
+        summary = self._summaries.Summary(value=values)
+        self._write(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+    def _write(self, event: Any) -> None:  # noqa: ANN401 - a class made at run time by protobuf
+        buffer = BytesIO()
+        self._record_writer(buffer).write(event.SerializeToString())
+        _append(self._file, self.path, buffer.getvalue())
+
+
+def _jsonl(folder: Path, resume_step: int | None) -> Tracker:
+    return JsonLinesTracker(folder / METRICS_FILE, resume_step)
+
+
+def _tensorboard(folder: Path, resume_step: int | None) -> Tracker:
+    return TensorBoardTracker(folder / "tensorboard", resume_step)
+
+
+TRACKERS: dict[str, Callable[[Path, int | None], Tracker]] = {"jsonl": _jsonl, "tensorboard": _tensorboard}
+"""Trackers by name: a function of the run folder and the step to resume from (None for a fresh start)."""
+
+
+def make_tracker(name: str, folder: Path, resume_step: int | None = None) -> Tracker:
+    """The tracker of that name, writing into a run folder. Raises ConfigError for a name that is unknown."""
+    if name not in TRACKERS:
+        near = difflib.get_close_matches(name, TRACKERS, n=1)
+        guess = f"Did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"There is no tracker {name!r}.", f"{guess}Known: {', '.join(sorted(TRACKERS))}.")
+    return TRACKERS[name](folder, resume_step)
+
+
+def read_metrics(path: Path) -> list[MetricsRow]:
+    """All rows of a metrics file, in order, also of one that is still being written.
+
+    A last line cut short is left out. Any other line that is no row raises UserError, with file and line.
+    """
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from error
+    return [row for row, _ in _rows(content, path)]
+
+
+def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
+    """Each row with its line, newline included. A last line that is no row is taken as cut short."""
+    lines = content.splitlines()
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            rows.append((_row(line), line + b"\n"))
+        except (ValueError, TypeError, KeyError) as error:
+            if number == len(lines):
+                break
+            raise UserError(
+                f"{path}, line {number}, is not a row of metrics: {error}.",
+                "Mend or remove the line, or move the file away.",
+            ) from error
+    return rows
+
+
+def _row(line: bytes) -> MetricsRow:
+    data = json.loads(line)
+    if not isinstance(data, dict) or not isinstance(data.get("step"), int):
+        raise ValueError("it is no JSON object with a step")
+    return MetricsRow(data.pop("step"), {name: _from_json(value) for name, value in data.items()})
+
+
+def _cut_back(path: Path, resume_step: int | None) -> None:
+    """Rewrite the file without what a resumed run writes again; leave it alone if that is nothing."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}.") from error
+    rows = _rows(content, path)
+    kept = b"".join(line for row, line in rows if resume_step is None or row.step <= resume_step)
+    if kept != content:
+        with replaced_file(path) as file:
+            file.write(kept)
+
+
+def _open_to_append(path: Path) -> FileIO:
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return FileIO(path, "ab")
+    except OSError as error:
+        raise StorageError(f"{path} cannot be opened: {error.strerror or error}.") from error
+
+
+def _append(file: FileIO, path: Path, data: bytes) -> None:
+    """Write all of `data` through to the disk, or none of it."""
+    before = os.fstat(file.fileno()).st_size
+    try:
+        rest = memoryview(data)
+        while rest:
+            rest = rest[file.write(rest) :]
+        os.fsync(file.fileno())
+    except OSError as error:
+        with suppress(OSError):
+            os.ftruncate(file.fileno(), before)
+        raise StorageError(
+            f"{path} could not be written: {error.strerror or error}.",
+            "Free some space; what was logged before is unchanged.",
+        ) from error
+
+
+def _next_event_file(folder: Path) -> Path:
+    """A name that sorts after those in the folder, which is the order in which TensorBoard reads them."""
+    number = len(list(folder.glob("events.out.tfevents.*")))
+    return folder / f"events.out.tfevents.{number:010d}.ludus"
+
+
+def _to_json(value: float) -> float | str:
+    number = float(value)
+    if math.isfinite(number):
+        return number
+    return "NaN" if math.isnan(number) else "Infinity" if number > 0 else "-Infinity"
+
+
+def _from_json(value: object) -> float:
+    if isinstance(value, str):
+        return _NOT_FINITE[value]
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is not a number")
+    return float(value)

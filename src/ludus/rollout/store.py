@@ -1,0 +1,334 @@
+"""Rollouts on disk: `rollouts/step-000012.jsonl.gz`, gzip'd JSON lines, one trajectory a line.
+
+A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .` shows it), keys sorted, ASCII:
+
+    schema      1; a reader refuses any other number
+    step        the training step that asked for the rollout
+    group       the id of its task; the lines of one group share it
+    attempt     0, or more after retries
+    outcome     its ending in the ledger: trained, masked, dropped, failed;   reason   the ledger's words
+    advantage   the trajectory's advantage, or null where it has none
+    trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, tags, failure
+                messages   the chat in the OpenAI shape, from the prompt on
+                outcomes   tool calls: call_id, tool, status, output, truncated
+                segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
+
+The truth of the task is not in it, nor is any wall-clock time: `ToolOutcome.seconds` reads back as 0 and
+`Trajectory.timings` as empty. So equal rollouts make equal files, byte for byte. Numbers are written so that
+they read back exactly; NaN and infinities are refused.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import zlib
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+from ludus.errors import StorageError, UserError
+from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.types import (
+    Failure,
+    Message,
+    Segment,
+    StopReason,
+    ToolOutcome,
+    ToolStatus,
+    Trajectory,
+)
+
+SCHEMA = 1
+_COMPRESSION = 6
+_CLOCKS = {"seconds", "timings"}
+"""Fields of the records that hold wall-clock times, and are not stored."""
+
+
+@dataclass(frozen=True, slots=True)
+class RolloutRecord:
+    """One stored rollout: the trajectory, its ending in the ledger, and its advantage if it has one."""
+
+    step: int
+    group: str
+    outcome: Outcome
+    reason: str
+    trajectory: Trajectory
+    advantage: float | None = None
+    attempt: int = 0
+
+    @property
+    def key(self) -> RolloutKey:
+        """The rollout's name in the ledger."""
+        return RolloutKey(self.step, self.group, self.trajectory.sample, self.attempt)
+
+
+def rollouts_path(run_folder: Path, step: int) -> Path:
+    """Where the rollouts of a step lie in a run folder."""
+    return run_folder / "rollouts" / f"step-{step:06d}.jsonl.gz"
+
+
+def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
+    """Write all records as one file, atomically: `path` holds either its earlier content or all of the new.
+
+    Makes the folder if need be. Raises StorageError where the disk refuses, and UserError for a number that
+    is not finite; nothing is left behind in either case.
+    """
+    with (
+        replaced_file(path) as raw,
+        gzip.GzipFile(filename="", mode="wb", compresslevel=_COMPRESSION, fileobj=raw, mtime=0) as packed,
+    ):
+        for record in records:
+            packed.write(_line(record).encode("ascii"))
+
+
+def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
+    """The records of a file, one at a time, in the order they were written.
+
+    Raises UserError, with file and line, for a missing file, a line that is not a record, a file cut short
+    and a schema of another version.
+    """
+    number = 0
+    try:
+        with gzip.open(path, "rb") as lines:
+            if os.fstat(lines.fileno()).st_size == 0:
+                raise EOFError("the file is empty")
+            for line in lines:
+                number += 1
+                yield _record(line)
+    except FileNotFoundError:
+        raise UserError(f"There are no rollouts at {path}.", "Check the path and the step.") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(
+            f"{path} is damaged after line {number}: {error}.", "The lines before it can be read."
+        ) from error
+    except OSError as error:
+        raise StorageError(f"{path} cannot be read: {error.strerror or error}.") from error
+    except (ValueError, TypeError, KeyError) as error:
+        raise UserError(
+            f"{path}, line {number}, is not a rollout: {error}.", "Was it written by this version of Ludus?"
+        ) from error
+
+
+@contextmanager
+def replaced_file(path: Path) -> Iterator[BinaryIO]:
+    """A file to write that takes the place of `path` when the block ends well (temp file, fsync, rename).
+
+    Where the block raises, `path` stays as it was and the temporary file goes. An OSError becomes a
+    StorageError.
+    """
+    unfinished = path.with_name(path.name + ".tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with unfinished.open("wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+        _sync_folder(path.parent)
+    except OSError as error:
+        raise StorageError(
+            f"{path} could not be written: {error.strerror or error}.",
+            "Free some space or choose another run folder; what was there before is unchanged.",
+        ) from error
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+def _line(record: RolloutRecord) -> str:
+    data = {
+        "schema": SCHEMA,
+        "step": int(record.step),
+        "group": record.group,
+        "attempt": int(record.attempt),
+        "outcome": record.outcome.value,
+        "reason": record.reason,
+        "advantage": None if record.advantage is None else float(record.advantage),
+        "trajectory": _trajectory_data(record.trajectory),
+    }
+    try:
+        return json.dumps(data, sort_keys=True, allow_nan=False, separators=(",", ":")) + "\n"
+    except ValueError as error:
+        raise UserError(
+            f"The rollout of {record.key} holds {_first_odd_number(data)}, which is not a finite number.",
+            "Look at the reward or engine that made it; nothing was written.",
+        ) from error
+
+
+def _first_odd_number(data: object, where: str = "") -> str:
+    """The path of the first float that is not finite, "" where all are."""
+    if isinstance(data, float):
+        return "" if math.isfinite(data) else f"{where.lstrip('.')}={data}"
+    if isinstance(data, dict):
+        parts = ((f"{where}.{name}", value) for name, value in data.items())
+    elif isinstance(data, list):
+        parts = ((f"{where}[{i}]", value) for i, value in enumerate(data))
+    else:
+        return ""
+    return next((found for place, value in parts if (found := _first_odd_number(value, place))), "")
+
+
+def _trajectory_data(trajectory: Trajectory) -> dict[str, Any]:
+    failure = trajectory.failure
+    return {
+        "task_id": trajectory.task_id,
+        "sample": int(trajectory.sample),
+        "segments": [_segment_data(segment) for segment in trajectory.segments],
+        "messages": list(trajectory.messages),
+        "stop_reason": trajectory.stop_reason.value,
+        "outcomes": [_outcome_data(outcome) for outcome in trajectory.outcomes],
+        "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
+        "reward": float(trajectory.reward),
+        "turn_rewards": [float(value) for value in trajectory.turn_rewards],
+        "failure": failure and {"part": failure.part, "error": failure.error, "attempts": failure.attempts},
+        "tags": dict(trajectory.tags),
+    }
+
+
+def _segment_data(segment: Segment) -> dict[str, Any]:
+    return {
+        "kind": segment.kind,
+        "tokens": [int(token) for token in segment.tokens],
+        "turn": int(segment.turn),
+        "parent": segment.parent,
+        "agent": segment.agent,
+        "logprobs": [float(value) for value in segment.logprobs],
+        "versions": [int(version) for version in segment.versions],
+        "finish_reason": segment.finish_reason,
+    }
+
+
+def _outcome_data(outcome: ToolOutcome) -> dict[str, Any]:
+    return {
+        "call_id": outcome.call_id,
+        "tool": outcome.tool,
+        "status": outcome.status.value,
+        "output": outcome.output,
+        "truncated": outcome.truncated,
+    }
+
+
+def _record(line: bytes) -> RolloutRecord:
+    data = _object(json.loads(line, parse_constant=_refuse_constant))
+    schema = data.pop("schema", None)
+    if schema != SCHEMA:
+        raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA}")
+    _same_fields(data, RolloutRecord)
+    advantage = data["advantage"]
+    return RolloutRecord(
+        step=_int(data["step"]),
+        group=_str(data["group"]),
+        outcome=Outcome(data["outcome"]),
+        reason=_str(data["reason"]),
+        trajectory=_trajectory(data["trajectory"]),
+        advantage=None if advantage is None else _float(advantage),
+        attempt=_int(data["attempt"]),
+    )
+
+
+def _trajectory(data: dict[str, Any]) -> Trajectory:
+    _same_fields(data, Trajectory)
+    return Trajectory(
+        task_id=_str(data["task_id"]),
+        sample=_int(data["sample"]),
+        segments=tuple(_segment(part) for part in data["segments"]),
+        messages=tuple(_message(part) for part in data["messages"]),
+        stop_reason=StopReason(data["stop_reason"]),
+        outcomes=tuple(_outcome(part) for part in data["outcomes"]),
+        rewards={name: _float(value) for name, value in _object(data["rewards"]).items()},
+        reward=_float(data["reward"]),
+        turn_rewards=tuple(_float(value) for value in data["turn_rewards"]),
+        failure=None if data["failure"] is None else _failure(data["failure"]),
+        tags={name: _str(value) for name, value in _object(data["tags"]).items()},
+    )
+
+
+def _segment(data: dict[str, Any]) -> Segment:
+    _same_fields(data, Segment)
+    if data["kind"] not in ("prompt", "action", "observation"):
+        raise ValueError(f"a segment of unknown kind {data['kind']!r}")
+    if data["finish_reason"] not in ("stop", "length", "abort", None):
+        raise ValueError(f"a segment with unknown finish_reason {data['finish_reason']!r}")
+    return Segment(
+        kind=data["kind"],
+        tokens=tuple(_int(token) for token in data["tokens"]),
+        turn=_int(data["turn"]),
+        parent=None if data["parent"] is None else _int(data["parent"]),
+        agent=_str(data["agent"]),
+        logprobs=tuple(_float(value) for value in data["logprobs"]),
+        versions=tuple(_int(version) for version in data["versions"]),
+        finish_reason=data["finish_reason"],
+    )
+
+
+def _outcome(data: dict[str, Any]) -> ToolOutcome:
+    _same_fields(data, ToolOutcome)
+    return ToolOutcome(
+        call_id=_str(data["call_id"]),
+        tool=_str(data["tool"]),
+        status=ToolStatus(data["status"]),
+        output=_str(data["output"]),
+        truncated=bool(data["truncated"]),
+    )
+
+
+def _failure(data: dict[str, Any]) -> Failure:
+    _same_fields(data, Failure)
+    return Failure(part=_str(data["part"]), error=_str(data["error"]), attempts=_int(data["attempts"]))
+
+
+def _message(data: object) -> Message:
+    if not isinstance(data, dict) or not {"role", "content"} <= data.keys():
+        raise ValueError("a message without role and content")
+    return cast(Message, data)
+
+
+def _same_fields(data: object, record: type) -> None:
+    """Raise ValueError unless `data` is an object with exactly the stored fields of the record."""
+    known = {f.name for f in fields(record)} - _CLOCKS
+    odd = sorted(known ^ _object(data).keys())
+    if odd:
+        raise ValueError(f"fields missing or unknown in {record.__name__}: {', '.join(odd)}")
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a finite number")
+
+
+def _object(value: object) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError(f"a JSON object is expected, there is a {type(value).__name__}")
+    return value
+
+
+def _int(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is not a whole number")
+    return value
+
+
+def _float(value: object) -> float:
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        raise TypeError(f"{value!r} is not a number")
+    if not math.isfinite(value):
+        raise ValueError(f"{value!r} is not a finite number")
+    return float(value)
+
+
+def _str(value: object) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"{value!r} is not text")
+    return value

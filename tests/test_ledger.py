@@ -1,0 +1,212 @@
+"""The ledger adds up, whatever is done to it."""
+
+from collections import Counter
+from dataclasses import asdict
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.errors import LudusError
+from ludus.rollout.ledger import AccountingError, Ledger, LedgerCounts, LedgerState, Outcome, RolloutKey
+
+
+def key(step=0, task="t", sample=0, attempt=0):
+    return RolloutKey(step, task, sample, attempt)
+
+
+def test_a_step_is_counted_by_outcome_and_reason():
+    ledger = Ledger()
+    endings = [
+        (Outcome.TRAINED, "kept"),
+        (Outcome.TRAINED, "kept"),
+        (Outcome.MASKED, "truncated"),
+        (Outcome.DROPPED, "zero_variance"),
+        (Outcome.DROPPED, "stale"),
+        (Outcome.FAILED, "engine"),
+    ]
+    for sample, (outcome, reason) in enumerate(endings):
+        ledger.start(key(sample=sample))
+        ledger.finish(key(sample=sample), outcome, reason)
+    counts = ledger.close(0, trained=2)
+    assert counts == LedgerCounts(
+        step=0,
+        started=6,
+        trained=2,
+        masked=1,
+        dropped=2,
+        failed=1,
+        by_reason={
+            "trained/kept": 2,
+            "masked/truncated": 1,
+            "dropped/zero_variance": 1,
+            "dropped/stale": 1,
+            "failed/engine": 1,
+        },
+    )
+    assert counts.running == 0
+    assert ledger.summary(0) == counts
+    metrics = counts.metrics()
+    assert metrics["ledger/started"] == 6
+    assert metrics["ledger/clock_limited"] == 0
+    assert metrics["ledger/dropped/stale"] == 1
+
+
+def test_a_retry_is_a_rollout_of_its_own():
+    ledger = Ledger()
+    ledger.start(key())
+    ledger.finish(key(), Outcome.FAILED, "sandbox")
+    ledger.start(key(attempt=1))
+    ledger.finish(key(attempt=1), Outcome.TRAINED, "kept")
+    counts = ledger.close(0)
+    assert (counts.started, counts.failed, counts.trained) == (2, 1, 1)
+
+
+def test_a_lost_rollout_is_named():
+    ledger = Ledger()
+    for sample in range(3):
+        ledger.start(key(step=4, task="capital-of-peru", sample=sample))
+    ledger.finish(key(step=4, task="capital-of-peru"), Outcome.TRAINED, "kept")
+    with pytest.raises(AccountingError, match=r"2 of 3 rollouts of step 4 .* task capital-of-peru, sample 1"):
+        ledger.check()
+    with pytest.raises(AccountingError, match="no outcome"):
+        ledger.close(4)
+    assert ledger.summary(4).running == 2
+    ledger.check(3)
+
+
+def test_endings_that_cannot_be_are_refused():
+    ledger = Ledger()
+    ledger.start(key())
+    with pytest.raises(AccountingError, match="started twice"):
+        ledger.start(key())
+    with pytest.raises(AccountingError, match="never started"):
+        ledger.finish(key(sample=1), Outcome.TRAINED, "kept")
+    with pytest.raises(AccountingError, match="never started"):
+        ledger.finish(key(step=9), Outcome.TRAINED, "kept")
+    with pytest.raises(AccountingError, match="without a reason"):
+        ledger.finish(key(), Outcome.DROPPED, " ")
+    ledger.finish(key(), Outcome.DROPPED, "stale")
+    with pytest.raises(AccountingError, match=r"twice, as dropped \(stale\) and as trained \(kept\)"):
+        ledger.finish(key(), Outcome.TRAINED, "kept")
+    assert ledger.close(0).dropped == 1
+    with pytest.raises(AccountingError, match="step 0 is closed"):
+        ledger.start(key(sample=5))
+    with pytest.raises(AccountingError, match="step 0 is closed"):
+        ledger.close(0)
+    assert issubclass(AccountingError, LudusError)
+
+
+def test_a_learner_that_trained_another_number_is_caught():
+    ledger = Ledger()
+    ledger.start(key())
+    ledger.finish(key(), Outcome.TRAINED, "kept")
+    with pytest.raises(AccountingError, match="learner trained 0 rollouts, the ledger has 1"):
+        ledger.close(0, trained=0)
+    assert ledger.close(0, trained=1).trained == 1
+
+
+def test_steps_close_in_order():
+    ledger = Ledger()
+    ledger.start(key(step=1))
+    ledger.start(key(step=2))
+    ledger.finish(key(step=2), Outcome.TRAINED, "kept")
+    with pytest.raises(AccountingError, match="step 1 is still open"):
+        ledger.close(2)
+    ledger.finish(key(step=1), Outcome.DROPPED, "stale")
+    ledger.close(1)
+    assert ledger.close(2).trained == 1
+
+
+def test_a_clock_that_fired_is_flagged_for_good():
+    ledger = Ledger()
+    ledger.note_clock_limit(0)
+    assert ledger.close(0).clock_limited
+    assert not ledger.close(1).clock_limited
+    assert ledger.total().clock_limited
+    assert Ledger.restore(ledger.state()).total().clock_limited
+
+
+def test_counts_that_cannot_be_true_are_refused():
+    with pytest.raises(AccountingError, match="1 rollouts started and 2 ended"):
+        LedgerCounts(step=0, started=1, trained=2, by_reason={"trained/kept": 2})
+    with pytest.raises(AccountingError, match="1 rollouts are trained, and reasons are given for 0"):
+        LedgerCounts(step=0, started=1, trained=1)
+    with pytest.raises(AccountingError, match="belongs to no outcome"):
+        LedgerCounts(step=0, started=1, by_reason={"lost/somewhere": 1})
+
+
+def test_an_open_step_is_not_in_the_state():
+    ledger = Ledger()
+    ledger.start(key(step=0))
+    ledger.finish(key(step=0), Outcome.TRAINED, "kept")
+    ledger.close(0)
+    ledger.start(key(step=1))
+    state = ledger.state()
+    assert ledger.total().started == 2
+    resumed = Ledger.restore(LedgerState(LedgerCounts(**asdict(state)["total"]), state.last_closed))
+    assert resumed.total().started == 1
+    resumed.start(key(step=1))
+    with pytest.raises(AccountingError, match="closed"):
+        resumed.summary(0)
+
+
+KEYS = st.builds(RolloutKey, st.integers(0, 2), st.sampled_from(["a", "b"]), st.integers(0, 1))
+OPERATIONS = st.one_of(
+    st.tuples(st.just("start"), KEYS),
+    st.tuples(st.just("finish"), KEYS, st.sampled_from(Outcome), st.sampled_from(["x", "y"])),
+    st.tuples(st.just("close"), st.integers(0, 2)),
+    st.tuples(st.just("resume")),
+)
+
+
+class Model:
+    """What the ledger must hold: the rollouts that run, those that ended, and the last closed step."""
+
+    def __init__(self):
+        self.running, self.ended, self.last = set(), {}, -1
+
+    def start(self, key):
+        allowed = key.step > self.last and key not in self.running and key not in self.ended
+        self.running |= {key} if allowed else set()
+        return allowed
+
+    def finish(self, key, outcome, reason):
+        allowed = key in self.running
+        if allowed:
+            self.running.remove(key)
+            self.ended[key] = (outcome, reason)
+        return allowed
+
+    def close(self, step):
+        earliest = min({k.step for k in self.running | self.ended.keys() if k.step > self.last} | {step})
+        allowed = self.last < step == earliest and all(k.step != step for k in self.running)
+        self.last = step if allowed else self.last
+        return allowed
+
+    def resume(self):
+        self.running = {k for k in self.running if k.step <= self.last}
+        self.ended = {k: ending for k, ending in self.ended.items() if k.step <= self.last}
+
+
+def agree(ledger, model):
+    total = ledger.total()
+    outcomes = Counter(outcome for outcome, _ in model.ended.values())
+    assert (total.started, total.running) == (len(model.running) + len(model.ended), len(model.running))
+    assert (total.trained, total.masked, total.dropped, total.failed) == tuple(outcomes[o] for o in Outcome)
+    assert total.by_reason == dict(Counter(f"{o}/{r}" for o, r in model.ended.values()))
+
+
+@given(st.lists(OPERATIONS, max_size=60))
+def test_any_sequence_of_operations_adds_up(operations):
+    ledger, model = Ledger(), Model()
+    for name, *arguments in operations:
+        if name == "resume":
+            ledger = Ledger.restore(ledger.state())
+            model.resume()
+        elif {"start": model.start, "finish": model.finish, "close": model.close}[name](*arguments):
+            {"start": ledger.start, "finish": ledger.finish, "close": ledger.close}[name](*arguments)
+        else:
+            with pytest.raises(AccountingError):
+                {"start": ledger.start, "finish": ledger.finish, "close": ledger.close}[name](*arguments)
+        agree(ledger, model)

@@ -1,0 +1,253 @@
+"""The metrics of a step against numbers worked out by hand, and the alarms on either side of their bounds."""
+
+import math
+
+import pytest
+
+from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP, AlarmLimits, alarms, rollout_metrics
+from ludus.types import (
+    Failure,
+    Group,
+    Segment,
+    StopReason,
+    Task,
+    ToolOutcome,
+    ToolStatus,
+    Trajectory,
+)
+
+
+def call(tool="find", status=ToolStatus.OK, truncated=False, seconds=0.0):
+    return ToolOutcome("id", tool, status, "text", truncated, seconds)
+
+
+def attempt(reward, actions=(2,), stop=StopReason.ANSWERED, outcomes=(), failure=None, **parts):
+    """A prompt of 3 tokens, then for each entry of `actions` an action of so many, 1 observed between."""
+    segments = [Segment("prompt", (1, 1, 1))]
+    for turn, size in enumerate(actions):
+        if turn:
+            segments.append(Segment("observation", (9,), turn=turn - 1))
+        segments.append(
+            Segment("action", (5,) * size, turn=turn, logprobs=(-1.0,) * size, versions=(0,) * size)
+        )
+    return Trajectory(
+        task_id="t",
+        sample=0,
+        segments=tuple(segments),
+        messages=(),
+        stop_reason=stop,
+        outcomes=tuple(outcomes),
+        rewards=parts,
+        reward=reward,
+        failure=failure,
+    )
+
+
+def group(*trajectories):
+    return Group(Task("t", (), truth=None), trajectories)
+
+
+MIXED = group(
+    attempt(1.5, actions=(2, 4), outcomes=[call(), call("sum")], right=1.0, brief=0.5),
+    attempt(0.5, actions=(10,), stop=StopReason.TRUNCATED, right=0.0, brief=0.5),
+    attempt(0.0, failure=Failure("engine", "gone", 3), stop=StopReason.FAILED),
+)
+SOLVED = group(
+    attempt(1.0, actions=(1, 1, 2), outcomes=[call(status=ToolStatus.RAISED, truncated=True)], right=1.0),
+    attempt(
+        1.0,
+        actions=(4,),
+        outcomes=[call("made_up", ToolStatus.UNKNOWN_TOOL)],
+        stop=StopReason.MAX_TURNS,
+        right=1.0,
+    ),
+)
+
+
+def test_the_metrics_of_two_groups_by_hand():
+    """Four finished episodes: rewards 1.5, 0.5, 1, 1; action tokens 6, 10, 4, 4; all tokens 10, 13, 9, 7."""
+    metrics = rollout_metrics([MIXED, SOLVED], success="right")
+    stops = {f"stop/{reason}": 0.0 for reason in StopReason}
+    statuses = {f"tools/status/{status}": 0.0 for status in ToolStatus}
+    expected = {
+        "episodes/count": 5,
+        "episodes/finished": 4,
+        "groups/count": 2,
+        "reward/mean": 1.0,
+        "reward/std": math.sqrt((0.25 + 0.25 + 0 + 0) / 4),
+        "reward/part/brief": (0.5 + 0.5) / 4,
+        "reward/part/right": 3 / 4,
+        "success/mean": 3 / 4,
+        "length/action_tokens/mean": 24 / 4,
+        "length/action_tokens/max": 10,
+        "length/total_tokens/mean": 39 / 4,
+        "turns/mean": (2 + 1 + 3 + 1) / 4,
+        "tools/calls_per_episode": 4 / 4,
+        "tools/error_rate": 2 / 4,
+        "tools/truncated_rate": 1 / 4,
+        **statuses,
+        "tools/status/ok": 2 / 4,
+        "tools/status/raised": 1 / 4,
+        "tools/status/unknown_tool": 1 / 4,
+        "tools/find/calls": 2,
+        "tools/sum/calls": 1,
+        **stops,
+        "stop/answered": 2 / 5,
+        "stop/truncated": 1 / 5,
+        "stop/max_turns": 1 / 5,
+        "stop/failed": 1 / 5,
+        "groups/zero_variance": 1 / 2,
+        "groups/all_right": 1 / 2,
+        "groups/all_wrong": 0,
+    }
+    assert metrics == pytest.approx(expected)
+    assert list(metrics) == list(expected)
+
+
+def test_an_invented_tool_makes_no_metric_of_its_own():
+    metrics = rollout_metrics([SOLVED], success="right")
+    assert "tools/made_up/calls" not in metrics
+    assert metrics["tools/status/unknown_tool"] == 0.5
+
+
+def test_names_do_not_depend_on_how_the_episodes_went():
+    empty = rollout_metrics([], success="right")
+    full = rollout_metrics([group(attempt(0.0, right=0.0), attempt(0.0))], success="right")
+    assert [n for n in full if not n.startswith("reward/part/")] == list(empty)
+    assert set(empty.values()) == {0.0}
+
+
+def test_without_an_outcome_part_nothing_is_called_right():
+    metrics = rollout_metrics([SOLVED])
+    assert not {"success/mean", "groups/all_right", "groups/all_wrong"} & metrics.keys()
+    assert metrics["groups/zero_variance"] == 1.0
+
+
+def test_a_missing_outcome_is_not_a_success():
+    metrics = rollout_metrics([group(attempt(0.0), attempt(0.0, right=0.0))], success="right")
+    assert (metrics["success/mean"], metrics["groups/all_wrong"], metrics["groups/all_right"]) == (
+        0.0,
+        1.0,
+        0.0,
+    )
+
+
+def test_a_group_of_failures_is_in_no_share_of_groups():
+    lost = group(attempt(0.0, failure=Failure("engine", "gone", 3), stop=StopReason.FAILED))
+    metrics = rollout_metrics([lost, MIXED], success="right")
+    assert (metrics["groups/count"], metrics["groups/zero_variance"]) == (2, 0.0)
+    assert rollout_metrics([lost, SOLVED], success="right")["groups/zero_variance"] == 1.0
+
+
+@pytest.mark.parametrize(
+    "lost",
+    [attempt(-9.0, stop=StopReason.FAILED), attempt(-9.0, failure=Failure("engine", "gone", 3))],
+)
+def test_either_mark_of_a_failure_keeps_an_episode_out_of_the_means(lost):
+    metrics = rollout_metrics([group(lost, attempt(1.0))])
+    assert (metrics["reward/mean"], metrics["episodes/finished"]) == (1.0, 1.0)
+
+
+def test_equal_rewards_have_no_spread_at_all():
+    """The mean of three times 0.1 is not 0.1 in floating point; the deviation is 0 all the same."""
+    assert rollout_metrics([group(*[attempt(0.1)] * 3)])["reward/std"] == 0.0
+
+
+def test_a_token_that_two_rows_share_counts_once():
+    """Prompt 3, shared action 2, then two alternatives of 4 and 1 tokens."""
+    tree = Trajectory(
+        task_id="t",
+        sample=0,
+        segments=(
+            Segment("prompt", (1, 1, 1)),
+            Segment("action", (5, 5)),
+            Segment("action", (6,) * 4, turn=1, parent=1),
+            Segment("action", (7,), turn=1, parent=1),
+        ),
+        messages=(),
+        stop_reason=StopReason.ANSWERED,
+    )
+    metrics = rollout_metrics([group(tree)])
+    assert metrics["length/action_tokens/mean"] == 7
+    assert metrics["length/total_tokens/mean"] == 10
+
+
+def test_the_clock_changes_no_number():
+    fast, slow = (rollout_metrics([group(attempt(1.0, outcomes=[call(seconds=s)]))]) for s in (0.0, 9.0))
+    assert fast == slow
+
+
+HEALTHY = rollout_metrics([MIXED, SOLVED], success="right") | {ENTROPY: 1.0, LOGPROB_GAP: 1e-6}
+
+
+def test_a_healthy_step_raises_no_alarm():
+    assert alarms([]) == []
+    assert alarms([HEALTHY] * 10) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"groups/zero_variance": 1.0}, "too easy (all right) or too hard (all wrong)"),
+        ({"groups/zero_variance": 1.0, "groups/all_right": 1.0}, "too easy (all right)"),
+        (
+            {"groups/zero_variance": 1.0, "groups/all_right": 0.0, "groups/all_wrong": 1.0},
+            "too hard (all wrong)",
+        ),
+        ({ENTROPY: 0.019}, "the entropy of the policy is 0.019 nats per token, below 0.02"),
+        ({LOGPROB_GAP: 0.051}, "differ by 0.051 nats per token, above 0.05"),
+        (
+            {"tools/error_rate": 0.6, "tools/status/timed_out": 0.4},
+            "60% of the tool calls end in an error, most",
+        ),
+        ({"stop/tool_errors": 0.51}, "51% of the episodes end in a streak of tool errors"),
+        ({"stop/truncated": 0.3, "stop/max_tokens": 0.3}, "60% of the episodes are cut off by a token limit"),
+        ({"learner/grad_norm": math.nan, "learner/loss": math.inf}, "learner/grad_norm, learner/loss"),
+    ],
+)
+def test_each_alarm_speaks_alone_and_about_the_newest_step(change, words):
+    (sentence,) = alarms([HEALTHY, HEALTHY | change])
+    assert words in sentence
+    assert alarms([HEALTHY | change, HEALTHY]) == []
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"groups/zero_variance": 0.99},
+        {ENTROPY: 0.02},
+        {LOGPROB_GAP: 0.05},
+        {"tools/error_rate": 0.5},
+        {"stop/tool_errors": 0.5},
+        {"stop/truncated": 0.25, "stop/max_tokens": 0.25},
+    ],
+)
+def test_a_bound_that_is_just_reached_is_silent(change):
+    assert alarms([HEALTHY | change]) == []
+
+
+def test_the_error_named_is_the_most_frequent():
+    change = {"tools/error_rate": 0.9, "tools/status/raised": 0.3, "tools/status/malformed": 0.6}
+    (sentence,) = alarms([HEALTHY | change])
+    assert "most often malformed (60% of all calls)" in sentence
+
+
+def test_a_step_without_variance_says_that_the_loss_is_0():
+    (sentence,) = alarms([rollout_metrics([SOLVED], success="right") | {"tools/error_rate": 0.0}])
+    assert "every group earned equal rewards" in sentence
+    assert "loss is exactly 0 and nothing is learned" in sentence
+
+
+def test_rewards_are_stuck_only_after_some_steps():
+    zero = HEALTHY | {"reward/mean": 0.0, "reward/std": 0.0}
+    assert alarms([zero] * 4) == []
+    (sentence,) = alarms([HEALTHY] + [zero] * 5)
+    assert "every reward of the last 5 steps is 0" in sentence
+    assert alarms([zero] * 3 + [HEALTHY] + [zero]) == []
+    assert alarms([HEALTHY | {"reward/mean": 0.0}] * 5) == []
+    assert alarms([zero] * 2, AlarmLimits(zero_reward_steps=2)) != []
+
+
+def test_absent_metrics_raise_no_alarm():
+    assert alarms([{}] * 9) == []
+    assert alarms([{"loss": 0.0}] * 9) == []

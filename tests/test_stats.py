@@ -1,0 +1,231 @@
+"""Scores and intervals against enumeration, tables and simulation."""
+
+import math
+from itertools import combinations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.evaluation.stats import (
+    Interval,
+    bootstrap_mean,
+    incomplete_beta,
+    mcnemar,
+    paired_difference,
+    pass_at_k,
+    pass_hat_k,
+    t_interval,
+    t_quantile,
+    wilson,
+)
+
+
+@pytest.mark.parametrize("n", [1, 2, 5, 7])
+def test_pass_at_k_and_pass_hat_k_are_the_shares_of_all_draws(n):
+    for c in range(n + 1):
+        samples = [True] * c + [False] * (n - c)
+        for k in range(1, n + 1):
+            draws = list(combinations(samples, k))
+            assert pass_at_k(n, c, k) == pytest.approx(sum(map(any, draws)) / len(draws), abs=1e-15)
+            assert pass_hat_k(n, c, k) == pytest.approx(sum(map(all, draws)) / len(draws), abs=1e-15)
+
+
+def test_pass_at_k_stays_exact_where_the_binomials_are_huge():
+    assert pass_at_k(10_000, 1, 100) == pytest.approx(0.01, rel=1e-12)
+    assert pass_hat_k(10_000, 9_999, 100) == pytest.approx(0.99, rel=1e-12)
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 2, 5), (4, 2, 0), (4, 5, 1), (4, -1, 1), (0, 0, 1)])
+def test_impossible_counts_are_refused(n, c, k):
+    for score in (pass_at_k, pass_hat_k):
+        with pytest.raises(ValueError, match=r"must lie in"):
+            score(n, c, k)
+
+
+def test_too_large_a_k_says_how_many_samples_are_needed():
+    with pytest.raises(ValueError, match="needs at least 5 samples a task, there are n=4"):
+        pass_at_k(4, 2, 5)
+
+
+def test_wilson_matches_published_values():
+    eight = wilson(8, 10)
+    assert (eight.low, eight.high) == pytest.approx((0.4901625, 0.9433178), abs=1e-7)
+    none = wilson(0, 10)
+    assert none.low == 0.0
+    assert none.high == pytest.approx(0.2775328, abs=1e-7)
+    assert wilson(10, 10).high == 1.0
+    assert wilson(10, 10).low == pytest.approx(1 - none.high, abs=1e-12)
+
+
+@given(st.integers(1, 500), st.data())
+def test_wilson_holds_the_rate_and_mirrors(n, data):
+    successes = data.draw(st.integers(0, n))
+    interval = wilson(successes, n)
+    assert 0 <= interval.low <= successes / n <= interval.high <= 1
+    mirrored = wilson(n - successes, n)
+    assert mirrored.low == pytest.approx(1 - interval.high, abs=1e-12)
+
+
+def test_wilson_covers_the_true_rate_as_often_as_it_says():
+    n = 40
+    covered = []
+    for rate in np.linspace(0.05, 0.95, 19):
+        chances = [math.comb(n, s) * rate**s * (1 - rate) ** (n - s) for s in range(n + 1)]
+        covered.append(sum(p for s, p in enumerate(chances) if rate in wilson(s, n)))
+    assert min(covered) > 0.92
+    assert 0.94 < np.mean(covered) < 0.97
+
+
+@pytest.mark.parametrize("arguments", [(1, 0), (3, 2), (-1, 2)])
+def test_wilson_refuses_impossible_counts(arguments):
+    with pytest.raises(ValueError, match="successes"):
+        wilson(*arguments)
+
+
+def test_a_confidence_outside_0_and_1_is_refused():
+    with pytest.raises(ValueError, match="confidence"):
+        wilson(1, 2, confidence=95)
+    with pytest.raises(ValueError, match="confidence"):
+        bootstrap_mean([0.0, 1.0], seed=0, confidence=1.0)
+
+
+def test_bootstrap_over_two_tasks_is_the_known_distribution():
+    """Means of 2 redrawn tasks worth 0 and 1 are 0, 1/2, 1 with chances 1/4, 1/2, 1/4."""
+    wide = bootstrap_mean([0.0, 1.0], seed=3)
+    assert (wide.mean, wide.interval, wide.over, wide.count) == (0.5, Interval(0.0, 1.0), "tasks", 2)
+    assert bootstrap_mean([0.0, 1.0], seed=3, confidence=0.4).interval == Interval(0.5, 0.5)
+
+
+def test_bootstrap_depends_on_its_seed_alone():
+    values = np.random.default_rng(0).random(50).tolist()
+    first = bootstrap_mean(values, seed=1)
+    assert first == bootstrap_mean(values, seed=1)
+    assert first != bootstrap_mean(values, seed=2)
+
+
+def test_bootstrap_in_blocks_keeps_every_resample():
+    """5000 tasks need several blocks; the interval is close to the normal one, mean ± 1.96 s / sqrt(n)."""
+    values = np.random.default_rng(0).normal(size=5000)
+    result = bootstrap_mean(values.tolist(), seed=0, resamples=1700)
+    half = 1.96 * values.std() / math.sqrt(len(values))
+    assert result.interval.high - result.mean == pytest.approx(half, rel=0.1)
+    assert result.mean - result.interval.low == pytest.approx(half, rel=0.1)
+
+
+def test_bootstrap_covers_the_true_mean_about_as_often_as_it_says():
+    rng = np.random.default_rng(11)
+    covered = 0
+    for trial in range(300):
+        rates = rng.beta(1.0, 1.0, size=40)
+        solved = rng.binomial(4, rates) / 4
+        covered += 0.5 in bootstrap_mean(solved.tolist(), seed=trial, resamples=400).interval
+    assert 0.90 < covered / 300 < 0.98
+
+
+@pytest.mark.parametrize("values", [[], [1.0], [1.0, math.nan], [1.0, math.inf], [[0.0, 1.0], [1.0, 1.0]]])
+def test_values_that_say_nothing_are_refused(values):
+    with pytest.raises(ValueError, match=r"at least 2|not finite"):
+        bootstrap_mean(values, seed=0)
+    with pytest.raises(ValueError, match=r"at least 2|not finite"):
+        t_interval(values)
+
+
+def test_mcnemar_by_hand():
+    """8 against 2: 2 · (C(10,0) + C(10,1) + C(10,2)) / 2^10 = 112 / 1024."""
+    assert mcnemar(8, 2) == mcnemar(2, 8) == 112 / 1024
+    assert mcnemar(5, 0) == 2 / 32
+    assert mcnemar(3, 3) == 1.0
+    assert mcnemar(0, 0) == 1.0
+    with pytest.raises(ValueError, match="negative"):
+        mcnemar(-1, 2)
+
+
+def test_paired_difference_counts_the_tasks_that_differ():
+    ids = [f"t{i}" for i in range(20)]
+    a = {task: float(i < 14) for i, task in enumerate(ids)}
+    b = {task: float(6 <= i < 16) for i, task in enumerate(ids)}
+    result = paired_difference(a, b, seed=0)
+    assert result.difference == pytest.approx(14 / 20 - 10 / 20)
+    assert (result.only_a, result.only_b, result.num_tasks) == (6, 2, 20)
+    assert result.p_value == mcnemar(6, 2)
+    back = paired_difference(b, a, seed=0)
+    assert back.difference == -result.difference
+    assert (back.only_a, back.only_b, back.p_value) == (2, 6, result.p_value)
+
+
+def test_paired_difference_does_not_depend_on_the_order_of_the_tasks():
+    rng = np.random.default_rng(5)
+    a = {f"t{i}": float(v) for i, v in enumerate(rng.random(30))}
+    b = {f"t{i}": float(v) for i, v in enumerate(rng.random(30))}
+    shuffled = dict(reversed(a.items()))
+    assert paired_difference(a, b, seed=4) == paired_difference(shuffled, b, seed=4)
+
+
+def test_pairing_removes_the_difficulty_of_the_tasks():
+    """Scores spread over [0, 1] by task; `a` is better by 0.1 on each, so the interval is that point."""
+    hard = np.random.default_rng(2).random(40) * 0.9
+    a = {f"t{i}": float(v) + 0.1 for i, v in enumerate(hard)}
+    b = {f"t{i}": float(v) for i, v in enumerate(hard)}
+    result = paired_difference(a, b, seed=0)
+    assert result.interval.low == pytest.approx(0.1)
+    assert result.interval.high == pytest.approx(0.1)
+    assert (result.p_value, result.only_a, result.only_b) == (None, None, None)
+    alone = bootstrap_mean(list(a.values()), seed=0).interval
+    assert alone.high - alone.low > 0.1
+
+
+def test_paired_difference_names_a_task_that_only_one_run_has():
+    with pytest.raises(ValueError, match="differ in 2 tasks, for example 'only-here'"):
+        paired_difference({"x": 1.0, "y": 0.0, "only-here": 1.0}, {"x": 1.0, "y": 0.0, "z": 1.0}, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("p", "freedom", "expected"),
+    [
+        (0.975, 1, 12.7062047364),
+        (0.975, 2, 4.3026527299),
+        (0.975, 4, 2.7764451052),
+        (0.975, 10, 2.2281388520),
+        (0.975, 30, 2.0422724563),
+        (0.995, 5, 4.0321429836),
+        (0.95, 7, 1.8945786051),
+        (0.75, 1, 1.0),
+        (0.975, 1e7, 1.9599641),
+    ],
+)
+def test_t_quantiles_match_the_tables(p, freedom, expected):
+    assert t_quantile(p, freedom) == pytest.approx(expected, rel=1e-7)
+    assert t_quantile(1 - p, freedom) == pytest.approx(-expected, rel=1e-7)
+
+
+def test_t_quantile_at_the_middle_and_beyond():
+    assert t_quantile(0.5, 3) == pytest.approx(0.0, abs=1e-12)
+    with pytest.raises(ValueError, match="0 < p < 1"):
+        t_quantile(1.0, 3)
+    with pytest.raises(ValueError, match="freedom > 0"):
+        t_quantile(0.9, 0)
+
+
+@pytest.mark.parametrize(("a", "b"), [(1, 1), (2, 3), (5, 2), (7, 9)])
+def test_incomplete_beta_of_whole_numbers_is_a_binomial_tail(a, b):
+    """DLMF 8.17.5: I_x(a, b) = sum_{j>=a} C(n, j) x^j (1-x)^(n-j) with n = a + b - 1."""
+    n = a + b - 1
+    for x in (0.0, 0.05, 0.3, 0.5, 0.8, 0.99, 1.0):
+        tail = sum(math.comb(n, j) * x**j * (1 - x) ** (n - j) for j in range(a, n + 1))
+        assert incomplete_beta(a, b, x) == pytest.approx(tail, abs=1e-12)
+
+
+def test_t_interval_by_hand():
+    """Values 1, 2, 3: mean 2, s 1, so 2 ± 4.30265 / sqrt(3)."""
+    result = t_interval([1.0, 2.0, 3.0])
+    assert (result.mean, result.over, result.count) == (2.0, "seeds", 3)
+    assert result.interval.high == pytest.approx(2 + 4.3026527299 / math.sqrt(3))
+    assert result.interval.low == pytest.approx(2 - 4.3026527299 / math.sqrt(3))
+
+
+def test_t_interval_covers_the_true_mean_with_three_seeds():
+    draws = np.random.default_rng(7).normal(loc=0.3, scale=0.05, size=(1000, 3))
+    covered = sum(0.3 in t_interval(row.tolist()).interval for row in draws)
+    assert 0.93 < covered / 1000 < 0.97

@@ -1,0 +1,304 @@
+"""Rollouts on disk: what is written comes back, equal rollouts make equal bytes, nothing is half written."""
+
+import errno
+import gzip
+import json
+import math
+import random
+import resource
+import shutil
+from contextlib import contextmanager
+from dataclasses import fields, replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from ludus.errors import StorageError, UserError
+from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.store import RolloutRecord, read_rollouts, replaced_file, rollouts_path, write_rollouts
+from ludus.types import Failure, Segment, StopReason, Timings, ToolOutcome, ToolStatus, Trajectory
+
+TRAJECTORY = Trajectory(
+    task_id="population/peru",
+    sample=3,
+    segments=(
+        Segment("prompt", (1, 2, 3)),
+        Segment("action", (7, 8), turn=0, logprobs=(-0.1, -1 / 3), versions=(4, 5), finish_reason="stop"),
+        Segment("observation", (9,), turn=0),
+        Segment("action", (5,), turn=1, parent=1, agent="critic", logprobs=(-2.5,), versions=(5,)),
+    ),
+    messages=(
+        {"role": "user", "content": "Wie viele Menschen? 🦙"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning_content": "look it up",
+            "tool_calls": [
+                {"id": "1", "type": "function", "function": {"name": "find", "arguments": '{"q":  "Peru"}'}}
+            ],
+        },
+        {"role": "tool", "content": "34 million\ud800", "tool_call_id": "1", "name": "find"},
+    ),
+    stop_reason=StopReason.MAX_TURNS,
+    outcomes=(ToolOutcome("1", "find", ToolStatus.OK, "34 million\ud800", truncated=True),),
+    rewards={"outcome": 1.0, "format": 0.1 + 0.2},
+    reward=1.03,
+    turn_rewards=(0.0, 0.5),
+    failure=Failure("engine", "no answer", 2),
+    tags={"split": "train"},
+)
+RECORD = RolloutRecord(12, "population/peru", Outcome.TRAINED, "kept", TRAJECTORY, -0.7071067811865475, 1)
+
+NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
+TEXT = st.text(max_size=12)
+IDS = st.integers(0, 2**31)
+SEGMENTS = st.builds(
+    Segment,
+    kind=st.sampled_from(["prompt", "action", "observation"]),
+    tokens=st.lists(IDS, max_size=4).map(tuple),
+    turn=st.integers(0, 9),
+    parent=st.none() | st.integers(0, 9),
+    agent=TEXT,
+    logprobs=st.lists(NUMBERS, max_size=4).map(tuple),
+    versions=st.lists(IDS, max_size=4).map(tuple),
+    finish_reason=st.sampled_from(["stop", "length", "abort", None]),
+)
+TRAJECTORIES = st.builds(
+    Trajectory,
+    task_id=TEXT,
+    sample=IDS,
+    segments=st.lists(SEGMENTS, max_size=3).map(tuple),
+    messages=st.lists(
+        st.fixed_dictionaries({"role": st.just("user"), "content": TEXT}, optional={"name": TEXT}), max_size=2
+    ).map(tuple),
+    stop_reason=st.sampled_from(StopReason),
+    outcomes=st.lists(
+        st.builds(ToolOutcome, TEXT, TEXT, st.sampled_from(ToolStatus), TEXT, st.booleans()), max_size=2
+    ).map(tuple),
+    rewards=st.dictionaries(TEXT, NUMBERS, max_size=3),
+    reward=NUMBERS,
+    turn_rewards=st.lists(NUMBERS, max_size=3).map(tuple),
+    failure=st.none() | st.builds(Failure, TEXT, TEXT, IDS),
+    tags=st.dictionaries(TEXT, TEXT, max_size=2),
+)
+RECORDS = st.builds(
+    RolloutRecord,
+    IDS,
+    TEXT,
+    st.sampled_from(Outcome),
+    TEXT,
+    TRAJECTORIES,
+    st.none() | NUMBERS,
+    st.integers(0, 3),
+)
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@given(records=st.lists(RECORDS, max_size=3))
+def test_what_is_written_comes_back(tmp_path, records):
+    path = tmp_path / "x.jsonl.gz"
+    write_rollouts(path, records)
+    back = list(read_rollouts(path))
+    assert back == records
+    first = path.read_bytes()
+    write_rollouts(path, back)
+    assert path.read_bytes() == first
+
+
+def test_one_full_record_comes_back_and_its_line_is_plain_json(tmp_path):
+    path = rollouts_path(tmp_path, 12)
+    assert path == tmp_path / "rollouts" / "step-000012.jsonl.gz"
+    write_rollouts(path, [RECORD, replace(RECORD, advantage=None)])
+    first, second = read_rollouts(path)
+    assert first == RECORD
+    assert second.advantage is None
+    assert first.key == RolloutKey(12, "population/peru", 3, 1)
+    line = json.loads(gzip.decompress(path.read_bytes()).splitlines()[0])
+    assert line["schema"] == 1
+    assert line["outcome"] == "trained"
+    assert line["trajectory"]["segments"][3]["parent"] == 1
+    assert line["trajectory"]["rewards"]["format"] == 0.30000000000000004
+    assert line["trajectory"]["messages"][1]["tool_calls"][0]["function"]["arguments"] == '{"q":  "Peru"}'
+
+
+def test_every_field_of_the_records_is_stored_but_the_clock(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    write_rollouts(path, [RECORD])
+    line = json.loads(gzip.decompress(path.read_bytes()))
+    stored = {
+        RolloutRecord: line,
+        Trajectory: line["trajectory"],
+        Segment: line["trajectory"]["segments"][0],
+        ToolOutcome: line["trajectory"]["outcomes"][0],
+        Failure: line["trajectory"]["failure"],
+    }
+    for record, data in stored.items():
+        missing = {f.name for f in fields(record)} - data.keys()
+        assert missing <= {"seconds", "timings"}, record
+    assert "truth" not in json.dumps(line)
+
+
+def test_equal_rollouts_make_equal_files_whatever_the_clock_said(tmp_path):
+    slow = replace(
+        TRAJECTORY,
+        timings=Timings(9.0, 5.0, 4.0),
+        outcomes=(replace(TRAJECTORY.outcomes[0], seconds=4.0),),
+        rewards=dict(reversed(TRAJECTORY.rewards.items())),
+    )
+    write_rollouts(tmp_path / "a.gz", [RECORD])
+    write_rollouts(tmp_path / "b.gz", [replace(RECORD, trajectory=slow)])
+    written = (tmp_path / "a.gz").read_bytes()
+    assert written == (tmp_path / "b.gz").read_bytes()
+    assert written[3:8] == bytes(5), "the gzip header holds a file name or a time"
+    (back,) = read_rollouts(tmp_path / "b.gz")
+    assert back.trajectory.outcomes[0].seconds == 0.0
+    assert back.trajectory.timings == Timings()
+
+
+@pytest.mark.parametrize("odd", [math.nan, math.inf, -math.inf])
+def test_a_number_that_is_not_finite_is_refused_by_name(tmp_path, odd):
+    path = tmp_path / "x.jsonl.gz"
+    write_rollouts(path, [RECORD])
+    before = path.read_bytes()
+    segments = (TRAJECTORY.segments[0], replace(TRAJECTORY.segments[1], logprobs=(-0.1, odd)))
+    bad = replace(RECORD, trajectory=replace(TRAJECTORY, segments=segments))
+    with pytest.raises(
+        UserError, match=r"step 12, task population/peru, sample 3.*segments\[1\]\.logprobs\[1\]"
+    ):
+        write_rollouts(path, [RECORD, bad])
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl.gz"]
+
+
+def _lines(path, *lines):
+    path.write_bytes(gzip.compress("".join(line + "\n" for line in lines).encode()))
+
+
+def _edited(tmp_path, change):
+    """The JSON line of RECORD after `change` has been done to its data."""
+    write_rollouts(tmp_path / "good.gz", [RECORD])
+    data = json.loads(gzip.decompress((tmp_path / "good.gz").read_bytes()))
+    change(data)
+    return json.dumps(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "complaint"),
+    [
+        (lambda d: d.update(schema=2), "schema is 2, this version reads 1"),
+        (lambda d: d.pop("outcome"), "RolloutRecord: outcome"),
+        (lambda d: d.update(outcome="lost"), "lost"),
+        (lambda d: d["trajectory"].update(truth=4), "Trajectory: truth"),
+        (lambda d: d["trajectory"].update(rewards=[1.0]), "object is expected, there is a list"),
+        (lambda d: d["trajectory"].update(reward=math.nan), "NaN"),
+        (lambda d: d["trajectory"].update(reward="1"), "'1' is not a number"),
+        (lambda d: d["trajectory"]["segments"][0].update(kind="thought"), "thought"),
+        (lambda d: d["trajectory"]["segments"][0].update(tokens=[1.5]), "1.5 is not a whole number"),
+        (lambda d: d["trajectory"]["messages"].append({"role": "user"}), "role and content"),
+    ],
+)
+def test_a_broken_line_names_file_line_and_complaint(tmp_path, change, complaint):
+    good = _edited(tmp_path, lambda d: None)
+    path = tmp_path / "step-000007.jsonl.gz"
+    _lines(path, good, _edited(tmp_path, change), good)
+    records = read_rollouts(path)
+    assert next(records) == RECORD
+    with pytest.raises(UserError) as caught:
+        next(records)
+    assert "step-000007.jsonl.gz, line 2" in str(caught.value)
+    assert complaint in str(caught.value)
+
+
+def test_lines_that_are_no_json_or_too_large_numbers_are_refused(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    huge = _edited(tmp_path, lambda d: None).replace("1.03", "1e999")
+    for text in ("{", "[]", "", huge):
+        _lines(path, text)
+        with pytest.raises(UserError, match=r"x\.jsonl\.gz, line 1"):
+            list(read_rollouts(path))
+
+
+def test_a_damaged_or_missing_file_says_so(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    with pytest.raises(UserError, match="no rollouts at"):
+        list(read_rollouts(path))
+    rng = random.Random(0)
+    records = [replace(RECORD, reason=str(rng.random()), step=i) for i in range(500)]
+    write_rollouts(path, records)
+    whole = path.read_bytes()
+    for cut in (len(whole) // 2, len(whole) - 1, 0):
+        path.write_bytes(whole[:cut])
+        with pytest.raises(UserError, match="is damaged after line"):
+            list(read_rollouts(path))
+    path.write_bytes(b"plain text")
+    with pytest.raises(UserError, match="is damaged after line 0"):
+        list(read_rollouts(path))
+    with pytest.raises(StorageError, match="cannot be read"):
+        list(read_rollouts(tmp_path))
+
+
+@contextmanager
+def files_limited_to(size):
+    """Writes beyond `size` bytes of a file fail with an OSError, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_full_disk_leaves_the_earlier_file_and_no_other(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    write_rollouts(path, [RECORD])
+    before = path.read_bytes()
+    rng = random.Random(0)
+    many = [replace(RECORD, reason=rng.randbytes(400).hex()) for _ in range(2000)]
+    with files_limited_to(100_000), pytest.raises(StorageError) as caught:
+        write_rollouts(path, many)
+    assert isinstance(caught.value.__cause__, OSError)
+    assert caught.value.__cause__.errno == errno.EFBIG
+    assert str(path) in caught.value.message
+    assert path.read_bytes() == before
+    assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl.gz"]
+    write_rollouts(path, many)
+    assert sum(1 for _ in read_rollouts(path)) == 2000
+
+
+def test_a_folder_that_cannot_be_made_is_a_storage_error(tmp_path):
+    (tmp_path / "rollouts").write_text("a file in the way")
+    with pytest.raises(StorageError, match="could not be written"):
+        write_rollouts(rollouts_path(tmp_path, 0), [RECORD])
+
+
+def test_a_replaced_file_appears_only_when_it_is_complete(tmp_path):
+    path = tmp_path / "state"
+    path.write_bytes(b"old")
+    with replaced_file(path) as file:
+        file.write(b"new")
+        file.flush()
+        assert path.read_bytes() == b"old"
+    assert path.read_bytes() == b"new"
+    with pytest.raises(TypeError, match="bytes-like"), replaced_file(path) as file:
+        file.write("newer")
+    assert path.read_bytes() == b"new"
+    assert [p.name for p in tmp_path.iterdir()] == ["state"]
+
+
+def test_a_leftover_of_a_killed_run_is_in_nobodys_way(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    (tmp_path / "x.jsonl.gz.tmp").write_bytes(b"half")
+    write_rollouts(path, [RECORD])
+    assert list(read_rollouts(path)) == [RECORD]
+    assert [p.name for p in tmp_path.iterdir()] == ["x.jsonl.gz"]
+
+
+@pytest.mark.skipif(shutil.which("zcat") is None, reason="zcat is not there")
+def test_ordinary_tools_read_the_format(tmp_path):
+    import subprocess
+
+    path = tmp_path / "x.jsonl.gz"
+    write_rollouts(path, [RECORD])
+    text = subprocess.run(["zcat", str(path)], capture_output=True, check=True).stdout
+    assert json.loads(text)["reason"] == "kept"
