@@ -7,7 +7,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.config import Config, config_from_toml, describe, list_settings, load_config, to_toml
@@ -310,16 +310,17 @@ FREE = st.recursive(
 )
 
 
+@settings(derandomize=True, database=None, deadline=None)
 @given(
-    settings=st.dictionaries(st.text(st.characters(codec="utf-8")), FREE, max_size=4),
+    free=st.dictionaries(st.text(st.characters(codec="utf-8")), FREE, max_size=4),
     path=st.none() | st.text(st.characters(codec="utf-8")),
     temperature=st.floats(0, 1e300),
     lora=st.none() | st.builds(LoraConfig, rank=st.integers(1, 10**20)),
 )
-def test_a_resolved_configuration_reads_back_equal(settings, path, temperature, lora):
+def test_a_resolved_configuration_reads_back_equal(free, path, temperature, lora):
     config = Config(
         model=ModelConfig(path=path, lora=lora),
-        env=EnvConfig(settings=settings),
+        env=EnvConfig(settings=free),
         rollout=RolloutConfig(temperature=temperature),
     )
     assert config_from_toml(to_toml(config)) == config

@@ -50,11 +50,6 @@ class Setting:
         """Whether it is a table of free keys, checked by someone else."""
         return dict in self.accepts
 
-    @property
-    def is_section(self) -> bool:
-        """Whether it is a section that may be left out as a whole (`model.lora`)."""
-        return any(isinstance(kind, type) and issubclass(kind, Section) for kind in self.accepts)
-
 
 @cache
 def list_settings() -> tuple[Setting, ...]:

@@ -1,0 +1,443 @@
+"""The house rules, measured with `ast`: a rule that nobody checks drifts.
+
+A finding is written `path:name rule`, name being the dotted name of the function or class in its file, or
+`module`. `house_exceptions.txt` lists the findings that are let pass, one a line, each with its reason after
+a `#`; it may only shrink. Each rule has a snippet below that breaks it.
+"""
+
+import ast
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+EXCEPTIONS = Path(__file__).parent / "house_exceptions.txt"
+NUM_EXCEPTIONS = 1
+"""Findings in the exceptions file. Lower it whenever one goes."""
+ESCAPES = {"Any": 40, "type: ignore": 10, "noqa": 10}
+"""How often the package may step around its checkers, at most. Lower these whenever the counts fall."""
+
+FUNCTION_LINES, PARAMETERS, BRANCHES = 60, 6, 10
+CLASS_LINES, FILE_LINES, CONFIG_FIELDS = 300, 600, 20
+
+ORDER = (
+    *(
+        "types",
+        "errors",
+        "recipes",
+        "config",
+        "sandbox",
+        "tools",
+        "chat",
+        "engines",
+        "rewards",
+        "tasks",
+        "envs",
+    ),
+    *("rollout", "algorithms", "diagnostics", "evaluation", "training", "gateway", "cli", "__main__"),
+)
+"""A folder of the package imports only from itself and from those before it."""
+
+ENVIRONMENT_MODULE = "src/ludus/config/environment.py"
+"""The one place that may read environment variables."""
+
+FOREIGN = {
+    "a path of one machine": r"(?<![\w.])/(work|tmp/[w])\b",
+    "the number of an issue": r"(?i)\bissues? #",
+    "a package registry": r"(?i)\b(pypi\.org|pythonhosted\.org|npmjs\.(org|com)|crates\.io)\b",
+}
+SPOKEN = ("src/**/*", "docs/**/*", "examples/**/*", "benchmarks/**/*", "*.md", "Makefile", "pyproject.toml")
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+BRANCHING = (ast.If, ast.IfExp, ast.For, ast.AsyncFor, ast.While, ast.ExceptHandler, ast.match_case)
+
+
+@dataclass(frozen=True)
+class Module:
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def in_package(self) -> bool:
+        return self.path.startswith("src/ludus/")
+
+    @property
+    def folder(self) -> str:
+        """The folder of the package that it belongs to; empty for the package's own `__init__`."""
+        first = self.path.removeprefix("src/ludus/").split("/")[0].removesuffix(".py")
+        return "" if first == "__init__" else first
+
+    @cached_property
+    def definitions(self) -> list[tuple[str, Function | ast.ClassDef]]:
+        return list(definitions_in(self.tree, ""))
+
+
+@dataclass(frozen=True)
+class Finding:
+    place: str
+    detail: str = ""
+
+
+@cache
+def modules() -> list[Module]:
+    files = [
+        f for top in ("src/ludus", "examples", "benchmarks") for f in sorted(ROOT.glob(f"{top}/**/*.py"))
+    ]
+    return [Module(f.relative_to(ROOT).as_posix(), f.read_text(encoding="utf-8")) for f in files]
+
+
+def definitions_in(node: ast.AST, prefix: str) -> Iterator[tuple[str, Function | ast.ClassDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, Function | ast.ClassDef):
+            yield f"{prefix}{child.name}", child
+            yield from definitions_in(child, f"{prefix}{child.name}.")
+        else:
+            yield from definitions_in(child, prefix)
+
+
+def functions(module: Module) -> Iterator[tuple[str, Function]]:
+    return ((name, node) for name, node in module.definitions if isinstance(node, Function))
+
+
+def classes(module: Module) -> Iterator[tuple[str, ast.ClassDef]]:
+    return ((name, node) for name, node in module.definitions if isinstance(node, ast.ClassDef))
+
+
+def own_nodes(node: ast.AST) -> Iterator[ast.AST]:
+    """The nodes under `node`, without those of the functions and classes defined in it."""
+    for child in ast.iter_child_nodes(node):
+        if not isinstance(child, Function | ast.ClassDef):
+            yield child
+            yield from own_nodes(child)
+
+
+def everywhere(module: Module) -> Iterator[tuple[str, ast.AST]]:
+    """Every node with the name of the definition around it."""
+    yield from (("module", node) for node in own_nodes(module.tree))
+    for name, definition in module.definitions:
+        yield from ((name, node) for node in own_nodes(definition))
+
+
+def num_lines(node: Function | ast.ClassDef) -> int:
+    return (node.end_lineno or node.lineno) - node.lineno + 1
+
+
+def over(place: str, count: int, most: int) -> list[Finding]:
+    return [Finding(place, f"{count}, at most {most}")] if count > most else []
+
+
+def function_lines(module: Module) -> Iterator[Finding]:
+    for name, node in functions(module):
+        yield from over(name, num_lines(node), FUNCTION_LINES)
+
+
+def parameters(module: Module) -> Iterator[Finding]:
+    for name, node in functions(module):
+        spec = node.args
+        named = [a.arg for a in [*spec.posonlyargs, *spec.args] if a.arg not in ("self", "cls")]
+        named += [a.arg for a in (spec.vararg, spec.kwarg) if a]
+        # A pure tensor function takes each tensor by its name; a record of them would hide which it reads.
+        if module.folder != "algorithms":
+            named += [a.arg for a in spec.kwonlyargs]
+        yield from over(name, len(named), PARAMETERS)
+
+
+def branches(module: Module) -> Iterator[Finding]:
+    for name, node in functions(module):
+        yield from over(name, sum(isinstance(inner, BRANCHING) for inner in own_nodes(node)), BRANCHES)
+
+
+def class_lines(module: Module) -> Iterator[Finding]:
+    for name, node in classes(module):
+        yield from over(name, num_lines(node), CLASS_LINES)
+
+
+def file_lines(module: Module) -> Iterator[Finding]:
+    yield from over("module", module.text.count("\n"), FILE_LINES)
+
+
+def config_fields(module: Module) -> Iterator[Finding]:
+    for name, node in classes(module):
+        if module.folder == "config" or name.endswith("Config"):
+            yield from over(name, sum(isinstance(item, ast.AnnAssign) for item in node.body), CONFIG_FIELDS)
+
+
+def annotations(module: Module) -> Iterator[Finding]:
+    for name, node in functions(module) if module.in_package else ():
+        spec = node.args
+        named = [
+            *spec.posonlyargs,
+            *spec.args,
+            *spec.kwonlyargs,
+            *(a for a in (spec.vararg, spec.kwarg) if a),
+        ]
+        bare = [a.arg for a in named if a.annotation is None and a.arg not in ("self", "cls")]
+        if bare or node.returns is None:
+            yield Finding(name, ", ".join(bare) or "the result")
+
+
+def imports(module: Module) -> Iterator[Finding]:
+    if not module.in_package:
+        return
+    if module.folder and module.folder not in ORDER:
+        yield Finding("module", f"{module.folder} has no place in ORDER")
+        return
+    allowed = ORDER[: ORDER.index(module.folder) + 1] if module.folder else ()
+    for place, node in everywhere(module):
+        for target in imported(node):
+            if target not in allowed:
+                yield Finding(place, f"{module.folder or 'ludus'} imports {target}")
+
+
+def imported(node: ast.AST) -> Iterator[str]:
+    """The folders of the package that a statement imports from."""
+    names: list[str] = []
+    if isinstance(node, ast.Import):
+        names = [alias.name for alias in node.names]
+    elif isinstance(node, ast.ImportFrom):
+        top = "." * node.level + (node.module or "")
+        names = [f"ludus.{alias.name}" for alias in node.names] if top == "ludus" else [top]
+    for name in names:
+        if name.startswith("."):
+            yield f"by a relative path ({name})"
+        elif name.startswith("ludus.") and name != "ludus.__version__":
+            yield name.split(".")[1]
+
+
+def attribute_guesses(module: Module) -> Iterator[Finding]:
+    """Our own types have the attributes they declare."""
+    for place, node in everywhere(module):
+        if isinstance(node, ast.Call) and called(node) in ("getattr", "hasattr"):
+            yield Finding(place, f"line {node.lineno}")
+
+
+def environment_reads(module: Module) -> Iterator[Finding]:
+    for place, node in everywhere(module) if module.path != ENVIRONMENT_MODULE else ():
+        reads = isinstance(node, ast.Attribute) and ast.unparse(node) in ("os.environ", "os.getenv")
+        pulls = isinstance(node, ast.ImportFrom) and node.module == "os"
+        if reads or (pulls and {a.name for a in node.names} & {"environ", "getenv"}):
+            yield Finding(place, f"line {node.lineno}")
+
+
+def broad_excepts(module: Module) -> Iterator[Finding]:
+    """A handler of everything raises again, or its line says why it is a boundary: `# boundary: reason`."""
+    lines = module.text.splitlines()
+    for place, node in everywhere(module):
+        if isinstance(node, ast.Call) and called(node) == "suppress" and any(map(is_broad, node.args)):
+            yield Finding(place, f"line {node.lineno}")
+        if not isinstance(node, ast.ExceptHandler) or not (node.type is None or is_broad(node.type)):
+            continue
+        head = "\n".join(lines[node.lineno - 1 : node.body[0].lineno])
+        excused = any(isinstance(inner, ast.Raise) for inner in own_nodes(node))
+        if node.type is None or not (excused or re.search(r"#.*\bboundary: *\S", head)):
+            yield Finding(place, f"line {node.lineno}")
+
+
+def is_broad(caught: ast.expr) -> bool:
+    kinds = caught.elts if isinstance(caught, ast.Tuple) else [caught]
+    return any(ast.unparse(kind) in ("Exception", "BaseException") for kind in kinds)
+
+
+def import_work(module: Module) -> Iterator[Finding]:
+    """A module defines things. It may enter dict literals into a registry and do no other work."""
+    for statement in module.tree.body:
+        if not is_definition(statement):
+            yield Finding("module", f"line {statement.lineno}: {ast.unparse(statement).splitlines()[0][:60]}")
+
+
+def is_definition(statement: ast.stmt) -> bool:
+    match statement:
+        case ast.Import() | ast.ImportFrom() | ast.FunctionDef() | ast.AsyncFunctionDef() | ast.ClassDef():
+            return True
+        case ast.Assign(value=value) | ast.AnnAssign(value=value):
+            reads = {"open", "read_text", "read_bytes", "load", "loads", "run", "import_module"}
+            return not any(
+                isinstance(n, ast.Call) and called(n) in reads for n in ast.walk(value or statement)
+            )
+        case ast.Expr(value=ast.Call(args=[_, *_] as given, keywords=[])):
+            return all(isinstance(argument, ast.Dict) for argument in given)
+        case ast.Expr(value=ast.Constant()):
+            return True
+        case ast.If(test=test):
+            return ast.unparse(test) in ("TYPE_CHECKING", "__name__ == '__main__'")
+    return False
+
+
+def called(node: ast.Call) -> str:
+    """The last part of the name that is called."""
+    return ast.unparse(node.func).rpartition(".")[2]
+
+
+def docstrings(module: Module) -> Iterator[Finding]:
+    if not module.in_package:
+        return
+    if ast.get_docstring(module.tree) is None:
+        yield Finding("module")
+    for node in module.tree.body:
+        if not isinstance(node, Function | ast.ClassDef) or node.name.startswith("_"):
+            continue
+        overload = any(ast.unparse(decorator) == "overload" for decorator in node.decorator_list)
+        if ast.get_docstring(node) is None and not overload:
+            yield Finding(node.name)
+
+
+RULES = {
+    "function-lines": function_lines,
+    "parameters": parameters,
+    "branches": branches,
+    "class-lines": class_lines,
+    "file-lines": file_lines,
+    "config-fields": config_fields,
+    "annotations": annotations,
+    "imports": imports,
+    "attribute-guesses": attribute_guesses,
+    "environment-reads": environment_reads,
+    "broad-excepts": broad_excepts,
+    "import-work": import_work,
+    "docstrings": docstrings,
+}
+
+
+def exceptions() -> list[str]:
+    lines = (line.partition("#")[0].strip() for line in EXCEPTIONS.read_text(encoding="utf-8").splitlines())
+    return [line for line in lines if line]
+
+
+@cache
+def findings(rule: str) -> dict[str, str]:
+    """All findings of a rule as they stand in the exceptions file, with their details."""
+    return {f"{m.path}:{f.place} {rule}": f.detail for m in modules() for f in RULES[rule](m)}
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_the_house_rule_holds(rule):
+    broken = {entry: detail for entry, detail in findings(rule).items() if entry not in exceptions()}
+    assert not broken, "\n" + "\n".join(f"{entry}  ({detail})" for entry, detail in broken.items())
+
+
+def test_every_exception_is_still_needed():
+    needed = {entry for rule in RULES for entry in findings(rule)}
+    assert [entry for entry in exceptions() if entry not in needed] == []
+
+
+def test_the_list_of_exceptions_only_shrinks():
+    assert len(exceptions()) == NUM_EXCEPTIONS
+    assert len(set(exceptions())) == NUM_EXCEPTIONS
+
+
+def test_few_steps_around_the_checkers():
+    counts: Counter[str] = Counter()
+    for module in modules():
+        if module.in_package:
+            counts["Any"] += sum(isinstance(n, ast.Name) and n.id == "Any" for n in ast.walk(module.tree))
+            counts["type: ignore"] += len(re.findall(r"#\s*type:\s*ignore", module.text))
+            counts["noqa"] += len(re.findall(r"#\s*noqa", module.text))
+    print(dict(counts))
+    assert {name: n for name, n in counts.items() if n > ESCAPES[name]} == {}
+
+
+def foreign_words(text: str) -> list[str]:
+    return [f"{what}: {hit[0]}" for what, pattern in FOREIGN.items() for hit in re.finditer(pattern, text)]
+
+
+def test_the_project_speaks_only_of_itself():
+    found = {}
+    for file in (f for pattern in SPOKEN for f in ROOT.glob(pattern)):
+        if file.is_file() and file.suffix not in (".pyc", ".png", ".safetensors", ".npz"):
+            found[str(file.relative_to(ROOT))] = foreign_words(
+                file.read_text(encoding="utf-8", errors="replace")
+            )
+    assert found
+    assert {path: words for path, words in found.items() if words} == {}
+
+
+LONG = "".join(f"    x = {n}\n" for n in range(60))
+BREAKS = {
+    "function-lines": f"def f():\n{LONG}",
+    "parameters": "class C:\n    def f(self, a, b, c, /, d, *rest, e, **more): ...",
+    "branches": "def f(a):\n" + "    if a: pass\n" * 11,
+    "class-lines": "class C:\n" + "    x = 1\n" * 300,
+    "file-lines": "x = 1\n" * 601,
+    "config-fields": "class C:\n" + "".join(f"    x{n}: int = 1\n" for n in range(21)),
+    "annotations": "def f(a: int, *b) -> int: ...",
+    "imports": "def f():\n    from ludus.tools import base",
+    "attribute-guesses": "def f(a):\n    return getattr(a, 'b', None)",
+    "environment-reads": "import os\nHOME = os.environ['HOME']",
+    "broad-excepts": "try:\n    x = 1\nexcept (ValueError, Exception):\n    x = 2",
+    "import-work": "print('hello')",
+    "docstrings": "class C: ...",
+}
+MORE_BREAKS = [
+    ("annotations", "def f(a: int): ..."),
+    ("imports", "from ludus import training"),
+    ("imports", "import ludus.cli"),
+    ("imports", "from . import schema"),
+    (
+        "imports",
+        "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from ludus.engines.base import Engine",
+    ),
+    ("environment-reads", "from os import getenv"),
+    ("broad-excepts", "try:\n    x = 1\nexcept:  # boundary: none\n    raise"),
+    ("broad-excepts", "try:\n    x = 1\nexcept Exception:  # boundary:\n    x = 2"),
+    ("broad-excepts", "with contextlib.suppress(Exception):\n    x = 1"),
+    ("import-work", "for x in range(3): pass"),
+    ("import-work", "WORDS = Path('words').read_text()"),
+    ("import-work", "register()"),
+    ("docstrings", "'''Doc.'''\ndef f(): ..."),
+]
+KEEPS = [
+    ("parameters", "class C:\n    def f(self, a, b, c, d, e, *, g): ..."),
+    ("branches", "def f(a):\n" + "    if a: pass\n" * 10),
+    (
+        "imports",
+        "from ludus import __version__\nfrom ludus.types import Task\nfrom ludus.config.schema import Config",
+    ),
+    ("broad-excepts", "try:\n    x = 1\nexcept Exception as e:  # boundary: a tool's error\n    x = 2"),
+    ("broad-excepts", "try:\n    x = 1\nexcept BaseException:\n    x = 2\n    raise"),
+    ("broad-excepts", "try:\n    x = 1\nexcept ValueError:\n    x = 2"),
+    (
+        "import-work",
+        "'''Doc.'''\nA = tuple(range(3))\nREGISTRY.update({'a': f})\nif __name__ == '__main__':\n    main()",
+    ),
+    ("docstrings", "'''Doc.'''\ndef _f(): ..."),
+    ("docstrings", "'''Doc.'''\n@overload\ndef f(): ..."),
+]
+
+
+@pytest.mark.parametrize(("rule", "text"), [*BREAKS.items(), *MORE_BREAKS])
+def test_a_rule_finds_what_breaks_it(rule, text):
+    assert list(RULES[rule](Module("src/ludus/config/x.py", text)))
+
+
+@pytest.mark.parametrize(("rule", "text"), KEEPS)
+def test_a_rule_lets_pass_what_keeps_it(rule, text):
+    assert list(RULES[rule](Module("src/ludus/config/x.py", text))) == []
+
+
+def test_every_rule_has_a_snippet_that_breaks_it():
+    assert set(BREAKS) == set(RULES)
+
+
+def test_a_tensor_function_may_take_many_tensors_by_name():
+    text = "def f(a, *, b, c, d, e, g, h): ..."
+    assert not list(parameters(Module("src/ludus/algorithms/x.py", text)))
+    assert list(parameters(Module("src/ludus/rewards/x.py", text)))
+
+
+@pytest.mark.parametrize("text", ["see /work/main", "cd /tmp/w", "as in issue #12", "from pypi.org/simple"])
+def test_foreign_words_are_found(text):
+    assert foreign_words(text)
+
+
+@pytest.mark.parametrize("text", ["src/work/x", "/workers", "/tmp/words", "an issue with #1"])
+def test_ordinary_words_are_not_foreign(text):
+    assert foreign_words(text) == []
