@@ -17,7 +17,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from io import BytesIO, FileIO
 from pathlib import Path
-from typing import Any, Protocol
+from types import ModuleType
+from typing import Protocol
 
 from ludus.errors import ConfigError, StorageError, UserError
 from ludus.rollout.store import replaced_file
@@ -84,35 +85,36 @@ class TensorBoardTracker:
     def __init__(self, folder: Path, resume_step: int | None = None) -> None:
         try:
             from tensorboard.compat.proto import event_pb2, summary_pb2
-            from tensorboard.summary.writer.record_writer import RecordWriter
+            from tensorboard.summary.writer import record_writer
         except ImportError as error:
             raise UserError(
                 f"The tensorboard tracker needs a package that is not there ({error.name}).",
                 "Install it with: pip install 'ludus[tensorboard]'",
             ) from error
-        self._events: Any = event_pb2
-        self._summaries: Any = summary_pb2
-        self._record_writer: Any = RecordWriter
+        self._events: ModuleType = event_pb2
+        self._summaries: ModuleType = summary_pb2
+        self._records: ModuleType = record_writer
         self.path = _next_event_file(folder)
         self._file = _open_to_append(self.path)
-        self._write(event_pb2.Event(wall_time=time.time(), file_version="brain.Event:2"))
+        self._write(file_version="brain.Event:2")
         if resume_step is not None:
             start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
-            self._write(event_pb2.Event(wall_time=time.time(), step=resume_step + 1, session_log=start))
+            self._write(step=resume_step + 1, session_log=start)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics of a step as scalars. Raises StorageError where the disk is full."""
         values = [self._summaries.Summary.Value(tag=n, simple_value=float(v)) for n, v in metrics.items()]
-        summary = self._summaries.Summary(value=values)
-        self._write(self._events.Event(wall_time=time.time(), step=step, summary=summary))
+        self._write(step=step, summary=self._summaries.Summary(value=values))
 
     def close(self) -> None:
         """Close the file."""
         self._file.close()
 
-    def _write(self, event: Any) -> None:  # noqa: ANN401 - a class made at run time by protobuf
+    def _write(self, **fields: object) -> None:
+        """Write one event with these fields of TensorBoard's `Event`."""
         buffer = BytesIO()
-        self._record_writer(buffer).write(event.SerializeToString())
+        event = self._events.Event(wall_time=time.time(), **fields)
+        self._records.RecordWriter(buffer).write(event.SerializeToString())
         _append(self._file, self.path, buffer.getvalue())
 
 

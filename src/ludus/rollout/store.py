@@ -48,6 +48,9 @@ _COMPRESSION = 6
 _CLOCKS = {"seconds", "timings"}
 """Fields of the records that hold wall-clock times, and are not stored."""
 
+_Data = dict[str, Any]
+"""A JSON object; what is read from a file is checked field by field on its way into a record."""
+
 
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
@@ -181,7 +184,7 @@ def _first_odd_number(data: object, where: str = "") -> str:
     return next((found for place, value in parts if (found := _first_odd_number(value, place))), "")
 
 
-def _trajectory_data(trajectory: Trajectory) -> dict[str, Any]:
+def _trajectory_data(trajectory: Trajectory) -> _Data:
     failure = trajectory.failure
     return {
         "task_id": trajectory.task_id,
@@ -198,7 +201,7 @@ def _trajectory_data(trajectory: Trajectory) -> dict[str, Any]:
     }
 
 
-def _segment_data(segment: Segment) -> dict[str, Any]:
+def _segment_data(segment: Segment) -> _Data:
     return {
         "kind": segment.kind,
         "tokens": [int(token) for token in segment.tokens],
@@ -211,7 +214,7 @@ def _segment_data(segment: Segment) -> dict[str, Any]:
     }
 
 
-def _outcome_data(outcome: ToolOutcome) -> dict[str, Any]:
+def _outcome_data(outcome: ToolOutcome) -> _Data:
     return {
         "call_id": outcome.call_id,
         "tool": outcome.tool,
@@ -239,7 +242,7 @@ def _record(line: bytes) -> RolloutRecord:
     )
 
 
-def _trajectory(data: dict[str, Any]) -> Trajectory:
+def _trajectory(data: _Data) -> Trajectory:
     _same_fields(data, Trajectory)
     return Trajectory(
         task_id=_str(data["task_id"]),
@@ -256,7 +259,7 @@ def _trajectory(data: dict[str, Any]) -> Trajectory:
     )
 
 
-def _segment(data: dict[str, Any]) -> Segment:
+def _segment(data: _Data) -> Segment:
     _same_fields(data, Segment)
     if data["kind"] not in ("prompt", "action", "observation"):
         raise ValueError(f"a segment of unknown kind {data['kind']!r}")
@@ -274,7 +277,7 @@ def _segment(data: dict[str, Any]) -> Segment:
     )
 
 
-def _outcome(data: dict[str, Any]) -> ToolOutcome:
+def _outcome(data: _Data) -> ToolOutcome:
     _same_fields(data, ToolOutcome)
     return ToolOutcome(
         call_id=_str(data["call_id"]),
@@ -285,7 +288,7 @@ def _outcome(data: dict[str, Any]) -> ToolOutcome:
     )
 
 
-def _failure(data: dict[str, Any]) -> Failure:
+def _failure(data: _Data) -> Failure:
     _same_fields(data, Failure)
     return Failure(part=_str(data["part"]), error=_str(data["error"]), attempts=_int(data["attempts"]))
 
@@ -308,7 +311,7 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a finite number")
 
 
-def _object(value: object) -> dict[str, Any]:
+def _object(value: object) -> _Data:
     if not isinstance(value, dict):
         raise TypeError(f"a JSON object is expected, there is a {type(value).__name__}")
     return value
