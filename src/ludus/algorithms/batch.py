@@ -1,0 +1,54 @@
+"""The tensors that the functions of this package read, as records."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ludus.algorithms.masking import check_shapes
+
+
+@dataclass(frozen=True, slots=True)
+class Outcomes:
+    """The whole batch of one optimiser step, as advantages see it.
+
+    `rewards` [N] (float64 is best); `group` [N] integer ids; `mask` [N, L], set on action tokens. All
+    finished members of a group belong here, also those that a filter then keeps from training.
+    """
+
+    rewards: Tensor
+    group: Tensor
+    mask: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class TokenBatch:
+    """One microbatch, all [N, L]; column `t` speaks of token `t` itself. Raises ValueError on unequal shapes.
+
+    `logprobs` under the weights being trained (with gradient); `old_logprobs` under the weights at the start
+    of the step; `behavior_logprobs` as the engine recorded them; `ref_logprobs` under the reference. Natural
+    log, of the tempered distribution. `entropy` in nats, of the full vocabulary. `mask` is set on the action
+    tokens that train; what stands elsewhere (NaN too) does not matter.
+    """
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    behavior_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+    ref_logprobs: Tensor | None = None
+    entropy: Tensor | None = None
+
+    def __post_init__(self) -> None:
+        check_shapes(
+            self.mask,
+            logprobs=self.logprobs,
+            old_logprobs=self.old_logprobs,
+            behavior_logprobs=self.behavior_logprobs,
+            advantages=self.advantages,
+        )
+        if self.ref_logprobs is not None:
+            check_shapes(self.mask, ref_logprobs=self.ref_logprobs)
+        if self.entropy is not None:
+            check_shapes(self.mask, entropy=self.entropy)

@@ -1,0 +1,44 @@
+"""Which trajectories train: pure functions that return a keep mask [N] bool.
+
+A dropped trajectory leaves every normaliser (its mask is cleared), but stays in the statistics of its group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.grouping import group_rewards
+
+
+def zero_variance(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> Tensor:
+    """False for the groups whose rewards are all equal up to rounding (DAPO, arXiv:2503.14476).
+
+    `rewards` [N], `group` [N] integers. A group with one member is dropped. Raises ValueError for a reward
+    that is not finite.
+    """
+    grouped = group_rewards(rewards, group)
+    return ~grouped.equal[grouped.index]
+
+
+def variance_top(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int], p: float) -> Tensor:
+    """True for the share `p` of groups with the highest reward deviation (StarPO-S, arXiv:2504.20073).
+
+    Keeps `floor(p K)` of `K` groups, at least one; among equals, those with the smaller id.
+    """
+    if not 0 < p <= 1:
+        raise ValueError(f"p must be above 0 and at most 1, not {p}")
+    grouped = group_rewards(rewards, group)
+    deviation = torch.where(grouped.equal, 0.0, grouped.std(ddof=1))
+    count = max(1, int(p * len(deviation) + 1e-9))
+    best = torch.argsort(deviation, descending=True, stable=True)[:count]
+    keep = torch.zeros(len(deviation), dtype=torch.bool, device=deviation.device)
+    keep[best] = True
+    return keep[grouped.index]
+
+
+def overlong_mask(*, truncated: Tensor | Sequence[bool]) -> Tensor:
+    """False for truncated trajectories (DAPO's overlong filtering, arXiv:2503.14476); `truncated` [N]."""
+    return ~torch.as_tensor(truncated, dtype=torch.bool)

@@ -1,0 +1,134 @@
+"""The loss of one microbatch: policy loss, KL term and entropy bonus, with the statistics of the step.
+
+Values, gradients and statistics of the microbatches add up to those of the whole batch, however it is split.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.aggregate import Normaliser, aggregate
+from ludus.algorithms.batch import TokenBatch
+from ludus.algorithms.corrections import CORRECTIONS, Mismatch, mismatch
+from ludus.algorithms.kl import KLS
+from ludus.algorithms.losses import LOSSES, ClipRange, ClipStats, clip_stats
+from ludus.algorithms.masking import select
+from ludus.algorithms.presets import CLIPPING_LOSSES, Algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Sums of one microbatch; `+` joins microbatches. Numbers of action tokens stand in `clip.tokens`.
+
+    `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch);
+    `kl_sum` and `entropy_sum` are plain sums over action tokens, None where the batch has no reference or
+    entropy.
+    """
+
+    loss: float
+    policy_loss: float
+    clip: ClipStats
+    mismatch: Mismatch
+    kl_sum: float | None
+    entropy_sum: float | None
+
+    @property
+    def kl_mean(self) -> float | None:
+        """Mean of the KL estimate over action tokens, nats."""
+        return None if self.kl_sum is None else self.kl_sum / max(self.clip.tokens, 1)
+
+    @property
+    def entropy_mean(self) -> float | None:
+        """Mean entropy over action tokens, nats."""
+        return None if self.entropy_sum is None else self.entropy_sum / max(self.clip.tokens, 1)
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(
+            loss=self.loss + other.loss,
+            policy_loss=self.policy_loss + other.policy_loss,
+            clip=self.clip + other.clip,
+            mismatch=self.mismatch + other.mismatch,
+            kl_sum=_add(self.kl_sum, other.kl_sum),
+            entropy_sum=_add(self.entropy_sum, other.entropy_sum),
+        )
+
+
+def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -> tuple[Tensor, Statistics]:
+    """The loss [] to call `backward` on, and its statistics.
+
+    `normaliser` holds the counts of the whole batch. The correction weighs the policy loss alone. A KL
+    placed in the reward or the advantage is not added here (`batch.advantages` has it already) but still
+    reported. Raises ValueError where the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
+    """
+    policy = _policy_loss(batch, algorithm, normaliser)
+    total = policy
+    kl = _kl(batch, algorithm)
+    if algorithm.kl_coef > 0 and algorithm.kl_placement == "loss":
+        term = _needed(kl, "ref_logprobs", "kl_coef")
+        total = total + algorithm.kl_coef * _aggregated(term, batch, algorithm, normaliser)
+    if algorithm.entropy_coef > 0:
+        term = _needed(batch.entropy, "entropy", "entropy_coef")
+        total = total - algorithm.entropy_coef * _aggregated(term, batch, algorithm, normaliser)
+    statistics = Statistics(
+        loss=float(total.detach()),
+        policy_loss=float(policy.detach()),
+        clip=_clip_stats(batch, algorithm),
+        mismatch=mismatch(
+            old_logprobs=batch.old_logprobs,
+            behavior_logprobs=batch.behavior_logprobs,
+            mask=batch.mask,
+            cap=algorithm.tis_cap if algorithm.correction == "tis" else None,
+        ),
+        kl_sum=_sum(kl, batch.mask),
+        entropy_sum=_sum(batch.entropy, batch.mask),
+    )
+    return total, statistics
+
+
+def _policy_loss(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -> Tensor:
+    loss = LOSSES[algorithm.loss](batch, algorithm)
+    weights = CORRECTIONS[algorithm.correction](batch, algorithm)
+    if loss.shape != weights.shape:
+        raise ValueError(f"the loss {algorithm.loss} has no token for the weights of {algorithm.correction}")
+    return _aggregated(loss * weights, batch, algorithm, normaliser)
+
+
+def _aggregated(loss: Tensor, batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -> Tensor:
+    return aggregate(loss=loss, mask=batch.mask, how=algorithm.aggregation, normaliser=normaliser)
+
+
+def _kl(batch: TokenBatch, algorithm: Algorithm) -> Tensor | None:
+    if batch.ref_logprobs is None:
+        return None
+    return KLS[algorithm.kl](
+        logprobs=select(batch.logprobs, batch.mask),
+        ref_logprobs=select(batch.ref_logprobs, batch.mask).detach(),
+    )
+
+
+def _clip_stats(batch: TokenBatch, algorithm: Algorithm) -> ClipStats:
+    clips = algorithm.loss in CLIPPING_LOSSES
+    return clip_stats(
+        logprobs=batch.logprobs,
+        old_logprobs=batch.old_logprobs,
+        advantages=batch.advantages,
+        mask=batch.mask,
+        clip=ClipRange(algorithm.eps_low, algorithm.eps_high, algorithm.dual_clip) if clips else None,
+    )
+
+
+def _needed(term: Tensor | None, name: str, coefficient: str) -> Tensor:
+    if term is None:
+        raise ValueError(f"{coefficient} is above 0 and the batch has no {name}")
+    return term
+
+
+def _sum(values: Tensor | None, mask: Tensor) -> float | None:
+    return None if values is None else float(select(values.detach(), mask).sum(dtype=torch.float64))
+
+
+def _add(left: float | None, right: float | None) -> float | None:
+    return None if left is None or right is None else left + right

@@ -1,0 +1,132 @@
+"""Presets and the checks of a configuration, which need no torch."""
+
+import subprocess
+import sys
+import warnings
+from dataclasses import fields
+
+import pytest
+
+from ludus.algorithms import presets
+from ludus.algorithms.advantages import ADVANTAGES
+from ludus.algorithms.aggregate import AGGREGATIONS
+from ludus.algorithms.corrections import CORRECTIONS
+from ludus.algorithms.kl import KLS
+from ludus.algorithms.losses import LOSSES
+from ludus.algorithms.presets import PRESETS, Algorithm, check_placement, resolve
+from ludus.config.schema import AlgorithmConfig
+from ludus.errors import ConfigError
+
+
+def refused(**settings):
+    with pytest.raises(ConfigError) as caught:
+        resolve(AlgorithmConfig(**settings))
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("names", "registry"),
+    [
+        (presets.ADVANTAGE_NAMES, ADVANTAGES),
+        (presets.LOSS_NAMES, LOSSES),
+        (presets.AGGREGATION_NAMES, AGGREGATIONS),
+        (presets.KL_NAMES, KLS),
+        (presets.CORRECTION_NAMES, CORRECTIONS),
+    ],
+)
+def test_the_names_are_those_of_the_registry(names, registry):
+    assert set(names) == set(registry)
+    assert len(names) == len(registry)
+
+
+def test_checking_a_configuration_loads_no_torch():
+    code = "import sys, ludus.algorithms.presets; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_every_preset_resolves_to_itself():
+    for name, preset in PRESETS.items():
+        assert preset.name == name
+        assert resolve(AlgorithmConfig(preset=name)) == preset
+
+
+def test_every_setting_reaches_the_algorithm():
+    settings = {
+        "group_size": 4,
+        "advantage": "reinforce_pp_baseline",
+        "loss": "ppo_clip",
+        "aggregation": "constant",
+        "eps_low": 0.11,
+        "eps_high": 0.12,
+        "dual_clip": 3.0,
+        "kl": "k2",
+        "kl_coef": 0.05,
+        "kl_placement": "advantage",
+        "correction": "tis",
+        "tis_cap": 1.5,
+        "zero_variance": True,
+        "resample_rounds": 2,
+        "overlong_mask": True,
+        "std_ddof": 0,
+        "entropy_coef": 0.01,
+    }
+    assert set(settings) == set(AlgorithmConfig.model_fields) - {"preset"}
+    resolved = resolve(AlgorithmConfig(preset="rloo", **settings))
+    assert resolved == Algorithm(name="rloo", source=PRESETS["rloo"].source, **settings)
+    assert {f.name for f in fields(Algorithm)} == set(settings) | {"name", "source"}
+
+
+def test_a_setting_that_is_off_or_zero_overrides_the_preset():
+    resolved = resolve(AlgorithmConfig(preset="dapo", zero_variance=False, resample_rounds=0, eps_low=0.0))
+    assert (resolved.zero_variance, resolved.resample_rounds, resolved.eps_low) == (False, 0, 0.0)
+    assert resolve(AlgorithmConfig(preset="grpo_paper", kl="k2", kl_coef=0.0)).kl_coef == 0.0
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "nearest"),
+    [
+        ("preset", "drgrpo", "dr_grpo"),
+        ("advantage", "rlo", "rloo"),
+        ("loss", "ppo-clip", "ppo_clip"),
+        ("aggregation", "token-mean", "token_mean"),
+        ("kl", "k3k2grad", "k3_k2grad"),
+        ("correction", "TIS", "tis"),
+        ("loss", "", ""),
+    ],
+)
+def test_an_unknown_name_is_refused_with_the_nearest(key, value, nearest):
+    error = refused(**{key: value})
+    assert f"algorithm.{key} = {value!r}" in error.message
+    assert "Did you mean" in error.hint
+    assert nearest in error.hint.split("?")[0]
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"loss": "reinforce", "eps_high": 0.3}, "eps_high = 0.3 would have no effect"),
+        ({"preset": "rloo", "dual_clip": 3.0}, "dual_clip = 3.0 would have no effect"),
+        ({"preset": "dr_grpo", "std_ddof": 0}, "std_ddof = 0 would have no effect"),
+        ({"tis_cap": 3.0}, "tis_cap = 3.0 would have no effect"),
+        ({"kl": "k2"}, "kl = k2 would have no effect"),
+        ({"kl_placement": "reward"}, "kl_placement = reward would have no effect"),
+        ({"preset": "rloo", "resample_rounds": 2}, "resample_rounds = 2 replaces groups"),
+        ({"preset": "dapo", "zero_variance": False}, "resample_rounds = 3 replaces groups"),
+    ],
+)
+def test_contradictions_are_refused(settings, named):
+    error = refused(**settings)
+    assert named in error.message
+    assert error.hint
+
+
+def test_k1_in_the_loss_warns_and_elsewhere_does_not():
+    with pytest.warns(UserWarning, match="regularises nothing"):
+        resolve(AlgorithmConfig(kl="k1", kl_coef=0.1))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resolve(AlgorithmConfig(kl="k1", kl_coef=0.1, kl_placement="reward"))
+        resolve(AlgorithmConfig(preset="grpo_paper"))
+        check_placement("k2", "loss")
+    with pytest.raises(ConfigError, match="kl_placement = 'los'"):
+        check_placement("k2", "los")
