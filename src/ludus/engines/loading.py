@@ -1,0 +1,223 @@
+"""Models and tokenizers from disk, to disk, and from nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from ludus.config.schema import ScratchConfig
+from ludus.errors import StorageError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTypeName = Literal["float32", "bfloat16", "float64"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+_DTYPES: dict[DTypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+_ATTENTION = "sdpa"
+
+
+def resolve_device(device: DeviceName) -> torch.device:
+    """`auto` is the GPU where there is one. Raises `UserError` for `cuda` without a GPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "model.device is cuda, but PyTorch finds no CUDA device.", "Set model.device to auto or cpu."
+        )
+    return torch.device(device)
+
+
+def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "auto") -> PreTrainedModel:
+    """The causal language model in a checkpoint folder or under a model name, in eval mode.
+
+    Raises `UserError` where there is none, where it is of another kind, and where the weights do not fit
+    the architecture: a tensor that is missing, left over or of another shape.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    target = resolve_device(device)
+    config = _load_config(path)
+    _check_causal(path, config)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=_DTYPES[dtype],
+            attn_implementation=_ATTENTION,
+            local_files_only=_is_folder(path),
+            ignore_mismatched_sizes=True,  # reported below, in one sentence
+            output_loading_info=True,
+        )
+    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"The model {path} cannot be loaded: {_first_line(error)}", "Check its weight files."
+        ) from error
+    _check_weights(path, "lacks", info["missing_keys"])
+    _check_weights(path, "has unexpected", info["unexpected_keys"])
+    _check_weights(path, "has wrongly shaped", (mismatch[0] for mismatch in info["mismatched_keys"]))
+    loaded: PreTrainedModel = model.to(target).eval()
+    return loaded
+
+
+def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or under a name.
+
+    Raises `UserError` where there is none, or where `needs_template` and it has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    _check_exists(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=_is_folder(path)
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"No tokenizer can be loaded from {path}: {_first_line(error)}",
+            "The folder needs tokenizer.json and tokenizer_config.json.",
+        ) from error
+    if needs_template and not tokenizer.chat_template:
+        raise UserError(
+            f"The tokenizer of {path} has no chat template.",
+            "Use an instruction-tuned checkpoint, or set env.rendering to tags.",
+        )
+    return tokenizer
+
+
+def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a checkpoint that `from_pretrained` loads: safetensors, a tied tensor once, and the tokenizer.
+
+    A model with adapters writes only these, in PEFT's layout. Raises `StorageError`.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise StorageError(
+            f"The model cannot be written to {folder}: {error}", "Free some space or choose another folder."
+        ) from error
+
+
+def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A small Qwen3 model in float32 on the CPU with random weights, the same for the same seed.
+
+    Its vocabulary is the tokenizer's, its embeddings are tied. The global random state stays as it was.
+    Raises `UserError` where the sizes do not fit together.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    _check_scratch(scratch, len(tokenizer))
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=scratch.hidden_size,
+        intermediate_size=scratch.intermediate_size,
+        num_hidden_layers=scratch.num_layers,
+        num_attention_heads=scratch.num_heads,
+        num_key_value_heads=scratch.num_kv_heads,
+        head_dim=scratch.hidden_size // scratch.num_heads,
+        max_position_embeddings=scratch.context_tokens,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation=_ATTENTION,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = Qwen3ForCausalLM(config).float()
+    return model.eval()
+
+
+def _check_scratch(scratch: ScratchConfig, vocab_size: int) -> None:
+    if vocab_size > scratch.vocab_size:
+        raise UserError(
+            f"The tokenizer has {vocab_size} tokens, but model.scratch.vocab_size is {scratch.vocab_size}.",
+            "Raise model.scratch.vocab_size.",
+        )
+    if scratch.hidden_size % (2 * scratch.num_heads):
+        raise UserError(
+            f"model.scratch.hidden_size ({scratch.hidden_size}) must be an even multiple of "
+            f"model.scratch.num_heads ({scratch.num_heads}).",
+            f"Try {2 * scratch.num_heads * max(1, scratch.hidden_size // (2 * scratch.num_heads))}.",
+        )
+    if scratch.num_heads % scratch.num_kv_heads:
+        raise UserError(
+            f"model.scratch.num_heads ({scratch.num_heads}) must be a multiple of "
+            f"model.scratch.num_kv_heads ({scratch.num_kv_heads}).",
+            "Set both to the same number.",
+        )
+
+
+def _load_config(path: str) -> PreTrainedConfig:
+    from transformers import AutoConfig
+
+    _check_exists(path)
+    if _is_folder(path) and not (Path(path) / "config.json").is_file():
+        raise UserError(
+            f"The folder {path} has no config.json, so it is not a model checkpoint.",
+            "Give the folder that holds config.json and the weights.",
+        )
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path))
+    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+        raise UserError(
+            f"The model {path} cannot be read: {_first_line(error)}",
+            "Give a checkpoint folder, or the name of a model that can be downloaded from here.",
+        ) from error
+
+
+def _check_exists(path: str) -> None:
+    """A path must be a folder; a name (`owner/name`) is left to transformers."""
+    looks_like_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if not path or (looks_like_path and not _is_folder(path)) or Path(path).is_file():
+        raise UserError(
+            f"There is no folder {path!r} to load a model from.", "Check model.path; it names a folder."
+        )
+
+
+def _check_causal(path: str, config: PreTrainedConfig) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    causal = {
+        name
+        for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        for name in ((names,) if isinstance(names, str) else names)
+    }
+    named = config.architectures or []
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (named and causal.isdisjoint(named)):
+        raise UserError(
+            f"The model {path} is not a causal language model "
+            f"(it is {', '.join(named) or config.model_type}).",
+            "Give a checkpoint for text generation.",
+        )
+
+
+def _check_weights(path: str, fault: str, names: Iterable[str]) -> None:
+    found = sorted(names)
+    if found:
+        shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        raise UserError(
+            f"The checkpoint {path} {fault} weights ({len(found)}): {shown}.",
+            "Its weight files and config.json do not belong together.",
+        )
+
+
+def _is_folder(path: str) -> bool:
+    return Path(path).is_dir()
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,66 @@
+"""Worlds by name. A new one is one line here, or a file of the user's own."""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ludus.config.schema import EnvConfig, RolloutConfig
+from ludus.envs.base import World
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError
+from ludus.rewards.base import check_rewards
+
+WORLDS: Mapping[str, str] = {
+    "search": "ludus.envs.search.world:make_search_world",
+}
+"""Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
+
+Factory = Callable[[Mapping[str, Any], ToolLimits], World]
+
+
+def build_world(env: EnvConfig, rollout: RolloutConfig) -> World:
+    """The world of a configuration.
+
+    `env.name` is a name in `WORLDS` or the path of a Python file that defines
+    `make_world(settings, limits)`. Raises ConfigError for an unknown name, a file without that function,
+    and rewards in which shaping could outweigh the outcome.
+    """
+    limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
+    world = _factory(env.name)(env.settings, limits)
+    check_rewards(world.rewards)
+    return world
+
+
+def _factory(name: str) -> Factory:
+    if name.endswith(".py"):
+        return _from_file(Path(name))
+    if name not in WORLDS:
+        near = difflib.get_close_matches(name, WORLDS, n=1)
+        guess = f"Did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(
+            f"There is no world {name!r}.",
+            f"{guess}Known: {', '.join(sorted(WORLDS))}; a world of your own is given by its .py file.",
+        )
+    module, _, function = WORLDS[name].partition(":")
+    factory: Factory = vars(importlib.import_module(module))[function]
+    return factory
+
+
+def _from_file(path: Path) -> Factory:
+    if not path.is_file():
+        raise ConfigError(f"There is no file {path}.", "env.name takes the path of a Python file.")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path} cannot be imported.", "Is it a Python file?")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    factory = vars(module).get("make_world")
+    if not callable(factory):
+        raise ConfigError(f"{path} defines no function make_world(settings, limits).", "Add one.")
+    found: Factory = factory
+    return found

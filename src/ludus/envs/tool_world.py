@@ -1,0 +1,72 @@
+"""`ToolWorld`: a world from data: tasks by split, tools and rewards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import UserError
+from ludus.rewards.base import Reward
+from ludus.tools.base import Tool
+from ludus.types import Message, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Dialogue:
+    """A demonstration: messages, and the tools that its prompt offers."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...]
+
+
+@dataclass(frozen=True)
+class ToolWorld:
+    """Tasks that are solved with stateless tools.
+
+    `tools` are the same for every task; a world whose tools depend on the task, or that keeps a state,
+    implements `World` itself. `show`, if given, writes dialogues for the cold start from a seed.
+    """
+
+    name: str
+    task_lists: Mapping[str, Sequence[Task]]
+    tools: Sequence[Tool]
+    rewards: Sequence[Reward]
+    limits: ToolLimits = field(default_factory=ToolLimits)
+    show: Callable[[int], Iterator[Sequence[Message]]] | None = None
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """The names of the splits."""
+        return tuple(self.task_lists)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The tasks of a split, as given."""
+        if split not in self.task_lists:
+            raise UserError(
+                f"The world {self.name!r} has no split {split!r}.", f"Splits: {', '.join(self.splits)}."
+            )
+        return self.task_lists[split]
+
+    def environment(self, task: Task) -> ToolEnv:
+        """A fresh episode."""
+        del task
+        return ToolEnv(self.tools, self.rewards, self.limits)
+
+    def demonstrations(self, seed: int) -> Iterator[Dialogue]:
+        """The dialogues of `show`. Raises UserError where the world shows none."""
+        if self.show is None:
+            raise UserError(
+                f"The world {self.name!r} has no demonstrations.",
+                "Give it some, or pass dialogues in a file (sft.dialogues).",
+            )
+        for messages in self.show(seed):
+            yield Dialogue(tuple(messages), tuple(self.tools))
+
+    def texts(self) -> Iterator[str]:
+        """What demonstrations say, for a tokenizer of this world's own."""
+        for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
+            for message in dialogue.messages:
+                yield message["content"]
+                yield from (call["function"]["arguments"] for call in message.get("tool_calls", []))

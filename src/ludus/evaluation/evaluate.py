@@ -1,0 +1,191 @@
+"""Held-out success: the same path during training, offline, and against an endpoint."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ludus.errors import UserError
+from ludus.evaluation.stats import Interval, bootstrap_mean, pass_at_k, pass_hat_k, wilson
+from ludus.rewards.base import Reward, success
+from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.scheduler import Episode, Job, Scheduler
+from ludus.rollout.store import RolloutRecord, replaced_file, write_rollouts
+from ludus.types import StopReason, Task, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationPlan:
+    """What is evaluated and how it is sampled; saved with the result.
+
+    `step` is the training step of the weights; `policy` names who played.
+    """
+
+    split: str
+    num_tasks: int
+    samples: int
+    temperature: float
+    seed: int
+    step: int = 0
+    policy: str = ""
+
+    @property
+    def name(self) -> str:
+        """A file name: step, split and way of sampling."""
+        how = "greedy" if self.temperature == 0 else f"t{self.temperature:g}"
+        times = f"-x{self.samples}" if self.samples > 1 else ""
+        return f"step-{self.step:06d}-{self.split}-{how}{times}"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Success by task, in the order of the tasks; `successes[i]` of `plan.samples` attempts at task i."""
+
+    plan: EvaluationPlan
+    task_ids: tuple[str, ...]
+    successes: tuple[int, ...]
+    families: tuple[str, ...]
+    parts: Mapping[str, float]
+    failed: int
+
+    @property
+    def rate(self) -> float:
+        """Mean success over tasks and attempts."""
+        return sum(self.successes) / (len(self.successes) * self.plan.samples)
+
+    @property
+    def interval(self) -> Interval:
+        """95 %: Wilson for one attempt a task, a bootstrap over tasks for several."""
+        if self.plan.samples == 1:
+            return wilson(sum(self.successes), len(self.successes))
+        shares = [s / self.plan.samples for s in self.successes]
+        return bootstrap_mean(shares, seed=self.plan.seed).interval
+
+    def pass_at(self, k: int) -> float:
+        """Unbiased pass@k, averaged over tasks; k at most the attempts."""
+        return sum(pass_at_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
+
+    def pass_hat(self, k: int) -> float:
+        """pass^k: the chance that k attempts all succeed, averaged over tasks."""
+        return sum(pass_hat_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
+
+    def by_family(self) -> dict[str, tuple[float, int]]:
+        """Success rate and number of tasks of each family, in alphabetical order."""
+        counts: dict[str, list[int]] = defaultdict(list)
+        for family, count in zip(self.families, self.successes, strict=True):
+            counts[family].append(count)
+        samples = self.plan.samples
+        return {f: (sum(c) / (len(c) * samples), len(c)) for f, c in sorted(counts.items())}
+
+    def metrics(self) -> dict[str, float]:
+        """The numbers of a training step's row."""
+        prefix = f"eval/{self.plan.split}/{'greedy' if self.plan.temperature == 0 else 'sampled'}"
+        return {
+            f"{prefix}/success": self.rate,
+            f"{prefix}/low": self.interval.low,
+            f"{prefix}/high": self.interval.high,
+        } | {f"{prefix}/part/{name}": value for name, value in self.parts.items()}
+
+
+async def evaluate(
+    scheduler: Scheduler,
+    tasks: Sequence[Task],
+    plan: EvaluationPlan,
+    on_done: Callable[[Episode], None] | None = None,
+) -> tuple[Evaluation, list[Episode]]:
+    """Play each task `plan.samples` times; gives the result and the episodes.
+
+    An episode that the infrastructure failed for good counts as no success, and in `failed`.
+    """
+    chosen = tasks[: plan.num_tasks]
+    if len(chosen) < plan.num_tasks:
+        raise UserError(
+            f"The split {plan.split!r} has {len(chosen)} tasks, and {plan.num_tasks} are asked for.",
+            "Lower evaluation.tasks.",
+        )
+    jobs = [
+        Job(RolloutKey(plan.step, task.id, sample), task) for task in chosen for sample in range(plan.samples)
+    ]
+    episodes = await scheduler.run(jobs, on_done)
+    for episode in episodes:
+        if episode.trajectory.failure is None:  # evaluation trains nothing: dropped, for that reason
+            scheduler.ledger.finish(episode.key, Outcome.DROPPED, "evaluation")
+    scheduler.ledger.close(plan.step)
+    return summarise(plan, chosen, [e.trajectory for e in episodes], scheduler.world.rewards), episodes
+
+
+def summarise(
+    plan: EvaluationPlan, tasks: Sequence[Task], trajectories: Sequence[Trajectory], rewards: Sequence[Reward]
+) -> Evaluation:
+    """Count successes by task."""
+    counts = dict.fromkeys((task.id for task in tasks), 0)
+    for trajectory in trajectories:
+        counts[trajectory.task_id] += success(rewards, trajectory)
+    parts = {
+        part.name: sum(t.rewards.get(part.name, 0.0) for t in trajectories) / len(trajectories)
+        for part in rewards
+    }
+    return Evaluation(
+        plan=plan,
+        task_ids=tuple(counts),
+        successes=tuple(counts.values()),
+        families=tuple(task.tags.get("family", "all") for task in tasks),
+        parts=parts,
+        failed=sum(t.stop_reason is StopReason.FAILED for t in trajectories),
+    )
+
+
+def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode]) -> Path:
+    """Write `NAME.json` (the result) and `NAME.jsonl.gz` (the rollouts); gives the former's path."""
+    path = folder / f"{result.plan.name}.json"
+    data = {
+        "plan": asdict(result.plan),
+        "success": result.rate,
+        "interval": [result.interval.low, result.interval.high],
+        "parts": dict(result.parts),
+        "failed": result.failed,
+        "by_family": {family: list(pair) for family, pair in result.by_family().items()},
+        "tasks": [
+            {"id": task_id, "family": family, "successes": count}
+            for task_id, family, count in zip(result.task_ids, result.families, result.successes, strict=True)
+        ],
+    }
+    records = [_record(episode) for episode in episodes]
+    write_rollouts(folder / f"{result.plan.name}.jsonl.gz", records)
+    with replaced_file(path) as file:
+        file.write((json.dumps(data, indent=1) + "\n").encode())
+    return path
+
+
+def load_evaluation(path: Path) -> Evaluation:
+    """Read what `save_evaluation` wrote. Raises UserError for another kind of file."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+        tasks = data["tasks"]
+        return Evaluation(
+            plan=EvaluationPlan(**data["plan"]),
+            task_ids=tuple(task["id"] for task in tasks),
+            successes=tuple(task["successes"] for task in tasks),
+            families=tuple(task["family"] for task in tasks),
+            parts=data["parts"],
+            failed=data["failed"],
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"{path} is not an evaluation: {error}.", "Give a file that `ludus eval` wrote."
+        ) from error
+
+
+def _record(episode: Episode) -> RolloutRecord:
+    failure = episode.trajectory.failure
+    return RolloutRecord(
+        step=episode.key.step,
+        group=episode.task.id,
+        outcome=Outcome.DROPPED if failure is None else Outcome.FAILED,
+        reason="evaluation" if failure is None else failure.part,
+        trajectory=episode.trajectory,
+        attempt=episode.key.attempt,
+    )

@@ -1,0 +1,182 @@
+"""One episode: the model acts, the environment answers, until a stop reason.
+
+Takes a task, a fresh environment and a conversation. Gives a scored `Trajectory`, whatever the model and
+its tools do. Waits for the policy and for the environment, the latter at most `environment_timeout_s` a
+call. Raises `WorldError` or `EngineError` for the infrastructure only; never because of what the model
+wrote. Always closes environment and conversation.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Sequence
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ludus.envs.base import Environment
+from ludus.errors import LudusError, WorldError
+from ludus.rewards.base import score
+from ludus.rollout.conversation import Conversation
+from ludus.types import (
+    Action,
+    Message,
+    StepResult,
+    StopReason,
+    Task,
+    Timings,
+    ToolOutcome,
+    ToolStatus,
+    Trajectory,
+)
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeLimits:
+    """Bounds of one episode: turns, tool errors in a row, and seconds (None: no wall-clock limit)."""
+
+    max_turns: int = 6
+    max_tool_errors: int = 3
+    timeout_s: float | None = None
+    environment_timeout_s: float = 120.0
+
+
+@dataclass
+class _Record:
+    """What an episode has gathered so far."""
+
+    messages: list[Message] = field(default_factory=list)
+    outcomes: list[ToolOutcome] = field(default_factory=list)
+    turn_rewards: list[float | None] = field(default_factory=list)
+    error_streak: int = 0
+    model_s: float = 0.0
+    tools_s: float = 0.0
+
+
+async def run_episode(
+    task: Task, sample: int, environment: Environment, conversation: Conversation, limits: EpisodeLimits
+) -> Trajectory:
+    """Play one episode to its end and score it."""
+    record = _Record()
+    begin = time.perf_counter()
+    try:
+        async with asyncio.timeout(limits.timeout_s) as deadline:
+            stop = await _play(task, environment, conversation, limits, record)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        stop = StopReason.TIMEOUT
+    finally:
+        conversation.close()
+        await _close(environment, limits)
+    trajectory = Trajectory(
+        task_id=task.id,
+        sample=sample,
+        segments=conversation.segments,
+        messages=tuple(record.messages),
+        stop_reason=stop,
+        outcomes=tuple(record.outcomes),
+        turn_rewards=_turn_rewards(record.turn_rewards),
+        tags=dict(task.tags),
+        timings=Timings(time.perf_counter() - begin, record.model_s, record.tools_s),
+    )
+    return _scored(task, environment, trajectory)
+
+
+async def _play(
+    task: Task,
+    environment: Environment,
+    conversation: Conversation,
+    limits: EpisodeLimits,
+    record: _Record,
+) -> StopReason:
+    record.messages += await _world(environment.start(task), "start", limits)
+    stop = conversation.open(record.messages, environment.tools)
+    turn = 0
+    while stop is None:
+        action = await _timed_act(conversation, record)
+        if isinstance(action, StopReason):
+            return action
+        record.messages.append(action.message)
+        if _is_truncated(action):
+            return StopReason.TRUNCATED
+        if _is_empty(action):
+            return StopReason.EMPTY_ANSWER
+        result = await _timed_step(environment, action, limits, record)
+        turn += 1
+        stop = _stop_after(result, turn, limits, record) or conversation.observe(result.messages)
+    return stop
+
+
+def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _Record) -> StopReason | None:
+    """Whether the environment's answer ends the episode."""
+    record.messages += result.messages
+    record.outcomes += result.outcomes
+    record.turn_rewards.append(result.reward)
+    for outcome in result.outcomes:
+        record.error_streak = 0 if outcome.status is ToolStatus.OK else record.error_streak + 1
+    if result.done:
+        return StopReason.ANSWERED
+    if record.error_streak >= limits.max_tool_errors:
+        return StopReason.TOOL_ERRORS
+    return StopReason.MAX_TURNS if turn >= limits.max_turns else None
+
+
+def _is_truncated(action: Action) -> bool:
+    return action.finish_reason == "length"
+
+
+def _is_empty(action: Action) -> bool:
+    return not (action.calls or action.errors or action.message["content"].strip())
+
+
+async def _timed_act(conversation: Conversation, record: _Record) -> Action | StopReason:
+    begin = time.perf_counter()
+    action = await conversation.act()
+    record.model_s += time.perf_counter() - begin
+    return action
+
+
+async def _timed_step(
+    environment: Environment, action: Action, limits: EpisodeLimits, record: _Record
+) -> StepResult:
+    begin = time.perf_counter()
+    result = await _world(environment.step(action), "step", limits)
+    record.tools_s += time.perf_counter() - begin
+    return result
+
+
+async def _world(call: Awaitable[T], what: str, limits: EpisodeLimits) -> T:
+    """Await the environment; whatever it raises is a failure of the infrastructure, with its own words."""
+    try:
+        async with asyncio.timeout(limits.environment_timeout_s) as deadline:
+            return await call
+    except LudusError:
+        raise
+    except Exception as error:  # boundary: foreign code; the cause travels in the failure
+        if isinstance(error, TimeoutError) and deadline.expired():
+            raise WorldError(
+                f"The environment's {what} took longer than {limits.environment_timeout_s:g} s.",
+                "See rollout.environment_timeout_s.",
+            ) from error
+        raise WorldError(f"The environment's {what} raised {type(error).__name__}: {error}") from error
+
+
+async def _close(environment: Environment, limits: EpisodeLimits) -> None:
+    await _world(environment.close(), "close", limits)
+
+
+def _turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
+    """One reward per step, 0 where none was given; empty where none was given at all."""
+    return tuple(r or 0.0 for r in given) if any(r is not None for r in given) else ()
+
+
+def _scored(task: Task, environment: Environment, trajectory: Trajectory) -> Trajectory:
+    try:
+        return score(environment.rewards, task, trajectory)
+    except LudusError:
+        raise
+    except Exception as error:  # boundary: foreign code; a reward that fails is never taken for 0
+        raise WorldError(f"A reward of task {task.id} raised {type(error).__name__}: {error}") from error

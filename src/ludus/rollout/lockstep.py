@@ -1,0 +1,102 @@
+"""Turns in lock-step: what is sampled together depends on the episodes alone, never on the clock.
+
+Takes requests of the episodes that have joined. Waits until every joined episode either waits here or has
+left. Gives the whole round to the engine as one batch, ordered by episode. Never starts a round while one
+episode is with its tools: a slow tool holds everyone, which is the price of bit-for-bit repetition.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ludus.engines.base import Engine, Request
+from ludus.types import Completion
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class LockstepEngine:
+    """An engine whose batches are rounds of all episodes that have joined."""
+
+    inner: Engine
+    _joined: set[str] = field(init=False, default_factory=set)
+    _waiting: dict[str, tuple[Request, asyncio.Future[Completion]]] = field(init=False, default_factory=dict)
+    _rounds: set[asyncio.Task[None]] = field(init=False, default_factory=set)
+
+    @property
+    def context_tokens(self) -> int:
+        """The inner engine's."""
+        return self.inner.context_tokens
+
+    @property
+    def version(self) -> int:
+        """The inner engine's."""
+        return self.inner.version
+
+    def swap(self, leaving: str | None, joining: str | None) -> None:
+        """One episode leaves and another takes its place, at once: no round can start in between."""
+        if leaving is not None:
+            self._joined.discard(leaving)
+        if joining is not None:
+            self._joined.add(joining)
+        self._start_round_if_complete()
+
+    async def generate(self, request: Request) -> Completion:
+        """Wait for the round, then for its result."""
+        if request.episode not in self._joined:
+            raise ValueError(f"episode {request.episode} has not joined")
+        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting[request.episode] = (request, future)
+        self._start_round_if_complete()
+        return await future
+
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
+        """The inner engine's."""
+        return await self.inner.generate_batch(requests)
+
+    def release(self, episode: str) -> None:
+        """The inner engine's."""
+        self.inner.release(episode)
+
+    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """The inner engine's."""
+        await self.inner.load_weights(version, state)
+
+    async def fingerprint(self) -> str:
+        """The inner engine's."""
+        return await self.inner.fingerprint()
+
+    async def score(self, token_ids: Sequence[int]) -> list[float]:
+        """The inner engine's."""
+        return await self.inner.score(token_ids)
+
+    async def close(self) -> None:
+        """The inner engine's."""
+        await self.inner.close()
+
+    def _start_round_if_complete(self) -> None:
+        self._waiting = {e: w for e, w in self._waiting.items() if e in self._joined and not w[1].done()}
+        if not self._waiting or set(self._waiting) != self._joined:
+            return
+        entries = [self._waiting[episode] for episode in sorted(self._waiting)]
+        self._waiting = {}
+        task = asyncio.get_running_loop().create_task(self._round(entries))
+        self._rounds.add(task)
+        task.add_done_callback(self._rounds.discard)
+
+    async def _round(self, entries: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
+        try:
+            completions = await self.inner.generate_batch([request for request, _ in entries])
+        except Exception as error:  # boundary: the cause goes to every episode that waits
+            for _, future in entries:
+                if not future.done():
+                    future.set_exception(error)
+            return
+        for (_, future), completion in zip(entries, completions, strict=True):
+            if not future.done():
+                future.set_result(completion)

@@ -1,0 +1,79 @@
+"""From settings to a scheduler: the one way in which training and evaluation play episodes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ludus.chat.render import Renderer
+from ludus.config.schema import RolloutConfig
+from ludus.engines.base import Engine
+from ludus.envs.base import World
+from ludus.rollout.conversation import Conversation, EngineConversation, seed_for
+from ludus.rollout.episode import EpisodeLimits
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.lockstep import LockstepEngine
+from ludus.rollout.scheduler import ConversationFactory, Job, Scheduler, SchedulerLimits, episode_name
+from ludus.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Play:
+    """What one round of episodes is for: it names the randomness, and sets the temperature."""
+
+    purpose: str
+    temperature: float
+    seed: int
+
+
+def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParams:
+    """The sampling of one action; the conversation adds stops and seed."""
+    return SamplingParams(
+        temperature=temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        max_new_tokens=rollout.max_new_tokens,
+    )
+
+
+def engine_scheduler(
+    world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, play: Play, ledger: Ledger
+) -> Scheduler:
+    """A scheduler whose episodes speak to `engine`, in lock-step where the settings ask for it."""
+    lockstep = LockstepEngine(engine) if rollout.reproducible else None
+    params = sampling_params(rollout, play.temperature)
+
+    def converse(job: Job) -> Conversation:
+        key = job.key
+        return EngineConversation(
+            engine=lockstep or engine,
+            renderer=renderer,
+            params=params,
+            max_tokens=rollout.max_tokens,
+            episode=episode_name(key),
+            seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
+        )
+
+    return scheduler(world, converse, rollout, ledger, lockstep)
+
+
+def scheduler(
+    world: World,
+    converse: ConversationFactory,
+    rollout: RolloutConfig,
+    ledger: Ledger,
+    lockstep: LockstepEngine | None = None,
+) -> Scheduler:
+    """A scheduler with the limits of the settings, for any kind of conversation."""
+    return Scheduler(
+        world=world,
+        converse=converse,
+        episode_limits=EpisodeLimits(
+            max_turns=rollout.max_turns,
+            max_tool_errors=rollout.max_tool_errors,
+            timeout_s=rollout.episode_timeout_s,
+            environment_timeout_s=rollout.environment_timeout_s,
+        ),
+        limits=SchedulerLimits(rollout.concurrency, rollout.retries, rollout.max_failure_rate),
+        ledger=ledger,
+        lockstep=lockstep,
+    )

@@ -1,0 +1,123 @@
+"""AdamW with a schedule that is a function of the step alone, so that a resumed run needs no memory of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import nn
+
+from ludus.config.schema import SftConfig, TrainingConfig
+from ludus.errors import LearnerError
+
+
+@dataclass(frozen=True, slots=True)
+class OptimiserSettings:
+    """Learning rate (peak), its schedule over `total_steps`, and AdamW's numbers."""
+
+    learning_rate: float
+    total_steps: int
+    warmup_steps: int = 0
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    weight_decay: float = 0.0
+    beta1: float = 0.9
+    beta2: float = 0.95
+    max_grad_norm: float = 1.0
+
+    @classmethod
+    def of(cls, config: TrainingConfig | SftConfig, total_steps: int) -> OptimiserSettings:
+        """The settings of a configuration section."""
+        return cls(
+            learning_rate=config.learning_rate,
+            total_steps=total_steps,
+            warmup_steps=config.warmup_steps,
+            schedule=config.schedule,
+            weight_decay=config.weight_decay,
+            beta1=config.beta1,
+            beta2=config.beta2,
+            max_grad_norm=config.max_grad_norm,
+        )
+
+    def rate(self, step: int) -> float:
+        """The learning rate of optimiser step `step`, counted from 0."""
+        if step < self.warmup_steps:
+            return self.learning_rate * (step + 1) / self.warmup_steps
+        span = max(1, self.total_steps - self.warmup_steps)
+        done = min(1.0, (step - self.warmup_steps) / span)
+        if self.schedule == "linear":
+            return self.learning_rate * (1.0 - done)
+        if self.schedule == "cosine":
+            return self.learning_rate * 0.5 * (1.0 + math.cos(math.pi * done))
+        return self.learning_rate
+
+
+class Optimiser:
+    """AdamW over the parameters that require a gradient. Matrices decay, vectors do not."""
+
+    def __init__(self, model: nn.Module, settings: OptimiserSettings) -> None:
+        self.settings = settings
+        self.num_steps = 0
+        self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
+        matrices = [p for p in self._named.values() if p.ndim > 1]
+        vectors = [p for p in self._named.values() if p.ndim <= 1]
+        groups = [
+            {"params": matrices, "weight_decay": settings.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self._adamw = torch.optim.AdamW(
+            [group for group in groups if group["params"]],
+            lr=settings.learning_rate,
+            betas=(settings.beta1, settings.beta2),
+        )
+
+    @property
+    def parameters(self) -> Iterable[nn.Parameter]:
+        """What is trained."""
+        return self._named.values()
+
+    def step(self) -> float:
+        """Clip the gradients, take one step, clear them. Gives the norm before clipping.
+
+        Raises LearnerError, with the weights untouched, where the norm is not finite.
+        """
+        norm = float(nn.utils.clip_grad_norm_(list(self.parameters), self.settings.max_grad_norm))
+        if not math.isfinite(norm):
+            self._adamw.zero_grad(set_to_none=True)
+            raise LearnerError(
+                f"The gradient norm is {norm} at optimiser step {self.num_steps}.",
+                "Lower the learning rate, or look for extreme rewards in the rollouts of this step.",
+            )
+        for group in self._adamw.param_groups:
+            group["lr"] = self.settings.rate(self.num_steps)
+        self._adamw.step()
+        self._adamw.zero_grad(set_to_none=True)
+        self.num_steps += 1
+        return norm
+
+    def state(self) -> dict[str, torch.Tensor]:
+        """The moments by parameter name, as plain tensors."""
+        return {
+            f"{kind}/{name}": self._adamw.state[parameter][kind]
+            for name, parameter in self._named.items()
+            if parameter in self._adamw.state
+            for kind in ("exp_avg", "exp_avg_sq")
+        }
+
+    def load_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
+        """Put back what `state` gave after `num_steps` steps. Raises LearnerError for other parameters."""
+        self.num_steps = num_steps
+        if num_steps == 0:
+            return
+        expected = {f"{kind}/{name}" for name in self._named for kind in ("exp_avg", "exp_avg_sq")}
+        if set(state) != expected:
+            odd = sorted(expected ^ set(state))[0]
+            raise LearnerError(f"The optimiser state does not fit the model: {odd}.")
+        for name, parameter in self._named.items():
+            self._adamw.state[parameter] = {
+                "step": torch.tensor(float(num_steps)),
+                "exp_avg": state[f"exp_avg/{name}"].to(parameter).clone(),
+                "exp_avg_sq": state[f"exp_avg_sq/{name}"].to(parameter).clone(),
+            }

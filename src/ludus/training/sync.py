@@ -1,0 +1,81 @@
+"""From the learner's weights to the engine's, with the proof that they arrived.
+
+After each transfer the digest of the engine's weights must equal the learner's, and a probe of
+log-probabilities must agree within a tolerance. A mismatch raises `SyncError`; so does a transfer that
+outlives its deadline, or that the engine refuses, with the engine's own words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from ludus.engines.base import Engine
+from ludus.engines.fingerprint import fingerprint_module
+from ludus.errors import EngineError, SyncError
+from ludus.training.scoring import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class SyncProof:
+    """What was compared: the digest, and the largest difference of the probe's log-probabilities (nats)."""
+
+    version: int
+    fingerprint: str
+    probe_gap: float
+
+
+@dataclass(frozen=True)
+class WeightSync:
+    """Publishes a model's trainable weights to an engine. `probe` is a fixed sequence of token ids."""
+
+    model: PreTrainedModel
+    engine: Engine
+    probe: tuple[int, ...]
+    tolerance: float = 1e-3
+    deadline_s: float = 300.0
+
+    async def publish(self, version: int) -> SyncProof:
+        """Send the weights as `version` and prove it."""
+        state = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                await self.engine.load_weights(version, state)
+                theirs = await self.engine.fingerprint()
+                scores = await self.engine.score(self.probe)
+        except TimeoutError as error:
+            raise SyncError(f"Sending weights {version} took longer than {self.deadline_s:g} s.") from error
+        except EngineError as error:
+            raise SyncError(f"The engine refused weights {version}: {error}") from error
+        return self._compare(version, theirs, scores)
+
+    def _compare(self, version: int, theirs: str, scores: Sequence[float]) -> SyncProof:
+        ours = fingerprint_module(self.model)
+        if ours != theirs:
+            raise SyncError(
+                f"The engine's weights are not those of version {version}: digest {theirs[:12]} there, "
+                f"{ours[:12]} here.",
+                "The rollouts would come from another policy; nothing was trained on them.",
+            )
+        gap = self._probe_gap(scores)
+        if not gap <= self.tolerance:
+            raise SyncError(
+                f"Engine and learner disagree on the probe by {gap:.3g} nats (tolerance {self.tolerance:g}).",
+                "See training.sync_tolerance.",
+            )
+        return SyncProof(version, theirs, gap)
+
+    @torch.no_grad()
+    def _probe_gap(self, scores: Sequence[float]) -> float:
+        device = next(self.model.parameters()).device
+        tokens = torch.tensor([self.probe], device=device)
+        own = Scorer(self.model).score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
+        theirs = torch.tensor(scores, dtype=own.dtype, device=device)
+        return float((own[1:] - theirs[1:]).abs().max())
