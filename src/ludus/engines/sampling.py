@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -123,7 +122,7 @@ def _draw(logprobs: Tensor, rules: SamplingRules, step: int) -> Tensor:
         probs = _cut(probs, rules)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    points: Any = torch.from_numpy(uniforms(rules.words, step)).to(logprobs.device)[:, None]
+    points = torch.from_numpy(uniforms(rules.words, step)).to(logprobs.device)[:, None]
     drawn = torch.searchsorted(cumulative, points * total, right=True)
     # Rounding may put a point on the total itself; the last token of positive probability is meant then.
     last = torch.searchsorted(cumulative, total.contiguous(), right=False)

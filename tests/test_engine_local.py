@@ -1,0 +1,522 @@
+"""The embedded engine on tiny random models of three families, against plain Hugging Face forward passes."""
+
+import asyncio
+import copy
+import dataclasses
+import random
+
+import pytest
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    GPTNeoXConfig,
+    GPTNeoXForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from ludus.engines.base import Request
+from ludus.engines.fingerprint import fingerprint_module
+from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.engines.stopping import StopStrings
+from ludus.errors import EngineError, SyncError, UserError
+from ludus.types import SamplingParams
+
+VOCAB = 300
+SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.3,
+}
+
+
+def qwen3():
+    return Qwen3ForCausalLM(Qwen3Config(**SHAPE, num_key_value_heads=2, head_dim=8, tie_word_embeddings=True))
+
+
+def llama():
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=4))
+
+
+def neox():
+    return GPTNeoXForCausalLM(GPTNeoXConfig(**SHAPE))
+
+
+def gemma3():
+    """Layers of sliding-window and of full attention, with a window shorter than the histories below."""
+    kinds = ["sliding_attention", "full_attention"]
+    return Gemma3ForCausalLM(
+        Gemma3TextConfig(**SHAPE, num_key_value_heads=1, head_dim=8, layer_types=kinds, sliding_window=12)
+    )
+
+
+def mistral():
+    """All layers with a window of 12 tokens."""
+    return MistralForCausalLM(MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=12))
+
+
+FAMILIES = (qwen3, llama, neox, gemma3, mistral)
+
+
+def build(family=qwen3, seed=0):
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return family().eval()
+
+
+def byte_tokenizer():
+    """One token per byte; no merges."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def prompts(count, seed=0, low=5, high=40):
+    source = random.Random(seed)
+    return [tuple(source.randrange(VOCAB) for _ in range(source.randint(low, high))) for _ in range(count)]
+
+
+def ask(histories, turn=0, **params):
+    return [
+        Request(f"e{row}", history, SamplingParams(seed=100 * row + turn, **params))
+        for row, history in enumerate(histories)
+    ]
+
+
+def play(engine, histories, turns, **params):
+    """Several turns with observations of unlike length: per turn the histories and the completions."""
+    source = random.Random(9)
+
+    async def run():
+        played, current = [], list(histories)
+        for turn in range(turns):
+            answers = await engine.generate_batch(ask(current, turn, **params))
+            played += list(zip(current, answers, strict=True))
+            current = [
+                history + answer.tokens + tuple(source.randrange(VOCAB) for _ in range(source.randint(1, 9)))
+                for history, answer in zip(current, answers, strict=True)
+            ]
+        return played
+
+    return asyncio.run(run())
+
+
+def batch(engine, requests):
+    return asyncio.run(engine.generate_batch(requests))
+
+
+def fresh_logprobs(model, history, action, temperature=1.0):
+    with torch.no_grad():
+        logits = model(torch.tensor([history + action])).logits[0, len(history) - 1 : -1]
+    logprobs = (logits.double() / temperature).log_softmax(-1)
+    return logprobs.gather(1, torch.tensor(action)[:, None])[:, 0]
+
+
+def hf_greedy(model, history, count):
+    output = model.generate(
+        torch.tensor([history]),
+        attention_mask=torch.ones(1, len(history), dtype=torch.int64),
+        max_new_tokens=count,
+        do_sample=False,
+        eos_token_id=None,
+        pad_token_id=0,
+    )
+    return tuple(output[0, len(history) :].tolist())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_log_probabilities_match_a_fresh_forward_over_ragged_turns(family):
+    model = build(family)
+    engine = LocalEngine(model, settings=EngineSettings(prefill_tokens=64))
+    played = play(
+        engine, prompts(9), turns=3, max_new_tokens=8, temperature=0.8, stop_token_ids=tuple(range(60))
+    )
+    assert len({len(answer.tokens) for _, answer in played}) > 2
+    assert engine.stats().cached_tokens > 0
+    worst = 0.0
+    for history, answer in played:
+        expected = fresh_logprobs(model, history, answer.tokens, 0.8)
+        worst = max(worst, float((torch.tensor(answer.logprobs, dtype=torch.float64) - expected).abs().max()))
+    assert worst < 1e-4
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_equal_those_of_hugging_face_one_by_one(family):
+    model = build(family)
+    engine = LocalEngine(model)
+    for history, answer in play(engine, prompts(5), turns=2, max_new_tokens=10, temperature=0):
+        assert answer.tokens == hf_greedy(model, history, 10)
+
+
+def test_a_turn_computes_only_what_is_new():
+    model = build()
+    engine = LocalEngine(model)
+    histories = prompts(6, low=20)
+    played = play(engine, histories, turns=2, max_new_tokens=7, temperature=0)
+    stats = engine.stats()
+    first, second = played[:6], played[6:]
+    # The last token of each action was never fed back, so it is computed with the observation.
+    kept = sum(len(history) + len(answer.tokens) - 1 for history, answer in first)
+    assert stats.cached_tokens == kept
+    assert stats.prefill_tokens == sum(map(len, histories)) + sum(len(h) for h, _ in second) - kept
+    assert stats.decode_tokens == sum(len(answer.tokens) for _, answer in played)
+    assert stats.batches == 2
+    for history, answer in second:
+        (alone,) = batch(LocalEngine(model), ask([history], max_new_tokens=7, temperature=0))
+        assert alone.tokens == answer.tokens
+    assert engine.stats(reset=True) == stats
+    assert engine.stats().prefill_tokens == 0
+
+
+def test_a_history_that_was_rewritten_uses_only_the_common_prefix():
+    model = build()
+    engine = LocalEngine(model)
+    history = prompts(1, low=40)[0]
+    batch(engine, ask([history], max_new_tokens=5, temperature=0))
+    changed = (*history[:25], (history[25] + 1) % VOCAB, *history[26:33])
+    for asked, reused in ((changed, 25), (changed, 32), (history, 25)):
+        engine.stats(reset=True)
+        (answer,) = batch(engine, ask([asked], max_new_tokens=5, temperature=0))
+        assert engine.stats().cached_tokens == reused
+        assert answer.tokens == hf_greedy(model, asked, 5)
+
+
+def test_a_group_shares_its_prompt_and_all_share_the_system_prompt():
+    model = build()
+    engine = LocalEngine(model)
+    system, tails = prompts(1, low=30, high=30)[0], prompts(3, seed=4, low=5, high=9)
+    histories = [system + tail for tail in tails for _ in range(4)]
+    answers = batch(engine, ask(histories, max_new_tokens=6))
+    assert engine.stats().prefill_tokens == len(system) + sum(map(len, tails))
+    assert engine.stats().shared_tokens == sum(map(len, histories)) - engine.stats().prefill_tokens
+    for history, answer in zip(histories, answers, strict=True):
+        expected = fresh_logprobs(model, history, answer.tokens)
+        assert (torch.tensor(answer.logprobs, dtype=torch.float64) - expected).abs().max() < 1e-4
+    assert len({answer.tokens for answer in answers}) > 6
+
+
+def test_a_prompt_that_is_a_prefix_of_another_is_served():
+    model = build()
+    long = prompts(1, low=40)[0]
+    histories = [long, long[:25], long[:26], (long[0],)]
+    answers = batch(LocalEngine(model), ask(histories, max_new_tokens=6, temperature=0))
+    assert [answer.tokens for answer in answers] == [hf_greedy(model, h, 6) for h in histories]
+
+
+def test_an_evicted_episode_is_recomputed_with_the_same_tokens():
+    model = build()
+    roomy = LocalEngine(model)
+    tight = LocalEngine(model, settings=EngineSettings(cache_tokens=128))
+    none = LocalEngine(model, settings=EngineSettings(cache_tokens=0))
+    games = [play(e, prompts(6), turns=3, max_new_tokens=6, temperature=0) for e in (roomy, tight, none)]
+    assert games[0] == [(h, type(a)(a.tokens, b.logprobs, a.versions, a.finish_reason))
+                        for (h, a), (_, b) in zip(games[1], games[0], strict=True)]  # fmt: skip
+    assert [a.tokens for _, a in games[2]] == [a.tokens for _, a in games[0]]
+    cached = [engine.stats().cached_tokens for engine in (roomy, tight, none)]
+    assert cached[0] > cached[1] > cached[2] == 0
+
+
+def test_release_forgets_the_episode():
+    engine = LocalEngine(build())
+    history = prompts(1, low=30)[0]
+    requests = ask([history], max_new_tokens=3)
+    batch(engine, requests)
+    engine.release("e0")
+    batch(engine, requests)
+    assert engine.stats().cached_tokens == 0
+    batch(engine, requests)
+    assert engine.stats().cached_tokens == len(history) - 1
+
+
+def test_other_rows_do_not_change_greedy_tokens_nor_draws():
+    model = build()
+    histories = prompts(12)
+    for temperature in (0.0, 1.0):
+        requests = ask(histories, max_new_tokens=8, temperature=temperature)
+        together = batch(LocalEngine(model), requests)
+        split = batch(LocalEngine(model, settings=EngineSettings(max_batch=5)), requests)
+        alone = [batch(LocalEngine(model), [request])[0] for request in requests]
+        assert [a.tokens for a in together] == [a.tokens for a in split] == [a.tokens for a in alone]
+
+
+def test_the_same_calls_give_the_same_bits():
+    model = build()
+    games = [
+        play(
+            LocalEngine(model),
+            prompts(8),
+            turns=3,
+            max_new_tokens=9,
+            top_k=50,
+            stop_token_ids=tuple(range(30)),
+        )
+        for _ in range(2)
+    ]
+    assert games[0] == games[1]
+
+
+def test_a_batch_after_others_gives_the_same_bits_as_the_first():
+    engine = LocalEngine(build())
+    requests = ask(prompts(8), max_new_tokens=20)
+    first = batch(engine, requests)
+    play(engine, prompts(20, seed=5), turns=2, max_new_tokens=30)
+    for row in range(20):
+        engine.release(f"e{row}")
+    assert batch(engine, requests) == first
+
+
+def test_a_stop_token_ends_the_action_and_belongs_to_it():
+    engine = LocalEngine(build())
+    (history,) = prompts(1)
+    (free,) = batch(engine, ask([history], max_new_tokens=12))
+    stop = free.tokens[5]
+    (stopped,) = batch(engine, ask([history], max_new_tokens=12, stop_token_ids=(stop, VOCAB - 1)))
+    assert stopped.tokens == free.tokens[: free.tokens.index(stop) + 1]
+    assert (stopped.finish_reason, free.finish_reason) == ("stop", "length")
+    assert len(stopped.logprobs) == len(stopped.versions) == len(stopped.tokens)
+
+
+def test_a_stop_string_ends_the_action_after_the_token_that_completes_it():
+    tokenizer = byte_tokenizer()
+    engine = LocalEngine(build(), tokenizer)
+    requests = ask(prompts(6), max_new_tokens=40)
+    answers = batch(engine, requests)
+    row, stop = next(
+        (row, text)
+        for row, answer in enumerate(answers)
+        for start in range(3, 37)
+        if (text := tokenizer.decode(answer.tokens[start : start + 2])).isascii() and len(text) == 2
+    )
+    tokens = answers[row].tokens
+    params = dataclasses.replace(requests[row].params, stop=("never there", stop))
+    (stopped,) = batch(engine, [dataclasses.replace(requests[row], params=params)])
+    end = next(n for n in range(1, 41) if stop in tokenizer.decode(tokens[:n]))
+    assert stopped.tokens == tokens[:end]
+    assert stopped.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("stop", ["</a>", "b", "ö", "x ö</"])
+def test_a_stop_string_is_found_at_the_token_that_completes_it(stop):
+    tokenizer = byte_tokenizer()
+    tokens = tokenizer.encode("<a>x ö</a> b", add_special_tokens=False)
+    watch = StopStrings(tokenizer, ("never", stop))
+    found = [n for n in range(1, len(tokens) + 1) if watch.completed(tokens[:n])]
+    assert found[0] == next(n for n in range(1, 99) if stop in tokenizer.decode(tokens[:n]))
+
+
+def test_the_context_bounds_prompt_and_completion():
+    engine = LocalEngine(build(), settings=EngineSettings(context_tokens=32))
+    short, long = (1,) * 10, (2,) * 29
+    answers = batch(engine, ask([short, long], max_new_tokens=50))
+    assert [len(answer.tokens) for answer in answers] == [22, 3]
+    assert {answer.finish_reason for answer in answers} == {"length"}
+    with pytest.raises(EngineError, match="prompt of 32 tokens"):
+        batch(engine, ask([(1,) * 32], max_new_tokens=1))
+    with pytest.raises(EngineError, match="prompt of 33 tokens"):
+        asyncio.run(engine.generate(ask([(1,) * 33], max_new_tokens=1)[0]))
+
+
+def test_long_actions_outgrow_the_memory_made_at_first():
+    model = build()
+    histories = prompts(3, high=10)
+    answers = batch(LocalEngine(model), ask(histories, max_new_tokens=135, temperature=0))
+    assert [answer.tokens for answer in answers] == [hf_greedy(model, h, 135) for h in histories]
+
+
+@pytest.mark.parametrize(
+    ("tokens", "params", "message"),
+    [
+        ((), {}, "prompt of 0 tokens"),
+        ((1, VOCAB), {}, "outside the model's vocabulary"),
+        ((1, -1), {}, "outside the model's vocabulary"),
+        ((1,), {"max_new_tokens": 0}, "max_new_tokens"),
+        ((1,), {"stop": ("x",)}, "tokenizer"),
+    ],
+)
+def test_requests_that_cannot_be_served_are_refused(tokens, params, message):
+    with pytest.raises(EngineError, match=message):
+        batch(LocalEngine(build()), ask([tokens], **params))
+
+
+def test_new_weights_change_output_version_and_fingerprint_and_drop_the_caches():
+    old, new = build(seed=0), build(seed=1)
+    engine = LocalEngine(old)
+    histories = prompts(3, low=20)
+
+    async def run():
+        before = await engine.generate_batch(ask(histories, max_new_tokens=6, temperature=0))
+        assert await engine.fingerprint() == fingerprint_module(old)
+        await engine.load_weights(7, dict(new.named_parameters()))
+        engine.stats(reset=True)
+        after = await engine.generate_batch(ask(histories, max_new_tokens=6, temperature=0))
+        assert await engine.fingerprint() == fingerprint_module(new) != fingerprint_module(old)
+        return before, after
+
+    before, after = asyncio.run(run())
+    assert engine.version == 7
+    assert engine.stats().cached_tokens == 0
+    assert {version for answer in before for version in answer.versions} == {0}
+    assert {version for answer in after for version in answer.versions} == {7}
+    assert [a.tokens for a in before] != [a.tokens for a in after]
+    assert [a.tokens for a in after] == [hf_greedy(new, h, 6) for h in histories]
+
+
+def test_the_engine_owns_its_weights():
+    model = build()
+    engine = LocalEngine(model)
+    before = asyncio.run(engine.fingerprint())
+    with torch.no_grad():
+        next(model.parameters()).add_(1.0)
+    assert asyncio.run(engine.fingerprint()) == before
+    assert all(parameter.requires_grad for parameter in model.parameters())
+
+
+def test_some_weights_may_be_sent_but_no_strange_ones():
+    model = build()
+    engine = LocalEngine(model)
+    name = "model.norm.weight"
+    start = asyncio.run(engine.fingerprint())
+    good = {name: torch.full((32,), 2.0)}
+    for state, message in (
+        ({**good, "model.nrom.weight": torch.ones(32)}, "model.nrom.weight"),
+        ({**good, "lm_head.weight": torch.ones(VOCAB, 31)}, "shape"),
+        ({}, "no tensors"),
+    ):
+        with pytest.raises(SyncError, match=message):
+            asyncio.run(engine.load_weights(3, state))
+        assert asyncio.run(engine.fingerprint()) == start
+        assert engine.version == 0
+    asyncio.run(engine.load_weights(3, good))
+    expected = copy.deepcopy(model)
+    expected.load_state_dict(good, strict=False)
+    assert asyncio.run(engine.fingerprint()) == fingerprint_module(expected)
+
+
+def test_the_fingerprint_sees_one_bit_and_the_dtype():
+    model = build()
+    start = fingerprint_module(model)
+    changed = copy.deepcopy(model)
+    with torch.no_grad():
+        changed.model.norm.weight[3] = torch.nextafter(changed.model.norm.weight[3], torch.tensor(9.0))
+    assert fingerprint_module(changed) != start
+    assert fingerprint_module(copy.deepcopy(model).bfloat16()) != start
+    assert fingerprint_module(copy.deepcopy(model)) == start
+
+
+def test_weights_that_have_diverged_fail_and_leave_nothing_behind():
+    model = build()
+    engine = LocalEngine(model)
+    requests = ask(prompts(4), max_new_tokens=5, temperature=0)
+    good = batch(engine, requests)
+    weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
+    asyncio.run(engine.load_weights(1, {name: tensor * torch.nan for name, tensor in weights.items()}))
+    with pytest.raises(EngineError, match="not finite"):
+        batch(engine, requests)
+    asyncio.run(engine.load_weights(2, weights))
+    assert [a.tokens for a in batch(engine, requests)] == [a.tokens for a in good]
+
+
+def test_score_is_the_log_probability_of_each_token():
+    model = build()
+    engine = LocalEngine(model)
+    (tokens,) = prompts(1, low=12)
+    scores = asyncio.run(engine.score(tokens))
+    expected = fresh_logprobs(model, tokens[:1], tokens[1:])
+    assert scores[0] == 0.0
+    assert scores[1:] == pytest.approx(expected.tolist(), abs=1e-5)
+    with pytest.raises(EngineError, match="cannot be scored"):
+        asyncio.run(engine.score(()))
+
+
+def test_generate_batches_what_waits_and_answers_each_its_own():
+    model = build()
+    engine = LocalEngine(model, settings=EngineSettings(max_batch=8))
+    requests = ask(prompts(20), max_new_tokens=6, temperature=0)
+
+    async def run():
+        return await asyncio.gather(*(engine.generate(request) for request in requests))
+
+    answers = asyncio.run(run())
+    assert engine.stats().batches == 3
+    assert [a.tokens for a in answers] == [hf_greedy(model, r.token_ids, 6) for r in requests]
+    assert [a.tokens for a in asyncio.run(run())] == [a.tokens for a in answers]
+
+
+def test_a_cancelled_request_does_not_disturb_the_others():
+    engine = LocalEngine(build())
+    requests = ask(prompts(4), max_new_tokens=6, temperature=0)
+
+    async def run():
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        await asyncio.sleep(0)
+        tasks[1].cancel()
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+    answers = asyncio.run(run())
+    assert isinstance(answers[1], asyncio.CancelledError)
+    expected = batch(engine, requests)
+    assert [a.tokens for i, a in enumerate(answers) if i != 1] == [
+        a.tokens for i, a in enumerate(expected) if i != 1
+    ]
+
+
+def test_failed_compute_reaches_every_waiting_request(monkeypatch):
+    engine = LocalEngine(build())
+
+    def fail(cache, step):
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(engine._forward, "logits", fail)
+
+    async def run():
+        requests = ask(prompts(3), max_new_tokens=2)
+        return await asyncio.gather(*(engine.generate(r) for r in requests), return_exceptions=True)
+
+    errors = asyncio.run(run())
+    assert [type(error) for error in errors] == [EngineError] * 3
+    assert "out of memory" in str(errors[0])
+    monkeypatch.undo()
+    assert len(batch(engine, ask(prompts(3), max_new_tokens=2))) == 3
+
+
+def test_a_closed_engine_refuses():
+    engine = LocalEngine(build())
+    asyncio.run(engine.close())
+    engine.release("e0")
+    with pytest.raises(EngineError, match="closed"):
+        batch(engine, ask(prompts(1)))
+
+
+def test_models_it_cannot_run_are_refused():
+    mamba = MambaForCausalLM(MambaConfig(vocab_size=VOCAB, hidden_size=16, num_hidden_layers=1))
+    with pytest.raises(UserError, match="cannot run MambaForCausalLM"):
+        LocalEngine(mamba)
+    wrong = build(llama)
+    wrong.forward = lambda input_ids, attention_mask=None, **rest: LlamaForCausalLM.forward(
+        wrong, input_ids=input_ids, **rest
+    )  # a model that makes its own mask
+    with pytest.raises(UserError, match="differ by"):
+        LocalEngine(wrong, copy=False)
+
+
+def test_other_precisions_run():
+    for dtype, limit in ((torch.float64, 1e-9), (torch.bfloat16, 0.3)):
+        model = build().to(dtype)
+        for history, answer in play(LocalEngine(model), prompts(4), turns=2, max_new_tokens=5):
+            expected = fresh_logprobs(model, history, answer.tokens)
+            assert (torch.tensor(answer.logprobs, dtype=torch.float64) - expected).abs().max() < limit

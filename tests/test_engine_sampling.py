@@ -1,0 +1,125 @@
+"""The draw: distribution, independence of neighbours, cuts, ties and edges."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludus.engines.sampling import SamplingRules, sample, seed_words, uniforms
+from ludus.types import SamplingParams
+
+CPU = torch.device("cpu")
+
+
+def draw(logits, params, step=0):
+    rules = SamplingRules.of(params, logits.shape[1], CPU)
+    return sample(logits, rules, step)
+
+
+def chi_square(counts, probabilities):
+    expected = probabilities * counts.sum()
+    return float(((counts - expected) ** 2 / expected).sum())
+
+
+def test_draws_follow_the_tempered_distribution():
+    logits = torch.tensor([1.0, -0.5, 0.3, 2.0, -3.0, 0.0])
+    rows, temperature = 40_000, 0.7
+    tokens, _ = draw(
+        logits.expand(rows, -1), [SamplingParams(temperature=temperature, seed=s) for s in range(rows)]
+    )
+    counts = np.bincount(tokens.numpy(), minlength=6)
+    expected = (logits / temperature).double().softmax(-1).numpy()
+    assert chi_square(counts, expected) < 20.5  # 99.9 % of chi-square with 5 degrees of freedom
+    assert chi_square(counts, logits.double().softmax(-1).numpy()) > 1000
+
+
+def test_uniforms_are_uniform_over_seeds_and_over_steps():
+    over_seeds = uniforms(seed_words(range(20_000)), 3)
+    over_steps = np.concatenate([uniforms(seed_words([5]), step) for step in range(20_000)])
+    for numbers in (over_seeds, over_steps):
+        assert numbers.min() >= 0
+        assert numbers.max() < 1
+        assert chi_square(np.bincount((numbers * 20).astype(int), minlength=20), np.full(20, 0.05)) < 43.8
+
+
+def test_seeds_of_any_size_count():
+    seeds = [0, 1, -1, 2**64 - 2, 2**63, 10**30]
+    numbers = uniforms(seed_words(seeds), 0)
+    assert len(set(numbers.tolist())) == len(seeds)
+
+
+def test_a_row_draws_the_same_alone_and_among_others():
+    logits = torch.randn(8, 50, generator=torch.Generator().manual_seed(0))
+    params = [SamplingParams(temperature=0.5 + row / 4, seed=row * 17) for row in range(8)]
+    for step in range(20):
+        together, logprobs = draw(logits, params, step)
+        for row in (0, 3, 7):
+            token, logprob = draw(logits[row : row + 1], params[row : row + 1], step)
+            assert token[0] == together[row]
+            assert logprob[0] == logprobs[row]
+
+
+def test_select_keeps_each_rows_randomness_and_parameters():
+    logits = torch.randn(5, 30, generator=torch.Generator().manual_seed(1))
+    params = [SamplingParams(temperature=t, seed=s, top_k=k) for t, s, k in
+              [(0.0, 1, 0), (1.0, 2, 3), (2.0, 3, 0), (0.7, 4, 5), (1.0, 5, 0)]]  # fmt: skip
+    rules = SamplingRules.of(params, 30, CPU)
+    tokens, _ = sample(logits, rules, 4)
+    order = [4, 0, 3]
+    chosen, _ = sample(logits[order], rules.select(order), 4)
+    assert chosen.tolist() == tokens[order].tolist()
+
+
+def test_greedy_takes_the_lowest_of_equal_logits_and_records_temperature_one():
+    logits = torch.tensor([[0.0, 3.0, 3.0, 1.0], [2.0, 2.0, 2.0, 2.0]])
+    tokens, logprobs = draw(logits, [SamplingParams(temperature=0)] * 2)
+    assert tokens.tolist() == [1, 0]
+    expected = 3 - math.log(1 + 2 * math.e**3 + math.e)
+    assert logprobs.tolist() == pytest.approx([expected, -math.log(4)], abs=1e-6)
+
+
+def test_greedy_and_sampled_rows_mix():
+    logits = torch.tensor([[0.0, 0.1, 0.0]]).expand(200, -1)
+    params = [SamplingParams(temperature=float(row % 2), seed=row) for row in range(200)]
+    tokens, _ = draw(logits, params)
+    assert set(tokens[0::2].tolist()) == {1}
+    assert set(tokens[1::2].tolist()) == {0, 1, 2}
+
+
+def test_top_k_and_top_p_cut_the_draw_but_not_the_recorded_log_probability():
+    logits = torch.log(torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])).expand(4000, -1)
+    cases = [
+        ({"top_k": 2}, {1, 3}),
+        ({"top_p": 0.69}, {1, 3}),
+        ({"top_p": 0.71}, {1, 3, 4}),
+        ({"top_k": 3, "top_p": 0.8}, {1, 3}),
+        ({"top_p": 1e-9}, {1}),
+        ({"top_k": 9}, {0, 1, 2, 3, 4}),
+    ]
+    for limits, allowed in cases:
+        tokens, logprobs = draw(logits, [SamplingParams(seed=s, **limits) for s in range(4000)])
+        assert set(tokens.tolist()) == allowed
+        assert torch.allclose(logprobs, logits[0][tokens], atol=1e-6)
+    tokens, _ = draw(logits, [SamplingParams(seed=s, top_k=2) for s in range(4000)])
+    counts = np.bincount(tokens.numpy(), minlength=5)[[1, 3]]
+    assert chi_square(counts, np.array([4 / 7, 3 / 7])) < 10.8
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**63), st.integers(0, 5), st.integers(1, 6))
+def test_a_token_without_probability_is_never_drawn(seed, step, support):
+    logits = torch.full((16, 12), -torch.inf)
+    logits[:, 3 : 3 + support] = 0.5
+    tokens, logprobs = draw(logits, [SamplingParams(seed=seed + row) for row in range(16)], step)
+    assert bool(((tokens >= 3) & (tokens < 3 + support)).all())
+    assert torch.isfinite(logprobs).all()
+
+
+def test_a_point_at_the_very_end_stays_inside_the_support(monkeypatch):
+    monkeypatch.setattr("ludus.engines.sampling.uniforms", lambda words, step: np.ones(len(words)))
+    logits = torch.tensor([[0.3, 0.1, -torch.inf, -torch.inf], [0.0, -torch.inf, 0.2, 0.7]])
+    tokens, _ = draw(logits, [SamplingParams(), SamplingParams()])
+    assert tokens.tolist() == [1, 3]
