@@ -176,6 +176,8 @@ class TrainingConfig(Section):
     max_grad_norm: float = Field(1.0, gt=0)
     mask_observations: bool = True
     """False trains on tool output as if the model had written it: for comparison only; it warns."""
+    report_kl: bool = True
+    """Score each batch under the initial policy to report the KL, also where no KL term is used."""
     checkpoint_every: int = Field(10, ge=1)
     keep_checkpoints: int = Field(2, ge=1)
     sync_tolerance: float = Field(1e-3, gt=0)
@@ -203,16 +205,18 @@ class SftConfig(Section):
 
 
 class EvaluationConfig(Section):
-    """Held-out evaluation, during training and offline: one path for both."""
+    """Held-out evaluation, before, during and after training and offline: one path for all."""
 
-    split: str = "test"
+    splits: list[str] = ["test"]
+    """Evaluated before and after training, and by `ludus eval`."""
+    temperatures: list[float] = [0.0, 1.0]
+    """Each split is played once with each of these; 0 is greedy."""
     tasks: int = Field(512, ge=1)
     samples: int = Field(1, ge=1)
     """Attempts per task; pass@k needs k of them."""
-    temperature: float = Field(0.0, ge=0)
-    """0 is greedy."""
     every: int = Field(10, ge=1)
-    """Training steps between evaluations."""
+    """Training steps between evaluations during training."""
+    split_during: str = "validation"
     tasks_during: int = Field(96, ge=1)
     """Tasks of an evaluation during training (the same ones each time)."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -31,17 +32,24 @@ class PassageIndex:
         self._bm25.index([words(p) for p in self.passages], show_progress=False)
         self._vocabulary: dict[str, int] = self._bm25.vocab_dict
 
+        self._ranking = lru_cache(maxsize=4096)(self._rank)
+
     def search(self, query: str, k: int = 2) -> list[str]:
         """The `k` best passages, best first; passages that share no word with the query never appear."""
+        k = max(1, min(k, MAX_PASSAGES))
+        return [self.passages[i] for i in self._ranking(query)[:k]]
+
+    def _rank(self, query: str) -> list[int]:
+        """The places of the best passages for a query, at most `MAX_PASSAGES`."""
         known = [word for word in words(query) if word in self._vocabulary]
         if not known:
             return []
         scores = np.asarray(self._bm25.get_scores(known))
-        k = max(1, min(k, MAX_PASSAGES, len(self.passages)))
+        k = min(MAX_PASSAGES, len(self.passages))
         cut = np.partition(scores, -k)[-k]
         candidates = np.flatnonzero((scores >= cut) & (scores > 0))
-        order = candidates[np.argsort(-scores[candidates], kind="stable")][:k]
-        return [self.passages[i] for i in order]
+        order: list[int] = candidates[np.argsort(-scores[candidates], kind="stable")][:k].tolist()
+        return order
 
 
 def search_tool(index: PassageIndex, default_k: int = 2) -> Tool:

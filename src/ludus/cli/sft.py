@@ -1,0 +1,42 @@
+"""Fine-tune on demonstrations: the world's own, or dialogues from a file (--sft.dialogues FILE).
+
+With --from-scratch a small model and its tokenizer are made on the spot. The run folder holds the
+checkpoints; the last one is an ordinary Hugging Face folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ludus.cli.train import check_model, configured
+from ludus.config.load import load_config
+from ludus.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments; settings follow as --section.key value."""
+    parser.add_argument("recipe", nargs="?", help="a recipe's name, or a .toml file")
+    parser.add_argument("--model", metavar="PATH_OR_NAME", help="fine-tune this model")
+    parser.add_argument("--from-scratch", action="store_true", help="make tokenizer and model first")
+    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with the run in this folder")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Start or resume a fine-tuning run."""
+    from ludus.cli import console
+    from ludus.training.run import RunFolder, locked, new_run
+
+    if args.resume is not None:
+        if args.recipe or args.model or args.from_scratch:
+            raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
+        folder = RunFolder(args.resume)
+        config = load_config(folder.config, overrides)
+    else:
+        config = configured(args, overrides)
+        check_model(config)
+        folder = new_run(config, f"{Path(args.recipe).stem}-sft")
+    with locked(folder):
+        console.sft(config, folder)
+    return 0

@@ -1,0 +1,64 @@
+"""Train an agent by reinforcement learning.
+
+RECIPE is the name of a recipe (see `ludus recipes`) or the path of a .toml file. Any setting can be
+changed on the command line: --algorithm.group_size 16. The run goes into a new folder under runs/, or into
+--run.folder; it holds configuration, metrics, rollouts, evaluations and checkpoints.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments; settings follow as --section.key value."""
+    parser.add_argument("recipe", nargs="?", help="a recipe's name, or a .toml file")
+    parser.add_argument("--model", metavar="PATH_OR_NAME", help="train this model instead of the cold start")
+    parser.add_argument(
+        "--from-scratch", action="store_true", help="make tokenizer, model and cold start first"
+    )
+    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with the run in this folder")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Start or resume a run."""
+    from ludus.cli import console
+    from ludus.training.run import RunFolder, locked, new_run
+    from ludus.training.start import training_algorithm
+
+    if args.resume is not None:
+        if args.recipe or args.model or args.from_scratch:
+            raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
+        folder = RunFolder(args.resume)
+        config = load_config(folder.config, overrides)
+    else:
+        config = configured(args, overrides)
+        training_algorithm(config)
+        check_model(config)
+        folder = new_run(config, Path(args.recipe).stem if args.recipe else config.env.name)
+    with locked(folder):
+        console.train(config, folder)
+    return 0
+
+
+def configured(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
+    """The configuration of recipe, shortcuts and overrides."""
+    if not args.recipe:
+        raise UserError("Name a recipe.", "`ludus recipes` lists them.")
+    shortcuts = ["--model.path", args.model] if args.model else []
+    shortcuts += ["--model.from_scratch", "true"] if args.from_scratch else []
+    return load_config(args.recipe, [*shortcuts, *overrides])
+
+
+def check_model(config: Config) -> None:
+    """Refuse a model that is not there before anything is written."""
+    from ludus.training.session import model_path
+
+    if not config.model.from_scratch:
+        model_path(config)

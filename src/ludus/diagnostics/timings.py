@@ -1,0 +1,58 @@
+"""Seconds and rates of a step: a record of its own, since no clock repeats."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ludus.errors import StorageError
+from ludus.types import Trajectory
+
+
+@dataclass
+class StepTimings:
+    """Wall-clock seconds of the phases of one step."""
+
+    phases: dict[str, float] = field(default_factory=dict)
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Add the time of the block to a phase."""
+        begin = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
+
+    def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+        """Seconds by phase, tokens/s of the rollout, and the slowest call of each tool."""
+        total = sum(self.phases.values())
+        metrics = {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
+        metrics["time/step_s"] = total
+        sampled = sum(t.num_action_tokens for t in trajectories)
+        rollout_s = self.phases.get("rollout", 0.0)
+        metrics["speed/sampled_tokens_per_s"] = sampled / rollout_s if rollout_s else 0.0
+        calls: dict[str, list[float]] = defaultdict(list)
+        for trajectory in trajectories:
+            for outcome in trajectory.outcomes:
+                if outcome.tool and outcome.seconds:
+                    calls[outcome.tool].append(outcome.seconds)
+        for tool, seconds_list in sorted(calls.items()):
+            metrics[f"tools/{tool}/mean_s"] = sum(seconds_list) / len(seconds_list)
+            metrics[f"tools/{tool}/slowest_s"] = max(seconds_list)
+        return metrics
+
+    def write(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
+        """Append a JSON line. Raises StorageError where that fails."""
+        try:
+            with path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+        except OSError as error:
+            raise StorageError(
+                f"{path} could not be written: {error.strerror}.", "Free some space."
+            ) from error

@@ -1,0 +1,168 @@
+"""Checkpoints: everything a run needs to go on, written at once or not at all.
+
+A checkpoint is a folder in Hugging Face layout, which `from_pretrained` loads, with `trainer/` in it: the
+optimiser's moments (safetensors) and the trainer's state (JSON). It is written under another name, synced
+to disk and then renamed, so that a folder called `step-N` is always whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ludus.engines.loading import save_model
+from ludus.errors import StorageError, UserError
+from ludus.rollout.ledger import LedgerCounts, LedgerState
+from ludus.training.optimiser import Optimiser
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What a resumed run starts from, besides weights and moments.
+
+    Everything random is a function of seed and step, so no generator state is kept.
+    """
+
+    step: int
+    optimiser_steps: int
+    ledger: LedgerState
+
+
+def checkpoint_path(shelf: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return shelf / f"step-{step:06d}"
+
+
+def list_checkpoints(shelf: Path) -> list[tuple[int, Path]]:
+    """Whole checkpoints with their steps, oldest first."""
+    if not shelf.is_dir():
+        return []
+    found = ((_NAME.fullmatch(path.name), path) for path in shelf.iterdir())
+    return sorted((int(match.group(1)), path) for match, path in found if match)
+
+
+def save_checkpoint(
+    shelf: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimiser: Optimiser,
+    state: TrainerState,
+) -> Path:
+    """Write a checkpoint. Raises StorageError, with the earlier ones intact, where that fails."""
+    final = checkpoint_path(shelf, state.step)
+    unfinished = final.with_name(f".{final.name}.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        (unfinished / "trainer").mkdir(parents=True)
+        save_model(model, tokenizer, unfinished)
+        _save_trainer(unfinished / "trainer", optimiser, state)
+        _sync(unfinished)
+        if final.exists():
+            shutil.rmtree(final)
+        unfinished.rename(final)
+        _sync_folder(shelf)
+    except OSError as error:
+        raise StorageError(
+            f"The checkpoint {final} could not be written: {error.strerror or error}.",
+            "Free some space and resume; earlier checkpoints are unchanged.",
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return final
+
+
+def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
+    """Put the moments back into `optimiser`; gives the rest. Raises UserError where they do not belong."""
+    from safetensors.torch import load_file
+
+    try:
+        data = json.loads((folder / "trainer" / "state.json").read_text("utf-8"))
+        moments = load_file(folder / "trainer" / "optimiser.safetensors")
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{folder} holds no state of a trainer to resume from: {error}.",
+            "Start a new run from its weights with --model.path.",
+        ) from error
+    optimiser.load_state(moments, data["optimiser_steps"])
+    ledger = data["ledger"]
+    total = LedgerCounts(**ledger["total"])
+    return TrainerState(data["step"], data["optimiser_steps"], LedgerState(total, ledger["last_closed"]))
+
+
+def load_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Copy a checkpoint's weights into `model`. Raises UserError for another architecture."""
+    from safetensors.torch import load_file
+
+    adapter = folder / "adapter_model.safetensors"
+    if adapter.is_file():
+        from peft import set_peft_model_state_dict
+
+        set_peft_model_state_dict(model, load_file(adapter))
+        return
+    stored: dict[str, torch.Tensor] = {}
+    for part in sorted(folder.glob("model*.safetensors")):
+        stored |= load_file(part)
+    _check_fits(folder, model, stored)
+    model.load_state_dict(stored, strict=False)
+    model.tie_weights()
+
+
+def _check_fits(folder: Path, model: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> None:
+    own = {name: p.shape for name, p in model.named_parameters()}
+    theirs = {name: tensor.shape for name, tensor in stored.items()}
+    odd = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+    if odd:
+        raise UserError(
+            f"The checkpoint {folder} is of another architecture: {odd[0]} is "
+            f"{tuple(theirs[odd[0]]) if odd[0] in theirs else 'missing'} there and "
+            f"{tuple(own[odd[0]]) if odd[0] in own else 'not'} in the model.",
+            "Resume with the model the run was started with.",
+        )
+
+
+def prune(shelf: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what an interrupted save left behind."""
+    for _, path in list_checkpoints(shelf)[:-keep]:
+        doomed = path.with_name(f".{path.name}.old")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    for leftover in [*shelf.glob(".step-*.tmp"), *shelf.glob(".step-*.old")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _save_trainer(folder: Path, optimiser: Optimiser, state: TrainerState) -> None:
+    from safetensors.torch import save_file
+
+    save_file(
+        {name: tensor.contiguous() for name, tensor in optimiser.state().items()},
+        folder / "optimiser.safetensors",
+    )
+    (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,205 @@
+"""The synchronous RL loop: sample groups, give credit, train, publish, measure, save.
+
+Takes a session and a run folder. Gives new weights, one line of metrics a step and checkpoints. Waits for
+every episode of a step before it learns from them. Never trains a partial group, never samples the next
+step from weights that the engine has not proved to hold. In reproducible mode all it writes but the timings
+is the same, bit for bit, for the same seed, also across a kill and resume at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ludus.algorithms.presets import Algorithm
+from ludus.diagnostics.metrics import alarms, rollout_metrics
+from ludus.diagnostics.timings import StepTimings
+from ludus.diagnostics.trackers import Tracker
+from ludus.engines.base import Engine
+from ludus.errors import ConfigError
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate, save_evaluation
+from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.setup import Play, engine_scheduler
+from ludus.rollout.store import rollouts_path, write_rollouts
+from ludus.tasks.order import TaskOrder
+from ludus.training.checkpoint import TrainerState, prune, save_checkpoint
+from ludus.training.credit import Credit, assign_credit, settle, training_rows
+from ludus.training.learner import Learner
+from ludus.training.run import RunFolder
+from ludus.training.session import Session
+from ludus.training.sync import WeightSync
+from ludus.types import Group, Task
+
+log = logging.getLogger("ludus.rl")
+
+
+class Reporter(Protocol):
+    """Whoever watches a run: a progress bar, a test."""
+
+    def phase(self, name: str, total: int) -> None:
+        """A phase of `total` episodes begins."""
+        ...
+
+    def episode(self, episode: Episode) -> None:
+        """One of them has ended."""
+        ...
+
+    def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        """A training step is done."""
+        ...
+
+    def alarm(self, text: str) -> None:
+        """Something needs a look."""
+        ...
+
+
+@dataclass
+class RlLoop:
+    """The parts of a run, and its steps. `step` counts from 1; 0 is the model before training."""
+
+    session: Session
+    folder: RunFolder
+    engine: Engine
+    learner: Learner
+    sync: WeightSync
+    algorithm: Algorithm
+    trackers: Sequence[Tracker]
+    reporter: Reporter
+    ledger: Ledger = field(default_factory=Ledger)
+    history: list[Mapping[str, float]] = field(default_factory=list)
+
+    async def run(self, done: int = 0) -> None:
+        """Train from step `done` to the last."""
+        training = self.session.config.training
+        await self.sync.publish(done)
+        order = self.task_order()
+        for step in range(done + 1, training.steps + 1):
+            await self.step(step, order)
+            if step % training.checkpoint_every == 0 or step == training.steps:
+                self.save(step)
+
+    def task_order(self) -> TaskOrder:
+        """Which tasks come when. Raises ConfigError where one step needs more than there are."""
+        tasks = self.session.world.tasks("train")
+        chunk = self.session.config.training.tasks_per_step * (self.algorithm.resample_rounds + 1)
+        if len(tasks) < chunk:
+            raise ConfigError(
+                f"One step may need {chunk} tasks, and the split train has {len(tasks)}.",
+                "Lower training.tasks_per_step or algorithm.resample_rounds.",
+            )
+        return TaskOrder(tasks, self.session.config.run.seed, chunk)
+
+    async def step(self, step: int, order: TaskOrder) -> dict[str, float]:
+        """One step: everything between two versions of the weights."""
+        clock = StepTimings()
+        with clock.phase("rollout"):
+            credits = await self.sample(step, order)
+        rows = training_rows(credits, mask_observations=self.session.config.training.mask_observations)
+        with clock.phase("learn"):
+            learned = self.learner.train(rows, seed=step)
+        with clock.phase("sync"):
+            proof = await self.sync.publish(step)
+        counts = self.ledger.close(step, trained=len(rows))
+        metrics = rollout_metrics(_groups(credits), self.session.world.rewards[0].name)
+        metrics |= learned | counts.metrics() | {"sync/probe_gap": proof.probe_gap}
+        with clock.phase("evaluate"):
+            metrics |= await self.evaluate_during(step)
+        self.record(step, credits, metrics, clock)
+        return metrics
+
+    async def sample(self, step: int, order: TaskOrder) -> list[Credit]:
+        """Roll out groups, in rounds until enough of them can train or the rounds are used up."""
+        num_tasks = self.session.config.training.tasks_per_step
+        rounds = self.algorithm.resample_rounds + 1
+        credits: list[Credit] = []
+        for number in range(rounds):
+            start = ((step - 1) * rounds + number) * num_tasks
+            wanted = num_tasks - _num_training_groups(credits)
+            tasks = order.take(start, wanted)
+            credits += assign_credit(await self.roll_out(step, tasks), self.algorithm)
+            if _num_training_groups(credits) >= num_tasks:
+                break
+        settle(self.ledger, credits)
+        return credits
+
+    async def roll_out(self, step: int, tasks: Sequence[Task]) -> list[list[Episode]]:
+        """One group of episodes for each task."""
+        config = self.session.config
+        play = Play("train", config.rollout.temperature, config.run.seed)
+        scheduler = engine_scheduler(
+            self.session.world, self.engine, self.session.renderer, config.rollout, play, self.ledger
+        )
+        size = self.algorithm.group_size
+        jobs = [Job(RolloutKey(step, task.id, i), task) for task in tasks for i in range(size)]
+        self.reporter.phase(f"step {step}: rollout", len(jobs))
+        episodes = await scheduler.run(jobs, self.reporter.episode)
+        return [episodes[i : i + size] for i in range(0, len(episodes), size)]
+
+    async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
+        """Evaluate the engine's present weights, and keep result and rollouts."""
+        session = self.session
+        play = Play("evaluate", plan.temperature, plan.seed)
+        scheduler = engine_scheduler(
+            session.world, self.engine, session.renderer, session.config.rollout, play, Ledger()
+        )
+        self.reporter.phase(f"step {plan.step}: evaluate {plan.split}", plan.num_tasks * plan.samples)
+        result, episodes = await evaluate(
+            scheduler, session.world.tasks(plan.split), plan, self.reporter.episode
+        )
+        save_evaluation(self.folder.evaluations, result, episodes)
+        return result
+
+    async def evaluate_during(self, step: int) -> dict[str, float]:
+        """The metrics of an evaluation, on the steps that have one."""
+        settings = self.session.config.evaluation
+        if step % settings.every:
+            return {}
+        plan = EvaluationPlan(
+            split=settings.split_during,
+            num_tasks=settings.tasks_during,
+            samples=1,
+            temperature=settings.temperatures[0],
+            seed=self.session.config.run.seed,
+            step=step,
+        )
+        return (await self.evaluate(plan)).metrics()
+
+    def record(
+        self, step: int, credits: Sequence[Credit], metrics: dict[str, float], clock: StepTimings
+    ) -> None:
+        """Write what the step left behind, and say what looks wrong."""
+        if self.session.config.run.save_rollouts:
+            write_rollouts(rollouts_path(self.folder.path, step), [credit.record for credit in credits])
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+        timings = clock.metrics([credit.episode.trajectory for credit in credits])
+        clock.write(self.folder.timings, step, timings)
+        self.history.append(metrics)
+        for text in alarms(self.history):
+            log.warning("step %d: %s", step, text)
+            self.reporter.alarm(text)
+        self.reporter.step(step, metrics, timings)
+
+    def save(self, step: int) -> None:
+        """Write a checkpoint and remove the oldest."""
+        state = TrainerState(step, self.learner.optimiser.num_steps, self.ledger.state())
+        shelf = self.folder.checkpoints
+        save_checkpoint(shelf, self.session.model, self.session.tokenizer, self.learner.optimiser, state)
+        prune(shelf, self.session.config.training.keep_checkpoints)
+        log.info("checkpoint of step %d written", step)
+
+
+def _groups(credits: Sequence[Credit]) -> list[Group]:
+    """The episodes by task, as the metrics take them."""
+    by_task: dict[str, list[Episode]] = {}
+    for credit in credits:
+        by_task.setdefault(credit.episode.task.id, []).append(credit.episode)
+    return [Group(e[0].task, tuple(x.trajectory for x in e)) for e in by_task.values()]
+
+
+def _num_training_groups(credits: Sequence[Credit]) -> int:
+    """Groups that no filter dropped."""
+    return len({c.episode.task.id for c in credits if c.outcome in ("trained", "masked")})

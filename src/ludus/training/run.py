@@ -1,0 +1,171 @@
+"""The run folder: what a run is, and everything it writes.
+
+config.toml            the resolved configuration
+run.json               versions, platform, git state, seed, command line
+log.txt                one merged log of all parts
+metrics.jsonl          one line per step; a repeated run gives the same bytes
+timings.jsonl          seconds and rates; never the same twice
+rollouts/              step-000001.jsonl.gz, one trajectory a line
+evaluations/           step-000010-test-greedy.json and its rollouts
+checkpoints/           step-000010/, in Hugging Face layout, with the trainer's state beside it
+lock                   held while a process writes here
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import logging
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.config.load import config_from_toml
+from ludus.config.schema import Config
+from ludus.config.toml import to_toml
+from ludus.errors import StorageError, UserError
+from ludus.rollout.store import replaced_file
+
+PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
+
+log = logging.getLogger("ludus")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timings(self) -> Path:
+        """Seconds and rates, a record of their own."""
+        return self.path / "timings.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def evaluations(self) -> Path:
+        """Results and rollouts of evaluations."""
+        return self.path / "evaluations"
+
+    @property
+    def rollouts(self) -> Path:
+        """One file per training step."""
+        return self.path / "rollouts"
+
+    def load_config(self) -> Config:
+        """The configuration the run was started with. Raises UserError where this is no run folder."""
+        if not self.config.is_file():
+            raise UserError(f"{self.path} is not a run folder: it has no config.toml.", "Check the path.")
+        return config_from_toml(self.config.read_text("utf-8"), str(self.config))
+
+
+def new_run(config: Config, name: str) -> RunFolder:
+    """Make the folder of a new run and write its configuration and manifest.
+
+    Takes `run.folder`, or the next free `runs/NAME-N`. Raises UserError where the folder exists and is not
+    empty: nothing is ever overwritten.
+    """
+    path = Path(config.run.folder) if config.run.folder else _next_free(Path("runs"), name)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UserError(
+            f"The run folder {path} exists and is not empty.",
+            f"Choose another with --run.folder, or continue it with `ludus train --resume {path}`.",
+        )
+    folder = RunFolder(path)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise StorageError(
+            f"The run folder {path} cannot be made: {error.strerror}.", "Choose another."
+        ) from error
+    with replaced_file(folder.config) as file:
+        file.write(to_toml(config).encode())
+    with replaced_file(path / "run.json") as file:
+        file.write((json.dumps(_manifest(config), indent=1) + "\n").encode())
+    return folder
+
+
+@contextmanager
+def locked(folder: RunFolder) -> Iterator[None]:
+    """Hold the folder for this process, and log into it. Raises UserError where another process has it."""
+    try:
+        lock = (folder.path / "lock").open("w")
+    except OSError as error:
+        raise StorageError(
+            f"{folder.path} cannot be written to: {error.strerror}.", "Choose another."
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"The run folder {folder.path} is in use by another process.",
+                "Wait for it to end, or choose another folder.",
+            ) from None
+        handler = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
+        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+        log.addHandler(handler)
+        log.setLevel(logging.INFO)
+        try:
+            yield
+        finally:
+            log.removeHandler(handler)
+            handler.close()
+
+
+def _next_free(shelf: Path, name: str) -> Path:
+    taken = {path.name for path in shelf.glob(f"{name}-*")} if shelf.is_dir() else set()
+    return next(shelf / f"{name}-{n}" for n in range(1, len(taken) + 2) if f"{name}-{n}" not in taken)
+
+
+def _manifest(config: Config) -> dict[str, object]:
+    return {
+        "command": sys.argv,
+        "seed": config.run.seed,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git": _git_state(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, object] | None:
+    """Commit of the source tree and whether it has changes; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+        changes = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.stdout.strip(), "changed": bool(changes.stdout.strip())}

@@ -1,0 +1,113 @@
+"""What every command starts from: world, model, tokenizer and renderer of a configuration."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from ludus.chat.render import Renderer, TemplateRenderer
+from ludus.chat.tags import TagsRenderer
+from ludus.config.schema import Config, EnvConfig, LoraConfig
+from ludus.engines.loading import load_model, load_tokenizer
+from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.envs.base import World
+from ludus.envs.registry import build_world
+from ludus.errors import UserError
+from ludus.recipes import recipe_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+
+@dataclass(frozen=True)
+class Session:
+    """The parts of a run that do not change while it runs (the model's weights do)."""
+
+    config: Config
+    world: World
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    renderer: Renderer
+
+
+def set_up_compute(config: Config) -> None:
+    """Set thread counts and seeds, and ask torch for deterministic kernels."""
+    threads = config.run.threads or default_threads()
+    torch.set_num_threads(threads)
+    torch.manual_seed(config.run.seed)
+    torch.use_deterministic_algorithms(config.rollout.reproducible, warn_only=True)
+
+
+def default_threads() -> int:
+    """One thread per core that this process may use, at most 4."""
+    import os
+
+    return max(1, min(4, len(os.sched_getaffinity(0))))
+
+
+def open_session(config: Config, weights: Path | None = None) -> Session:
+    """Build world, model and renderer. `weights`, if given, is a checkpoint that takes the model's place.
+
+    Raises UserError and its children for everything that a user can mend.
+    """
+    set_up_compute(config)
+    world = build_world(config.env, config.rollout)
+    path = str(weights) if weights is not None else model_path(config)
+    tokenizer = load_tokenizer(path, needs_template=config.env.rendering == "chat")
+    model = load_model(path, config.model.dtype, config.model.device)
+    if config.model.lora is not None:
+        model = with_adapters(model, config.model.lora)
+    return Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer))
+
+
+def model_path(config: Config) -> str:
+    """Where the policy comes from: the configured path, or the world's cold start in the package."""
+    if config.model.path is not None:
+        return config.model.path
+    folder = recipe_folder(config.env.name) / "cold_start" if config.env.name.isidentifier() else None
+    if folder is None or not folder.is_dir():
+        raise UserError(
+            f"No model is given, and the world {config.env.name!r} ships no cold start.",
+            "Set --model.path to a checkpoint or a model name, or make one with `ludus sft`.",
+        )
+    if config.env.rendering != "chat":
+        raise UserError(
+            "The packaged cold start speaks in its chat template, not in tags.",
+            "Make one that does: `ludus sft search --env.rendering tags`.",
+        )
+    return str(folder)
+
+
+def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (a transformers tokenizer)
+    """The rendering that the settings name."""
+    if env.rendering == "tags":
+        return TagsRenderer(tokenizer)
+    return TemplateRenderer(tokenizer, env.tool_parser)
+
+
+def make_engine(session: Session) -> LocalEngine:
+    """An embedded engine with a copy of the session's weights."""
+    limit = getattr(session.model.config, "max_position_embeddings", session.config.rollout.max_tokens)
+    settings = EngineSettings(
+        context_tokens=min(limit, max(session.config.rollout.max_tokens, 2)),
+        max_batch=session.config.rollout.concurrency,
+        cache_tokens=session.config.rollout.concurrency * session.config.rollout.max_tokens,
+    )
+    return LocalEngine(session.model, session.tokenizer, settings)
+
+
+def with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
+    """The model with trainable low-rank adapters, its own weights frozen. Needs the `lora` extra."""
+    try:
+        from peft import LoraConfig as PeftConfig
+        from peft import get_peft_model
+    except ImportError as error:
+        raise UserError("LoRA needs the package peft.", "Install it: pip install 'ludus[lora]'.") from error
+    config = PeftConfig(
+        r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM"
+    )
+    adapted: PreTrainedModel = get_peft_model(model, config)
+    return adapted

@@ -1,0 +1,175 @@
+"""Supervised fine-tuning on dialogues: the cold start. Only assistant tokens train."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from ludus.algorithms.losses import sft as sft_loss
+from ludus.chat.render import Renderer, render_dialogue
+from ludus.chat.tokenizer import train_tokenizer
+from ludus.config.schema import Config, SftConfig
+from ludus.diagnostics.trackers import Tracker
+from ludus.engines.loading import build_tiny
+from ludus.envs.base import Demonstrates, World
+from ludus.envs.registry import build_world
+from ludus.errors import LearnerError, UserError
+from ludus.rollout.ledger import Ledger
+from ludus.training.batch import Row, microbatches, row_of_segments
+from ludus.training.checkpoint import (
+    TrainerState,
+    list_checkpoints,
+    load_trainer,
+    load_weights,
+    prune,
+    save_checkpoint,
+)
+from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.run import RunFolder
+from ludus.training.scoring import Scorer
+from ludus.training.session import Session, make_renderer, open_session, set_up_compute
+from ludus.types import Message
+
+if TYPE_CHECKING:
+    from ludus.envs.base import Demonstration
+
+log = logging.getLogger("ludus.sft")
+
+OnStep = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class FileDialogue:
+    """A dialogue read from a file; it names no tools."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[()] = ()
+
+
+def make_session(config: Config) -> Session:
+    """The session to fine-tune: a given model, or one made on the spot with a tokenizer of its own."""
+    if not config.model.from_scratch:
+        return open_session(config)
+    set_up_compute(config)
+    world = build_world(config.env, config.rollout)
+    tokenizer = train_tokenizer(_demonstrating(world).texts(), config.model.scratch.vocab_size)
+    model = build_tiny(config.model.scratch, tokenizer, config.run.seed)
+    return Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer))
+
+
+def run_sft(session: Session, folder: RunFolder, trackers: list[Tracker], on_step: OnStep) -> Path:
+    """Fine-tune from the newest checkpoint in `folder`, or from the start; gives the last checkpoint."""
+    settings = session.config.sft
+    session.model.train()
+    optimiser = Optimiser(session.model, OptimiserSettings.of(settings, settings.steps))
+    begin = _restore(session, optimiser, folder)
+    batches = islice(_batches(session, settings), begin, None)
+    scorer = Scorer(session.model)
+    last = folder.checkpoints
+    for step in range(begin + 1, settings.steps + 1):
+        clock = time.perf_counter()
+        metrics = sft_step(scorer, optimiser, next(batches), settings.microbatch_tokens)
+        for tracker in trackers:
+            tracker.log(step, metrics)
+        on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
+        if step % settings.checkpoint_every == 0 or step == settings.steps:
+            state = TrainerState(step, optimiser.num_steps, Ledger().state())
+            last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimiser, state)
+            prune(folder.checkpoints, settings.keep_checkpoints)
+    return last
+
+
+def sft_step(scorer: Scorer, optimiser: Optimiser, rows: list[Row], max_tokens: int) -> dict[str, float]:
+    """One optimiser step of `-sum m lp / M` over `rows`. Raises LearnerError where the loss is not finite."""
+    parameter = next(scorer.model.parameters())
+    tokens = sum(sum(row.trains[1:]) for row in rows)
+    total = 0.0
+    for part in microbatches(rows, max_tokens, parameter.device, torch.float32):
+        logprobs = scorer.score(part.tokens, part.trains).logprobs
+        loss = (sft_loss(logprobs=logprobs, mask=part.trains) / tokens).sum()
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += float(loss.detach())
+    if total != total:
+        raise LearnerError("The loss is not a number.", "Lower sft.learning_rate.")
+    rate = optimiser.settings.rate(optimiser.num_steps)
+    norm = optimiser.step()
+    return {
+        "loss/total": total,
+        "optim/grad_norm": norm,
+        "optim/learning_rate": rate,
+        "batch/trained_tokens": float(tokens),
+        "batch/total_tokens": float(sum(len(row.tokens) for row in rows)),
+    }
+
+
+def _restore(session: Session, optimiser: Optimiser, folder: RunFolder) -> int:
+    found = list_checkpoints(folder.checkpoints)
+    if not found:
+        return 0
+    step, path = found[-1]
+    load_weights(path, session.model)
+    load_trainer(path, optimiser)
+    log.info("resumed from %s", path)
+    return step
+
+
+def _batches(session: Session, settings: SftConfig) -> Iterator[list[Row]]:
+    """Batches in an order that depends on the seed alone."""
+    budget = session.config.rollout.max_tokens
+    rows = _rows(_dialogues(session, settings), session.renderer, budget)
+    while batch := list(islice(rows, settings.batch_size)):
+        yield batch
+
+
+def _rows(dialogues: Iterator[Demonstration], renderer: Renderer, budget: int) -> Iterator[Row]:
+    """Rows of the dialogues that fit into the token budget of a trajectory."""
+    for dialogue in dialogues:
+        row = row_of_segments(render_dialogue(renderer, dialogue.messages, dialogue.tools))
+        if len(row.tokens) <= budget:
+            yield row
+
+
+def _dialogues(session: Session, settings: SftConfig) -> Iterator[Demonstration]:
+    if settings.dialogues is None:
+        yield from _demonstrating(session.world).demonstrations(session.config.run.seed + 1)
+        return
+    dialogues = read_dialogues(Path(settings.dialogues))
+    while True:
+        yield from dialogues
+
+
+def read_dialogues(path: Path) -> list[FileDialogue]:
+    """The dialogues of a JSON-lines file, `{"messages": [...]}` a line. Raises UserError, with the line."""
+    if not path.is_file():
+        raise UserError(f"There is no file of dialogues at {path}.", "Check sft.dialogues.")
+    found = []
+    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
+        try:
+            messages = json.loads(line)["messages"]
+            if not any(message["role"] == "assistant" for message in messages):
+                raise ValueError("no assistant message")
+            found.append(FileDialogue(tuple(messages)))
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}, line {number}, is not a dialogue: {error}.", "See docs/data.md."
+            ) from error
+    if not found:
+        raise UserError(f"{path} holds no dialogues.", "One JSON object a line, with `messages`.")
+    return found
+
+
+def _demonstrating(world: World) -> Demonstrates:
+    if not isinstance(world, Demonstrates):
+        raise UserError(
+            f"The world {world.name!r} has no demonstrations to fine-tune on.",
+            "Pass dialogues in a file (sft.dialogues), or start from a model (model.path).",
+        )
+    return world
