@@ -4,6 +4,7 @@ import asyncio
 import copy
 import dataclasses
 import random
+import threading
 
 import pytest
 import torch
@@ -194,6 +195,8 @@ def test_a_history_that_was_rewritten_uses_only_the_common_prefix():
         (answer,) = batch(engine, ask([asked], max_new_tokens=5, temperature=0))
         assert engine.stats().cached_tokens == reused
         assert answer.tokens == hf_greedy(model, asked, 5)
+        expected = fresh_logprobs(model, asked, answer.tokens)
+        assert (torch.tensor(answer.logprobs, dtype=torch.float64) - expected).abs().max() < 1e-4
 
 
 def test_a_group_shares_its_prompt_and_all_share_the_system_prompt():
@@ -407,6 +410,22 @@ def test_some_weights_may_be_sent_but_no_strange_ones():
     assert asyncio.run(engine.fingerprint()) == fingerprint_module(expected)
 
 
+def test_adapters_alone_may_be_sent():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules="all-linear", init_lora_weights=False)
+    with torch.random.fork_rng():
+        torch.manual_seed(5)
+        learner, other = (peft.get_peft_model(build(), lora) for _ in range(2))
+    engine = LocalEngine(learner)
+    adapters = {name: p.detach() for name, p in other.named_parameters() if p.requires_grad}
+    assert 0 < len(adapters) < len(dict(other.named_parameters()))
+    asyncio.run(engine.load_weights(1, adapters))
+    assert asyncio.run(engine.fingerprint()) == fingerprint_module(other) != fingerprint_module(learner)
+    for history, answer in play(engine, prompts(3), turns=2, max_new_tokens=5):
+        expected = fresh_logprobs(other.eval(), history, answer.tokens)
+        assert (torch.tensor(answer.logprobs, dtype=torch.float64) - expected).abs().max() < 1e-4
+
+
 def test_the_fingerprint_sees_one_bit_and_the_dtype():
     model = build()
     start = fingerprint_module(model)
@@ -426,7 +445,7 @@ def test_weights_that_have_diverged_fail_and_leave_nothing_behind():
     weights = {name: tensor.detach().clone() for name, tensor in model.named_parameters()}
     asyncio.run(engine.load_weights(1, {name: tensor * torch.nan for name, tensor in weights.items()}))
     with pytest.raises(EngineError, match="not finite"):
-        batch(engine, requests)
+        batch(engine, ask(prompts(4, low=60, high=60), max_new_tokens=5))
     asyncio.run(engine.load_weights(2, weights))
     assert [a.tokens for a in batch(engine, requests)] == [a.tokens for a in good]
 
@@ -457,22 +476,33 @@ def test_generate_batches_what_waits_and_answers_each_its_own():
     assert [a.tokens for a in asyncio.run(run())] == [a.tokens for a in answers]
 
 
-def test_a_cancelled_request_does_not_disturb_the_others():
+@pytest.mark.parametrize("under_way", [False, True])
+def test_a_cancelled_request_does_not_disturb_the_others(under_way, monkeypatch):
     engine = LocalEngine(build())
     requests = ask(prompts(4), max_new_tokens=6, temperature=0)
+    expected = batch(engine, requests)
+    started, gate, compute = threading.Event(), threading.Event(), engine._sample
+
+    def held(asked):
+        started.set()
+        assert gate.wait(10)
+        return compute(asked)
+
+    monkeypatch.setattr(engine, "_sample", held)
 
     async def run():
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0)
+        while under_way and not started.is_set():
+            await asyncio.sleep(0)
         tasks[1].cancel()
-        return await asyncio.gather(*tasks, return_exceptions=True)
+        gate.set()
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
 
     answers = asyncio.run(run())
     assert isinstance(answers[1], asyncio.CancelledError)
-    expected = batch(engine, requests)
-    assert [a.tokens for i, a in enumerate(answers) if i != 1] == [
-        a.tokens for i, a in enumerate(expected) if i != 1
-    ]
+    for row in (0, 2, 3):
+        assert answers[row].tokens == expected[row].tokens
 
 
 def test_failed_compute_reaches_every_waiting_request(monkeypatch):

@@ -97,6 +97,7 @@ def test_top_k_and_top_p_cut_the_draw_but_not_the_recorded_log_probability():
         ({"top_p": 0.71}, {1, 3, 4}),
         ({"top_k": 3, "top_p": 0.8}, {1, 3}),
         ({"top_p": 1e-9}, {1}),
+        ({"top_p": 0.0}, {1}),
         ({"top_k": 9}, {0, 1, 2, 3, 4}),
     ]
     for limits, allowed in cases:

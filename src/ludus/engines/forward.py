@@ -90,8 +90,7 @@ class CausalForward:
     def _additive(self, visible: Tensor, distance: Tensor, window: int | None) -> Tensor:
         if window is not None:
             visible = visible & (distance < window)
-        # Padding sees itself, so that its softmax is finite; nothing reads what comes out of it.
-        visible = visible | (distance == 0)
+        # Finite, so that the softmax of padding, which sees nothing, is finite too; nothing reads it.
         hidden = torch.finfo(self.dtype).min
         zeros = torch.zeros((), dtype=self.dtype, device=self.device)
         return torch.where(visible, zeros, hidden)[:, None]

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from ludus.config.schema import ScratchConfig
+from ludus.engines import smollm2
 from ludus.errors import StorageError, UserError
 
 if TYPE_CHECKING:
@@ -37,6 +38,17 @@ def resolve_device(device: DeviceName) -> torch.device:
     return torch.device(device)
 
 
+def resolve_model(path: str) -> str:
+    """The folder that a model's name stands for; anything else is itself.
+
+    There is one name, `smollm2`: its folder is made in the user's cache at the first call (see
+    `materialise_smollm2` for what it takes and raises). A folder of that name is written `./smollm2`.
+    """
+    if path != smollm2.NAME:
+        return path
+    return str(smollm2.materialise_smollm2(Path.home() / ".cache" / "ludus" / smollm2.NAME))
+
+
 def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "auto") -> PreTrainedModel:
     """The causal language model in a checkpoint folder or under a model name, in eval mode.
 
@@ -47,6 +59,7 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
     from transformers import AutoModelForCausalLM
 
     target = resolve_device(device)
+    path = resolve_model(path)
     config = _load_config(path)
     _check_causal(path, config)
     try:
@@ -77,6 +90,7 @@ def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedToke
     """
     from transformers import AutoTokenizer
 
+    path = resolve_model(path)
     _check_exists(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(

@@ -126,7 +126,8 @@ def _draw(logprobs: Tensor, rules: SamplingRules, step: int) -> Tensor:
     drawn = torch.searchsorted(cumulative, points * total, right=True)
     # Rounding may put a point on the total itself; the last token of positive probability is meant then.
     last = torch.searchsorted(cumulative, total.contiguous(), right=False)
-    return torch.minimum(drawn, last)[:, 0]
+    # Logits that are not finite sort nowhere; their token is any, and its log-probability tells.
+    return torch.minimum(drawn, last)[:, 0].clamp(max=logprobs.shape[1] - 1)
 
 
 def _cut(probs: Tensor, rules: SamplingRules) -> Tensor:
