@@ -1,0 +1,740 @@
+"""Episodes against a real HTTP server that plays a script and is as strict about the history as any."""
+
+import asyncio
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import httpx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ludus.chat.parse import PARSERS
+from ludus.config.schema import RolloutConfig
+from ludus.envs.tool_env import ToolEnv
+from ludus.errors import ConfigError, EngineError, UserError
+from ludus.evaluation.evaluate import EvaluationPlan, evaluate
+from ludus.rewards.answers import Answers, exact_match, well_formed
+from ludus.rewards.base import Reward
+from ludus.rollout.conversation import Conversation
+from ludus.rollout.endpoint import (
+    Endpoint,
+    EndpointConversation,
+    EndpointSettings,
+    Usage,
+    endpoint_conversations,
+    read_answer,
+)
+from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.scheduler import Job
+from ludus.rollout.setup import Play, scheduler
+from ludus.tools.search import PassageIndex, search_tool
+from ludus.types import SamplingParams, StopReason, Task, ToolStatus
+
+PASSAGES = (
+    "The airport EGLL lies near the city of London.",
+    "London is the capital of the United Kingdom.",
+    "The airport LFPG lies near the city of Paris.",
+    "Paris is the capital of France.",
+)
+REWARDS = (Reward("exact_match", exact_match, outcome=True), Reward("well_formed", well_formed, weight=0.1))
+PARAMS = SamplingParams(temperature=0.7, top_p=0.9, max_new_tokens=32)
+DROP = object()
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What the server answers: a status with a body, `delay_s` after the request, `drip` byte by byte."""
+
+    body: object = ""
+    status: int = 200
+    headers: dict = field(default_factory=dict)
+    delay_s: float = 0.0
+    drip: bool = False
+
+
+class Server(ThreadingHTTPServer):
+    """Plays `script`: a list of replies, or a function of the request's body."""
+
+    daemon_threads = True
+
+    def __init__(self, script):
+        super().__init__(("127.0.0.1", 0), Handler)
+        self.script = script
+        self.requests, self.raw, self.headers, self.paths = [], [], [], []
+        self.lock = threading.Lock()
+        self.active = self.most_active = 0
+        self.over = threading.Event()
+
+    @property
+    def url(self):
+        return f"http://127.0.0.1:{self.server_port}/v1"
+
+    def reply(self, raw, headers, path):
+        with self.lock:
+            body = json.loads(raw)
+            self.raw.append(raw)
+            self.requests.append(body)
+            self.headers.append(headers)
+            self.paths.append(path)
+            wrong = fault_in(body["messages"])
+            if wrong:
+                return Reply(error(wrong), 400)
+            return self.script(body) if callable(self.script) else self.script[len(self.requests) - 1]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_POST(self):
+        server = self.server
+        with server.lock:
+            server.active += 1
+            server.most_active = max(server.most_active, server.active)
+        try:
+            self._answer(
+                server.reply(self.rfile.read(int(self.headers["Content-Length"])), self.headers, self.path)
+            )
+        except (BrokenPipeError, ConnectionResetError):
+            self.close_connection = True
+        finally:
+            with server.lock:
+                server.active -= 1
+
+    def _answer(self, reply):
+        if reply is DROP:
+            self.close_connection = True
+            return
+        self.server.over.wait(reply.delay_s)
+        data = reply.body if isinstance(reply.body, bytes) else json.dumps(reply.body).encode()
+        self.send_response(reply.status)
+        for name, value in ({"Content-Length": len(data)} | reply.headers).items():
+            self.send_header(name, str(value))
+        self.end_headers()
+        for byte in data if reply.drip else ():
+            self.wfile.write(bytes([byte]))
+            self.server.over.wait(0.02)
+        if not reply.drip:
+            self.wfile.write(data)
+
+    def log_message(self, *_):
+        pass
+
+
+def fault_in(messages):
+    """What a strict server finds wrong with a history: unanswered or unknown calls, arguments not JSON."""
+    open_ids = []
+    for message in messages:
+        if message["role"] == "tool":
+            if message["tool_call_id"] not in open_ids:
+                return f"tool message answers no call: {message['tool_call_id']}"
+            open_ids.remove(message["tool_call_id"])
+            continue
+        if open_ids:
+            return f"calls without an answer: {open_ids}"
+        if "reasoning_content" in message:
+            return "unknown field reasoning_content"
+        for call in message.get("tool_calls", ()):
+            try:
+                fine = isinstance(json.loads(call["function"]["arguments"]), dict)
+            except ValueError:
+                fine = False
+            if not fine:
+                return f"arguments are no JSON object: {call['function']['arguments']}"
+            open_ids.append(call["id"])
+    return ""
+
+
+@contextmanager
+def serving(script):
+    with Server(script) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield server
+        finally:
+            server.over.set()
+            server.shutdown()
+            thread.join()
+
+
+def error(message, **more):
+    return {"error": {"message": message, "type": "invalid_request_error", **more}}
+
+
+def say(content=None, *calls, finish="stop", prompt=10, completion=5, **more):
+    message = {"role": "assistant", "content": content, **more}
+    if calls:
+        message["tool_calls"] = list(calls)
+    return {
+        "choices": [{"index": 0, "message": message, "finish_reason": finish}],
+        "usage": {"prompt_tokens": prompt, "completion_tokens": completion},
+    }
+
+
+def call(query, call_id="a", arguments=None):
+    text = json.dumps({"query": query, "k": 1}) if arguments is None else arguments
+    function = {"name": "search", "arguments": text}
+    return {"type": "function", "function": function} | ({"id": call_id} if call_id else {})
+
+
+def task(name="t", truth="United Kingdom"):
+    question = {"role": "user", "content": "Of which country is the city of EGLL the capital?"}
+    return Task(name, ({"role": "system", "content": "Search."}, question), Answers((truth,)), {"hops": "2"})
+
+
+def no_sleep(waits):
+    async def sleep(seconds):
+        waits.append(seconds)
+
+    return sleep
+
+
+def play(script, waits=None, parser=None, max_tokens=None, max_turns=6, **options):
+    """One episode against a script; gives the trajectory, the server and the endpoint."""
+
+    async def run(server):
+        options.setdefault("timeout_s", 5.0)
+        sleep = no_sleep([] if waits is None else waits)
+        where = EndpointSettings(server.url, "m", **options)
+        async with Endpoint(where, sleep=sleep) as endpoint:
+            conversation: Conversation = EndpointConversation(endpoint, PARAMS, 7, max_tokens, parser)
+            world = ToolEnv([search_tool(PassageIndex(PASSAGES), 1)], REWARDS)
+            limits = EpisodeLimits(max_turns=max_turns)
+            return await run_episode(task(), 0, world, conversation, limits), endpoint
+
+    with serving(script) as server:
+        trajectory, endpoint = asyncio.run(run(server))
+        return trajectory, server, endpoint
+
+
+def fails(script, kind=EngineError, **options):
+    """The error of an episode that ends in one, and the requests of the server."""
+
+    async def run(server):
+        options.setdefault("timeout_s", 5.0)
+        where = EndpointSettings(server.url, "m", **options)
+        async with Endpoint(where, sleep=no_sleep([])) as endpoint:
+            conversation = EndpointConversation(endpoint, PARAMS, 7)
+            conversation.open(task().prompt, ())
+            await conversation.act()
+
+    with serving(script) as server, pytest.raises(kind) as caught:
+        asyncio.run(run(server))
+    return caught.value, server
+
+
+TWO_HOPS = [
+    Reply(say(None, call("airport EGLL city", "x1"), finish="tool_calls", reasoning_content="First EGLL.")),
+    Reply(say("", call("London capital", "x2"), finish="tool_calls", prompt=30, reasoning="Then London.")),
+    Reply(say("The United Kingdom", prompt=50)),
+]
+
+
+def test_a_two_hop_dialogue_is_played_and_scored():
+    trajectory, server, endpoint = play(TWO_HOPS, api_key="sk-1")
+    assert (trajectory.stop_reason, trajectory.reward) == (StopReason.ANSWERED, 1.1)
+    assert trajectory.segments == ()
+    assert [outcome.output for outcome in trajectory.outcomes] == [PASSAGES[0], PASSAGES[1]]
+    assert [m.get("reasoning_content") for m in trajectory.messages if m["role"] == "assistant"] == [
+        "First EGLL.",
+        "Then London.",
+        None,
+    ]
+    assert endpoint.usage == Usage(90, 15, 3)
+    first, _, last = server.requests
+    assert [m["role"] for m in last["messages"]] == [
+        "system",
+        "user",
+        "assistant",
+        "tool",
+        "assistant",
+        "tool",
+    ]
+    assert last["messages"][2] == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [call("airport EGLL city", "x1")],
+    }
+    assert last["messages"][3] == {
+        "role": "tool",
+        "content": PASSAGES[0],
+        "tool_call_id": "x1",
+        "name": "search",
+    }
+    assert first["tools"][0]["function"]["parameters"]["required"] == ["query"]
+    assert {k: first[k] for k in ("model", "temperature", "top_p", "max_tokens")} == {
+        "model": "m",
+        "temperature": 0.7,
+        "top_p": 0.9,
+        "max_tokens": 32,
+    }
+    assert "top_k" not in first
+    assert "stop" not in first
+    assert {headers["Authorization"] for headers in server.headers} == {"Bearer sk-1"}
+    assert set(server.paths) == {"/v1/chat/completions"}
+    seeds = [request["seed"] for request in server.requests]
+    assert len(set(seeds)) == 3
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert seeds == [request["seed"] for request in play(TWO_HOPS)[1].requests]
+
+
+def answers_by_itself(body):
+    """A model that solves the search tasks from what it has read."""
+    results = [m["content"] for m in body["messages"] if m["role"] == "tool"]
+    if not results:
+        return Reply(say(None, call("airport EGLL city")), delay_s=0.02)
+    if len(results) == 1:
+        return Reply(say(None, call(f"capital {results[0].split()[-1]}")))
+    return Reply(say(results[1].partition("capital of ")[2].strip(".").removeprefix("the ")))
+
+
+@dataclass
+class SmallWorld:
+    name: str = "small"
+    splits: tuple = ("test",)
+    rewards: tuple = REWARDS
+
+    def tasks(self, split):
+        return [task(f"{split}-{i}", "United Kingdom" if i else "France") for i in range(3)]
+
+    def environment(self, task):
+        return ToolEnv([search_tool(PassageIndex(PASSAGES), 1)], REWARDS)
+
+
+def evaluated(script, rollout):
+    async def run(server):
+        where = EndpointSettings(server.url, "m", concurrency=2, retries=0, timeout_s=5)
+        async with httpx.AsyncClient() as client, Endpoint(where, client) as endpoint:
+            converse = endpoint_conversations(endpoint, rollout, Play("eval", 0.5, seed=3))
+            world = SmallWorld()
+            plan = EvaluationPlan("test", 3, 2, 0.5, seed=3)
+            result, episodes = await evaluate(
+                scheduler(world, converse, rollout, Ledger()), world.tasks("test"), plan
+            )
+            return result, episodes, endpoint.usage
+
+    with serving(script) as server:
+        return *asyncio.run(run(server)), server
+
+
+def test_the_evaluation_of_training_runs_against_an_endpoint():
+    result, episodes, usage, server = evaluated(answers_by_itself, RolloutConfig(concurrency=6))
+    assert result.successes == (0, 2, 2)
+    assert {episode.trajectory.stop_reason for episode in episodes} == {StopReason.ANSWERED}
+    assert usage.num_answers == len(server.requests) == 18
+    assert server.most_active <= 2
+    assert len({request["seed"] for request in server.requests}) == 18
+    assert {request["temperature"] for request in server.requests} == {0.5}
+
+
+def test_a_new_attempt_of_an_episode_asks_with_the_same_seeds():
+    broken = iter([True] * 2)
+
+    def script(body):
+        return Reply(error("out of memory"), 500) if next(broken, False) else answers_by_itself(body)
+
+    first = evaluated(script, RolloutConfig(concurrency=1, retries=2))
+    calm = evaluated(answers_by_itself, RolloutConfig(concurrency=1, retries=2))
+    assert first[0].successes == calm[0].successes
+    assert [r["seed"] for r in first[3].requests[2:]] == [r["seed"] for r in calm[3].requests]
+    assert len({r["seed"] for r in first[3].requests[:3]}) == 1
+
+
+@pytest.mark.parametrize("trouble", [Reply(error("busy"), 500), Reply(b"<html>", 503), DROP])
+def test_what_may_pass_is_asked_again_with_the_same_request(trouble):
+    waits = []
+    trajectory, server, endpoint = play([trouble, trouble, *TWO_HOPS], waits, backoff_s=0.25)
+    assert trajectory.reward == 1.1
+    assert server.raw[0] == server.raw[1] == server.raw[2] != server.raw[3]
+    assert waits == [0.25, 0.5]
+    assert endpoint.usage.num_answers == 3
+
+
+def test_retry_after_is_heeded_up_to_a_bound():
+    waits = []
+    told = [Reply(error("slow down"), 429, {"Retry-After": value}) for value in ("3", "1.5", "999", "soon")]
+    trajectory, *_ = play([*told, *TWO_HOPS], waits, backoff_s=0.25, max_wait_s=20.0)
+    assert trajectory.reward == 1.1
+    assert waits == [3.0, 1.5, 20.0, 2.0]
+
+
+def test_after_the_last_retry_the_servers_own_words_are_the_error():
+    failed, server = fails([Reply(error("CUDA is\nout of memory"), 503)] * 3, retries=2)
+    assert len(server.requests) == 3
+    assert "503: CUDA is out of memory" in str(failed)
+    assert server.url in str(failed)
+
+
+@pytest.mark.parametrize(
+    ("status", "words"),
+    [(404, "does not serve the model 'm'"), (401, "refuses the API key for the model 'm'"), (403, "refuses")],
+)
+def test_wrong_model_or_key_is_the_users_to_mend(status, words):
+    failed, server = fails([Reply(error("no such thing"), status)], UserError, api_key="sk-secret")
+    assert words in str(failed)
+    assert "no such thing" in str(failed)
+    assert server.url in str(failed)
+    assert "sk-secret" not in str(failed)
+    assert failed.hint
+    assert len(server.requests) == 1
+
+
+def test_a_request_that_the_server_refuses_is_not_sent_again():
+    failed, server = fails([Reply({"detail": "top_p is not supported"}, 422)])
+    assert "422" in str(failed)
+    assert "top_p is not supported" in str(failed)
+    assert len(server.requests) == 1
+
+
+def test_nobody_listens():
+    with serving([]) as server:
+        url = server.url
+    waits = []
+    where = EndpointSettings(url, "m", retries=2)
+
+    async def run():
+        async with Endpoint(where, sleep=no_sleep(waits)) as endpoint:
+            await endpoint.chat(task().prompt, (), PARAMS, 0)
+
+    with pytest.raises(EngineError, match=r"did not answer \(3 attempts\): ConnectError") as caught:
+        asyncio.run(run())
+    assert url in str(caught.value)
+    assert len(waits) == 2
+
+
+@pytest.mark.parametrize("slow", [Reply(say("late"), delay_s=20.0), Reply(say("x" * 2000), drip=True)])
+def test_a_slow_server_is_not_asked_twice(slow):
+    failed, server = fails([slow] * 3, timeout_s=0.2)
+    assert "within 0.2 s" in str(failed)
+    assert len(server.requests) == 1
+
+
+def test_a_timeout_of_the_episode_is_not_the_servers():
+    async def run(server):
+        async with Endpoint(EndpointSettings(server.url, "m")) as endpoint:
+            conversation = EndpointConversation(endpoint, PARAMS, 7)
+            return await run_episode(
+                task(), 0, ToolEnv([], REWARDS), conversation, EpisodeLimits(timeout_s=0.1)
+            )
+
+    with serving([Reply(say("late"), delay_s=20.0)]) as server:
+        assert asyncio.run(run(server)).stop_reason is StopReason.TIMEOUT
+
+
+def test_a_malformed_call_is_answered_and_the_history_stays_valid():
+    script = [
+        Reply(say("Hm.", call("", "x1", '{"query": '))),
+        Reply(say(None, call("", "x2", "{'query': 1}"), call("airport EGLL city", "x3"))),
+        Reply(say("United Kingdom")),
+    ]
+    trajectory, server, _ = play(script)
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert [(o.status, o.call_id) for o in trajectory.outcomes] == [
+        (ToolStatus.MALFORMED, "x1"),
+        (ToolStatus.OK, "x3"),
+        (ToolStatus.MALFORMED, "x2"),
+    ]
+    after_first, after_second = server.requests[1]["messages"][2:], server.requests[2]["messages"][4:]
+    wrong = json.dumps({"name": "search", "arguments": '{"query": '})
+    assert after_first[0] == {"role": "assistant", "content": f"Hm.\n{wrong}"}
+    assert after_first[1]["role"] == "user"
+    assert "ends too early" in after_first[1]["content"]
+    assert [m["role"] for m in after_second] == ["assistant", "tool", "user"]
+    assert [c["id"] for c in after_second[0]["tool_calls"]] == ["x3"]
+    assert "Python, not JSON" in after_second[2]["content"]
+    assert "{'query': 1}" in after_second[0]["content"]
+
+
+def test_null_content_without_calls_is_an_empty_answer():
+    trajectory, server, _ = play([Reply(say(None))])
+    assert trajectory.stop_reason is StopReason.EMPTY_ANSWER
+    assert len(server.requests) == 1
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"), [(("p", "q"), ["p", "q"]), ((None, "q"), ["call_0_0", "call_0_1"]), (("p", "p"), None)]
+)
+def test_parallel_calls_come_back_in_order_under_ids_that_differ(given, kept):
+    asked = [call("airport LFPG city", given[0]), call("airport EGLL city", given[1])]
+    trajectory, server, _ = play([Reply(say(None, *asked)), Reply(say("United Kingdom"))])
+    assert trajectory.reward == 1.1
+    said, *results = server.requests[1]["messages"][2:]
+    ids = [c["id"] for c in said["tool_calls"]]
+    assert ids == (kept or ["call_0_0", "call_0_1"])
+    assert [(r["tool_call_id"], r["content"]) for r in results] == [
+        (ids[0], PASSAGES[2]),
+        (ids[1], PASSAGES[0]),
+    ]
+
+
+TOO_LONG = [
+    Reply(error("This model's maximum context length is 64 tokens. However, you requested 99 tokens."), 400),
+    Reply(error("Input is too large.", code="context_length_exceeded"), 400),
+    Reply(error("The input (99 tokens) is longer than the model's context length (64 tokens)."), 400),
+    Reply(error("the request exceeds the available context size", type="exceed_context_size_error"), 500),
+]
+
+
+@pytest.mark.parametrize("refusal", TOO_LONG)
+def test_a_context_that_is_too_long_is_a_stop_reason(refusal):
+    trajectory, server, _ = play([refusal])
+    assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
+    assert len(server.requests) == 1
+    trajectory, server, _ = play([TWO_HOPS[0], refusal])
+    assert trajectory.stop_reason is StopReason.MAX_TOKENS
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize(
+    ("replies", "budget", "stop", "asked"),
+    [
+        ([say("United Kingdom", prompt=40)], 40, StopReason.PROMPT_TOO_LONG, [32]),
+        ([say(None, call("EGLL"), prompt=60), say("x", prompt=90)], 90, StopReason.MAX_TOKENS, [32, 25]),
+        ([say(None, call("EGLL"), prompt=85), say("x")], 90, StopReason.MAX_TOKENS, [32]),
+        (
+            [say(None, call("EGLL"), prompt=60), say("x", prompt=65, completion=25, finish="length")],
+            90,
+            StopReason.MAX_TOKENS,
+            [32, 25],
+        ),
+        ([say("x", prompt=30, completion=32, finish="length")], 90, StopReason.TRUNCATED, [32]),
+        ([say(None, call("EGLL"), prompt=60), say("x", prompt=85)], 90, StopReason.ANSWERED, [32, 25]),
+        ([say(None, call("EGLL"), prompt=60), say("x", prompt=86)], 90, StopReason.MAX_TOKENS, [32, 25]),
+    ],
+)
+def test_the_token_budget_is_kept_by_the_servers_count(replies, budget, stop, asked):
+    trajectory, server, _ = play([Reply(reply) for reply in replies], max_tokens=budget)
+    assert trajectory.stop_reason is stop
+    assert [request["max_tokens"] for request in server.requests] == asked
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"<html>Bad gateway</html>",
+        b"",
+        b"[]",
+        b'"text"',
+        b"\xff\xfe{",
+        {"object": "list", "data": ["bad gateway"]},
+        {"choices": []},
+        {"choices": [{"text": "a completion, no chat"}]},
+        {"choices": [{"message": {"content": 5}}]},
+        {"choices": [{"message": {"content": "", "tool_calls": [{"id": "a"}]}}]},
+        {"choices": {"message": {"content": "x"}}},
+        b"[" * 100_000,
+    ],
+)
+def test_nonsense_is_an_engine_error_with_an_excerpt(body):
+    failed, server = fails([Reply(body)])
+    raw = body if isinstance(body, bytes) else json.dumps(body).encode()
+    assert "no chat completion" in str(failed)
+    assert (raw[:20].decode("utf-8", "replace") or "an empty body") in str(failed)
+    assert server.url in str(failed)
+    assert len(str(failed)) < 600
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        *((name, "stop") for name in ("stop", "tool_calls", "content_filter", None, "eos")),
+        ("length", "length"),
+    ],
+)
+def test_finish_reasons(given, kept):
+    answer = read_answer(json.dumps(say("x", finish=given)).encode(), 0)
+    assert answer.action.finish_reason == kept
+
+
+@pytest.mark.parametrize("given", ["abort", "error"])
+def test_an_answer_that_the_server_broke_off_is_its_failure(given):
+    failed, _ = fails([Reply(say("x", finish=given))])
+    assert f"finish reason '{given}'" in str(failed)
+
+
+def test_a_parser_reads_calls_that_the_server_leaves_in_the_text():
+    asked = '<think>EGLL?</think><tool_call>{"name": "search", "arguments": {"query": "EGLL"}}</tool_call>'
+    script = [Reply(say(asked)), Reply(say("<tool_call>{</tool_call>")), Reply(say("United Kingdom"))]
+    trajectory, server, _ = play(script, parser=PARSERS["hermes"])
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    assert [o.status for o in trajectory.outcomes] == [ToolStatus.OK, ToolStatus.MALFORMED]
+    assert trajectory.messages[2]["reasoning_content"] == "EGLL?"
+    assert server.requests[1]["messages"][2:] == [
+        {"role": "assistant", "content": asked},
+        {"role": "user", "content": f"<tool_response>\n{PASSAGES[0]}\n</tool_response>"},
+    ]
+    without, *_ = play([Reply(say(asked))])
+    assert without.answer == asked
+
+
+def test_thinking_stays_here_and_what_an_environment_says_besides_goes_along():
+    opening = [
+        {"role": "user", "content": "Name a city."},
+        {"role": "assistant", "content": "Oslo", "reasoning_content": "A capital."},
+        {"role": "user", "content": "Another."},
+    ]
+    observed = [
+        {"role": "user", "content": "Hurry."},
+        {"role": "tool", "content": "Paris", "tool_call_id": "x1"},
+        {"role": "tool", "content": "Bonn", "tool_call_id": "x0"},
+    ]
+
+    async def run(server):
+        async with Endpoint(EndpointSettings(server.url, "m")) as endpoint:
+            conversation = EndpointConversation(endpoint, PARAMS, 7)
+            assert conversation.open(opening, ()) is None
+            await conversation.act()
+            assert conversation.observe(observed) is None
+            await conversation.act()
+
+    with serving([Reply(say(None, call("cities", "x0"), call("more", "x1"))), Reply(say("Paris"))]) as server:
+        asyncio.run(run(server))
+    messages = server.requests[1]["messages"]
+    assert messages[1] == {"role": "assistant", "content": "Oslo"}
+    assert [(m["role"], m["content"]) for m in messages[4:]] == [
+        ("tool", "Paris"),
+        ("tool", "Bonn"),
+        ("user", "Hurry."),
+    ]
+
+
+def test_a_parser_leaves_structured_calls_alone():
+    trajectory, server, _ = play(TWO_HOPS, parser=PARSERS["hermes"])
+    assert trajectory.reward == 1.1
+    assert server.requests[2]["messages"][3]["role"] == "tool"
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ("", {}),
+        ("  ", {}),
+        (None, {}),
+        ({"query": "a"}, {"query": "a"}),
+        ('"{\\"query\\": 1}"', {"query": 1}),
+    ],
+)
+def test_arguments_as_servers_write_them(text, arguments):
+    body = say(None, {"id": "a", "function": {"name": "search", "arguments": text}})
+    answer = read_answer(json.dumps(body).encode(), 0)
+    assert answer.action.calls[0].arguments == arguments
+    assert json.loads(answer.history["tool_calls"][0]["function"]["arguments"]) == arguments
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters()),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=6,
+)
+arguments = st.text(st.characters()) | json_values.map(json.dumps) | json_values
+functions = st.fixed_dictionaries(
+    {}, optional={"name": st.text(max_size=4) | json_values, "arguments": arguments}
+)
+calls = st.lists(
+    st.fixed_dictionaries({"function": functions}, optional={"id": st.text(max_size=2)}), max_size=3
+)
+contents = st.none() | st.text(st.characters()) | st.just("half a pair \ud800")
+
+
+@settings(deadline=None, max_examples=150)
+@given(content=contents, given_calls=calls, parser=st.sampled_from([None, *PARSERS.values()]))
+def test_whatever_the_model_says_is_an_action_with_a_history_that_servers_take(content, given_calls, parser):
+    answer = read_answer(json.dumps(say(content, *given_calls)).encode(), 4, parser)
+    action = answer.action
+    if given_calls:
+        assert len(action.calls) + len(action.errors) == len(given_calls)
+    ids = [c.id for c in action.calls] + [e.id for e in action.errors]
+    assert len(set(ids)) == len(ids)
+    results = [{"role": "tool", "tool_call_id": c["id"]} for c in answer.history.get("tool_calls", ())]
+    assert fault_in([answer.history, *results]) == ""
+    json.dumps([action.message, answer.history, [e.text for e in action.errors]], ensure_ascii=False).encode()
+
+
+def test_extra_fields_come_last_and_a_null_takes_one_out():
+    extra = {"max_tokens": None, "max_completion_tokens": 9, "temperature": 1}
+    request = play(TWO_HOPS, extra=extra)[1].requests[0]
+    assert "max_tokens" not in request
+    assert (request["max_completion_tokens"], request["temperature"]) == (9, 1)
+
+
+def test_any_text_can_be_sent_and_vendor_settings_go_along():
+    params = SamplingParams(top_k=5, stop=("</a>",))
+    with serving([Reply(say("fine"))]) as server:
+
+        async def run():
+            async with Endpoint(EndpointSettings(server.url, "m")) as endpoint:
+                return await endpoint.chat([{"role": "user", "content": "ü \ud800 \x00"}], (), params, 0)
+
+        assert asyncio.run(run()).action.message["content"] == "fine"
+    (request,) = server.requests
+    assert request["messages"][0]["content"] == "ü \ud800 \x00"
+    assert (request["top_k"], request["stop"]) == (5, ["</a>"])
+    assert "tools" not in request
+
+
+def test_a_client_that_is_passed_in_is_used_and_stays_open():
+    async def run(server):
+        async with httpx.AsyncClient(headers={"X-Mine": "yes"}, timeout=1e-9) as client:
+            async with Endpoint(EndpointSettings(server.url, "m"), client) as endpoint:
+                await endpoint.chat(task().prompt, (), PARAMS, 0)
+            return client.is_closed
+
+    with serving([Reply(say("fine"))]) as server:
+        assert asyncio.run(run(server)) is False
+    assert server.headers[0]["X-Mine"] == "yes"
+    assert server.headers[0]["Authorization"] is None
+
+
+@pytest.mark.parametrize(
+    "url", ["http://h/v1", "http://h/v1/", "http://h/v1/chat/completions", "http://h/v1?version=2"]
+)
+def test_the_target_follows_from_the_base(url):
+    target = EndpointSettings(url, "m").target
+    assert (target.host, target.path) == ("h", "/v1/chat/completions")
+    assert target.query == (b"version=2" if "?" in url else b"")
+
+
+@pytest.mark.parametrize(
+    ("url", "options"),
+    [
+        *(
+            (url, {})
+            for url in ("", "h:8000/v1", "localhost", "file:///x", "http://", "http://u:p@h/v1", "http://h:x")
+        ),
+        *(("http://h", {"api_key": key}) for key in ("a b", "key\n", "ключ")),
+        *(("http://h", options) for options in ({"concurrency": 0}, {"retries": -1}, {"timeout_s": 0})),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(url, options):
+    with pytest.raises(UserError) as caught:
+        EndpointSettings(url, "m", **options)
+    assert caught.value.hint
+
+
+def test_an_unknown_parser_is_refused_and_the_key_is_not_shown():
+    where = EndpointSettings("http://h/v1", "m", "sk-secret")
+    assert "sk-secret" not in repr(Endpoint(where))
+    with pytest.raises(ConfigError, match="no tool parser 'xml'"):
+        endpoint_conversations(Endpoint(where), RolloutConfig(), Play("eval", 0.0, 0), "xml")
+
+
+def test_the_factory_names_the_seed_of_a_job_by_all_but_its_attempt():
+    converse = endpoint_conversations(
+        Endpoint(EndpointSettings("http://h", "m")),
+        RolloutConfig(max_tokens=99),
+        Play("eval", 0.0, 1),
+        "hermes",
+    )
+    first, again, other = (
+        converse(Job(RolloutKey(0, "t", sample, attempt), task()))
+        for sample, attempt in ((0, 0), (0, 1), (1, 0))
+    )
+    assert first.seed == again.seed != other.seed
+    assert (first.max_tokens, first.params.temperature) == (99, 0.0)
+    assert first.parser is PARSERS["hermes"]
