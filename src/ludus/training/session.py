@@ -22,6 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
+CACHE_BLOCK = 64
+"""The engine keeps an episode's cache in blocks of so many tokens."""
+
+
 @dataclass(frozen=True)
 class Session:
     """The parts of a run that do not change while it runs (the model's weights do)."""
@@ -89,12 +93,14 @@ def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (
 
 
 def make_engine(session: Session) -> LocalEngine:
-    """An embedded engine with a copy of the session's weights."""
-    limit = getattr(session.model.config, "max_position_embeddings", session.config.rollout.max_tokens)
+    """An embedded engine with a copy of the session's weights, and room for all episodes in flight."""
+    rollout = session.config.rollout
+    limit = session.model.config.to_dict().get("max_position_embeddings") or rollout.max_tokens
+    kept = -(-rollout.max_tokens // CACHE_BLOCK) * CACHE_BLOCK
     settings = EngineSettings(
-        context_tokens=min(limit, max(session.config.rollout.max_tokens, 2)),
-        max_batch=session.config.rollout.concurrency,
-        cache_tokens=session.config.rollout.concurrency * session.config.rollout.max_tokens,
+        context_tokens=min(limit, rollout.max_tokens),
+        max_batch=rollout.concurrency,
+        cache_tokens=rollout.concurrency * kept,
     )
     return LocalEngine(session.model, session.tokenizer, settings)
 

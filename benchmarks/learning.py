@@ -1,0 +1,151 @@
+"""Does it learn, and does the mask matter? Whole training runs over seeds, two at a time.
+
+    python benchmarks/learning.py learns      # 3 seeds of the recipe: cold start against trained
+    python benchmarks/learning.py mask        # observations masked or in the loss: 3 learning rates x 3 seeds
+
+Runs are kept in --folder and not repeated; a run that was cut off goes on. Each run has one compute thread,
+so that two of them share two cores without harm. Intervals over seeds are of the t-distribution; the paired
+intervals of the ablation are over tasks (bootstrap), the seeds' attempts at a task averaged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.evaluation.evaluate import Evaluation, load_evaluation
+from ludus.evaluation.stats import paired_difference, t_interval
+
+SEEDS = (0, 1, 2)
+RATES = ("1e-4", "3e-4", "1e-3")
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One kind of run: a name and the settings that make it."""
+
+    name: str
+    settings: tuple[str, ...] = ()
+
+
+def run(folder: Path, arm: Arm, seed: int, common: tuple[str, ...]) -> Path:
+    """Train one arm with one seed, or go on with it; gives its folder."""
+    path = folder / f"{arm.name}-seed{seed}"
+    command = [sys.executable, "-m", "ludus", "train"]
+    if (path / "config.toml").is_file():
+        command += ["--resume", str(path)]
+    else:
+        fixed = ("--run.folder", str(path), "--run.seed", str(seed), "--run.threads", "1")
+        command += ["search", *fixed, "--run.save_rollouts", "false", *common, *arm.settings]
+    if not list(path.glob("done")):
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        (path / "done").touch()
+    return path
+
+
+def run_all(folder: Path, arms: list[Arm], common: tuple[str, ...], parallel: int) -> dict[str, list[Path]]:
+    """All arms with all seeds, seed by seed, so that an early end leaves whole comparisons."""
+    jobs = [(arm, seed) for seed in SEEDS for arm in arms]
+    with ThreadPoolExecutor(parallel) as pool:
+        paths = list(pool.map(lambda job: run(folder, job[0], job[1], common), jobs))
+    found: dict[str, list[Path]] = {arm.name: [] for arm in arms}
+    for (arm, _), path in zip(jobs, paths, strict=True):
+        found[arm.name].append(path)
+    return found
+
+
+def results(path: Path, which: str) -> list[Evaluation]:
+    """The evaluations before (`first`) or after (`last`) training, of the whole splits."""
+    found = [load_evaluation(file) for file in sorted((path / "evaluations").glob("step-*.json"))]
+    whole = [r for r in found if r.plan.split in ("test", "composition")]
+    step = min(r.plan.step for r in whole) if which == "first" else max(r.plan.step for r in whole)
+    return [r for r in whole if r.plan.step == step]
+
+
+def label(result: Evaluation) -> str:
+    """What was evaluated and how it was sampled."""
+    how = "greedy" if result.plan.temperature == 0 else f"sampled at {result.plan.temperature:g}"
+    return f"{result.plan.split}, {how}"
+
+
+def report_learning(paths: list[Path]) -> None:
+    """Success before and after, seed by seed, and the gain with its interval over seeds."""
+    before, after = [results(p, "first") for p in paths], [results(p, "last") for p in paths]
+    print("| tasks | cold start, by seed | trained, by seed | gain in points, 95 % over seeds |")
+    print("|---|---|---|---|")
+    for i, result in enumerate(before[0]):
+        old, new = [r[i] for r in before], [r[i] for r in after]
+        gains = [100 * (n.rate - o.rate) for o, n in zip(old, new, strict=True)]
+        gain = t_interval(gains)
+        print(
+            f"| {label(result)} | {cells(old)} | {cells(new)} | "
+            f"{gain.mean:+.1f} [{gain.interval.low:+.1f}, {gain.interval.high:+.1f}] |"
+        )
+
+
+def cells(found: list[Evaluation]) -> str:
+    """Rates with their 95 % intervals over tasks, one per seed."""
+    return ", ".join(
+        f"{100 * r.rate:.1f} [{100 * r.interval.low:.1f}, {100 * r.interval.high:.1f}]" for r in found
+    )
+
+
+def report_mask(paths: dict[str, list[Path]]) -> None:
+    """Both arms at each learning rate, and the paired difference."""
+    print(
+        "| tasks | learning rate | masked | observations in the loss | masked - unmasked, paired over tasks |"
+    )
+    print("|---|---|---|---|---|")
+    for i, first in enumerate(results(paths[f"masked-{RATES[0]}"][0], "last")):
+        for rate in RATES:
+            masked = [results(p, "last")[i] for p in paths[f"masked-{rate}"]]
+            unmasked = [results(p, "last")[i] for p in paths[f"unmasked-{rate}"]]
+            gap = paired_difference(by_task(masked), by_task(unmasked), seed=0)
+            low, high = 100 * gap.interval.low, 100 * gap.interval.high
+            print(
+                f"| {label(first)} | {rate} | {over_seeds(masked)} | {over_seeds(unmasked)} | "
+                f"{100 * gap.mean:+.1f} [{low:+.1f}, {high:+.1f}] |"
+            )
+
+
+def by_task(found: list[Evaluation]) -> dict[str, float]:
+    """Mean success of each task over seeds."""
+    return {
+        task: sum(r.successes[i] for r in found) / sum(r.plan.samples for r in found)
+        for i, task in enumerate(found[0].task_ids)
+    }
+
+
+def over_seeds(found: list[Evaluation]) -> str:
+    """Mean over seeds with its t-interval, in per cent."""
+    estimate = t_interval([100 * r.rate for r in found])
+    return f"{estimate.mean:.1f} [{estimate.interval.low:.1f}, {estimate.interval.high:.1f}]"
+
+
+def main() -> None:
+    """Run what is asked for, and print its table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=("learns", "mask"))
+    parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--steps", type=int, help="training steps (default: the recipe's; 20 for mask)")
+    args = parser.parse_args()
+    if args.what == "learns":
+        common = ("--training.steps", str(args.steps)) if args.steps else ()
+        report_learning(run_all(args.folder, [Arm("learns")], common, args.parallel)["learns"])
+        return
+    arms = [
+        Arm(f"{name}-{rate}", ("--training.mask_observations", flag, "--training.learning_rate", rate))
+        for rate in RATES
+        for name, flag in (("masked", "true"), ("unmasked", "false"))
+    ]
+    common = ("--training.steps", str(args.steps or 20), "--evaluation.splits", '["test"]')
+    report_mask(run_all(args.folder, arms, common, args.parallel))
+
+
+if __name__ == "__main__":
+    main()
