@@ -130,14 +130,17 @@ class ToolStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class ToolOutcome:
-    """One tool call as it happened: for metrics, rewards and the record. `output` is what the model saw."""
+    """One tool call as it happened: for metrics, rewards and the record.
+
+    `output` is what the model saw. `seconds` are wall-clock; two outcomes that differ in them alone are equal.
+    """
 
     call_id: str
     tool: str
     status: ToolStatus
     output: str
     truncated: bool = False
-    seconds: float = 0.0
+    seconds: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,80 +1,96 @@
 """Runs tool calls: in parallel, each with a deadline, every failure an observation.
 
-Takes the calls of one action. Gives one `ToolOutcome` per call, in the order of the calls, malformed ones
-included. Waits for the slowest call, at most its deadline. Never raises for what a call does, and never
-waits for a thread that hangs: a plain function that outlives its deadline goes on in its thread, unheard.
+Takes the calls of one action. Gives one `ToolOutcome` for each: the well-formed calls in their order, then
+the malformed ones in theirs. Waits for the slowest call, at most its deadline, in which the wait for a free
+place of the tool counts. Never raises for what a call does, and never waits for one that hangs: a thread
+that outlives its deadline, or a coroutine that refuses to be cancelled, goes on unheard. A coroutine that
+blocks without awaiting holds up the event loop; what blocks belongs into a plain function.
 """
 
 from __future__ import annotations
 
 import asyncio
+import inspect
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from threading import Thread
 
+from ludus.errors import UserError
 from ludus.tools.base import ArgumentError, Tool
 from ludus.types import Action, CallError, ToolCall, ToolOutcome, ToolStatus
 
 
 @dataclass(frozen=True, slots=True)
 class ToolLimits:
-    """Bounds on one call: seconds to wait, and characters of output that the model sees."""
+    """Bounds on one call: seconds to wait, and characters of output that the model sees.
+
+    What is left out of a longer output is replaced by a note that says how much it was.
+    """
 
     timeout_s: float = 20.0
     max_output: int = 2000
 
 
+@dataclass(frozen=True, slots=True)
+class _Reply:
+    """How a call ended, and its whole output."""
+
+    status: ToolStatus
+    text: str
+
+
 @dataclass
 class Toolbox:
-    """The tools of one episode."""
+    """The tools of one episode. Raises UserError where two share a name."""
 
     tools: Sequence[Tool]
     limits: ToolLimits = ToolLimits()
     _by_name: Mapping[str, Tool] = field(init=False)
-    _slots: dict[str, asyncio.Semaphore] = field(init=False, default_factory=dict)
 
     def __post_init__(self) -> None:
         self._by_name = {tool.name: tool for tool in self.tools}
+        if len(self._by_name) < len(self.tools):
+            names = ", ".join(tool.name for tool in self.tools)
+            raise UserError(f"Two tools share a name: {names}.", "Give each a name: @tool(name=...).")
 
     async def run(self, action: Action) -> tuple[ToolOutcome, ...]:
         """Run all calls of an action at once; malformed ones come back as outcomes with the reason."""
         called = await asyncio.gather(*(self._call(call) for call in action.calls))
-        outcomes = [*called, *map(_malformed, action.errors)]
-        order = {call["id"]: i for i, call in enumerate(action.message.get("tool_calls", []))}
-        return tuple(sorted(outcomes, key=lambda outcome: order.get(outcome.call_id, len(order))))
+        return (*called, *map(self._malformed, action.errors))
 
     async def _call(self, call: ToolCall) -> ToolOutcome:
+        begin = time.perf_counter()
+        reply = await self._answer(call)
+        text, truncated = self._cut(reply.text)
+        return ToolOutcome(call.id, call.name, reply.status, text, truncated, time.perf_counter() - begin)
+
+    def _malformed(self, error: CallError) -> ToolOutcome:
+        text, truncated = self._cut(as_text(f"Error: {error.reason}"))
+        return ToolOutcome(error.id, "", ToolStatus.MALFORMED, text, truncated)
+
+    async def _answer(self, call: ToolCall) -> _Reply:
         tool = self._by_name.get(call.name)
         if tool is None:
             known = ", ".join(self._by_name) or "none"
-            text = f"Error: there is no tool {call.name!r}. Tools: {known}."
-            return ToolOutcome(call.id, call.name, ToolStatus.UNKNOWN_TOOL, self._cut(text)[0])
+            return _Reply(ToolStatus.UNKNOWN_TOOL, f"Error: there is no tool {call.name!r}. Tools: {known}.")
         try:
             arguments = tool.check(call.arguments)
         except ArgumentError as error:
-            text = self._cut(f"Error: {error}.")[0]
-            return ToolOutcome(call.id, call.name, ToolStatus.BAD_ARGUMENTS, text)
-        start = time.perf_counter()
-        status, text = await self._guarded(tool, arguments)
-        text, truncated = self._cut(text)
-        return ToolOutcome(call.id, call.name, status, text, truncated, time.perf_counter() - start)
+            return _Reply(ToolStatus.BAD_ARGUMENTS, as_text(f"Error: {error}."))
+        return await self._within_deadline(tool, arguments)
 
-    async def _guarded(self, tool: Tool, arguments: Mapping[str, object]) -> tuple[ToolStatus, str]:
+    async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object]) -> _Reply:
         timeout_s = tool.timeout_s if tool.timeout_s is not None else self.limits.timeout_s
+        work = asyncio.get_running_loop().create_task(_run(tool, arguments))
         try:
-            async with asyncio.timeout(timeout_s):
-                async with self._slot(tool):
-                    output: object = await _invoke(tool, arguments)
-        except TimeoutError:
-            return ToolStatus.TIMED_OUT, f"Error: {tool.name} took longer than {timeout_s:g} s."
-        except Exception as error:  # boundary: whatever a tool raises is an observation for the model
-            return ToolStatus.RAISED, f"Error: {type(error).__name__}: {error}"
-        return ToolStatus.OK, as_text(output)
-
-    def _slot(self, tool: Tool) -> asyncio.Semaphore:
-        return self._slots.setdefault(tool.name, asyncio.Semaphore(tool.concurrency or 1_000_000))
+            await asyncio.wait({work}, timeout=timeout_s)
+            if work.done():
+                return work.result()
+        finally:
+            work.cancel()
+        return _Reply(ToolStatus.TIMED_OUT, f"Error: {tool.name} took longer than {timeout_s:g} s.")
 
     def _cut(self, text: str) -> tuple[str, bool]:
         """Keep head and tail of an output that is too long."""
@@ -92,31 +108,45 @@ def as_text(output: object) -> str:
     return text.encode("utf-8", "replace").decode("utf-8").replace("\x00", "�")
 
 
-def _malformed(error: CallError) -> ToolOutcome:
-    return ToolOutcome(error.id, "", ToolStatus.MALFORMED, f"Error: {error.reason}")
+def describe_error(error: BaseException) -> str:
+    """The type of an error and its words, as valid text; the type alone where it has no words to give."""
+    try:
+        said = as_text(error)
+    except BaseException:  # boundary: even the words of a foreign error may fail
+        said = ""
+    return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-async def _invoke(tool: Tool, arguments: Mapping[str, object]) -> object:
-    if tool.is_async:
-        return await tool.function(**arguments)  # type: ignore[misc]
-    return await asyncio.wrap_future(_in_thread(tool, arguments))
+async def _run(tool: Tool, arguments: Mapping[str, object]) -> _Reply:
+    """Run a call to its end. Never raises."""
+    try:
+        async with tool.slot():
+            if not tool.is_async:
+                return await asyncio.wrap_future(_in_thread(tool, arguments))
+            output: object = await tool.function(**arguments)  # type: ignore[misc]
+            return _Reply(ToolStatus.OK, as_text(output))
+    except BaseException as error:  # boundary: whatever a tool raises is an observation for the model
+        return _Reply(ToolStatus.RAISED, f"Error: {describe_error(error)}")
 
 
-def _in_thread(tool: Tool, arguments: Mapping[str, object]) -> Future[object]:
+def _in_thread(tool: Tool, arguments: Mapping[str, object]) -> Future[_Reply]:
     """Run a plain function in a daemon thread of its own: one that hangs blocks nothing, not even exit."""
-    future: Future[object] = Future()
+    future: Future[_Reply] = Future()
 
     def work() -> None:
-        if not future.set_running_or_notify_cancel():
-            return
-        try:
-            result: object = tool.function(**arguments)
-        except Exception as error:  # boundary: handed to the waiting side as the call's error
-            future.set_exception(error)
-        except BaseException as error:  # boundary: a tool that calls exit must not end the trainer
-            future.set_exception(RuntimeError(f"{type(error).__name__}: {error}"))
-        else:
-            future.set_result(result)
+        if future.set_running_or_notify_cancel():
+            future.set_result(_reply(tool, arguments))
 
     Thread(target=work, name=f"tool-{tool.name}", daemon=True).start()
     return future
+
+
+def _reply(tool: Tool, arguments: Mapping[str, object]) -> _Reply:
+    try:
+        output: object = tool.function(**arguments)
+        if inspect.iscoroutine(output):
+            output.close()
+            raise TypeError(f"{tool.name} returned a coroutine, but is not declared async")
+        return _Reply(ToolStatus.OK, as_text(output))
+    except BaseException as error:  # boundary: a tool that fails or calls exit must not end the trainer
+        return _Reply(ToolStatus.RAISED, f"Error: {describe_error(error)}")

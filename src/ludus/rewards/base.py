@@ -17,7 +17,8 @@ class Reward:
     """One named part.
 
     `outcome` marks what the task is about (it decides success: a value of 1); all other parts only shape.
-    A part of weight 0 is reported and does not train. Shaping values are clipped to [-1, 1].
+    A part of weight 0 is reported and does not train. Shaping values are clipped to [-1, 1], so that they
+    can move the sum by twice their weights.
     """
 
     name: str
@@ -27,25 +28,32 @@ class Reward:
 
 
 def check_rewards(rewards: Sequence[Reward]) -> None:
-    """Refuse a list without an outcome, with a name used twice, or in which shaping could outweigh it."""
+    """Raise ConfigError unless solving the task always earns more than anything else.
+
+    Refused are a name used twice, a weight that is not finite, a list without an outcome, an outcome that
+    costs, and shaping that could outweigh an outcome.
+    """
     names = [part.name for part in rewards]
     if len(set(names)) < len(names):
         raise ConfigError(f"Two rewards share a name: {names}.", "Give each part a name of its own.")
-    outcome = sum(part.weight for part in rewards if part.outcome)
-    shaping = sum(abs(part.weight) for part in rewards if not part.outcome)
-    if outcome <= 0:
+    if odd := [part.name for part in rewards if not math.isfinite(part.weight)]:
+        raise ConfigError(f"The weight of {odd[0]!r} is not a finite number.", "Give it a plain number.")
+    outcomes = [part.weight for part in rewards if part.outcome]
+    if min(outcomes, default=0.0) < 0 or sum(outcomes) <= 0:
         raise ConfigError("No reward marks the outcome.", "Set outcome=True and a weight above 0 on one.")
-    if shaping >= outcome:
+    least = min(weight for weight in outcomes if weight > 0)
+    shaping = sum(abs(part.weight) for part in rewards if not part.outcome)
+    if 2 * shaping >= least:
         raise ConfigError(
-            f"Shaping rewards weigh {shaping:g} together and the outcome {outcome:g}: a model could earn "
-            "more by pleasing the shaping than by solving the task.",
-            "Lower the shaping weights below the outcome's.",
+            f"Shaping rewards weigh {shaping:g} together and the outcome {least:g}: a failure with all "
+            "shaping at 1 would earn no less than a success with all of it at -1.",
+            "Lower the shaping weights below half of the outcome's.",
         )
 
 
 def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
     """The trajectory with its parts and weighted sum. A value that is not finite raises ValueError."""
-    parts = {}
+    parts: dict[str, float] = {}
     total = 0.0
     for part in rewards:
         value = float(part.function(task, trajectory))

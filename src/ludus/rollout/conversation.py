@@ -7,14 +7,16 @@ renderer made, and never turns its own text back into ids.
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludus.chat.render import Renderer
 from ludus.engines.base import Engine, Request
+from ludus.errors import EngineError
 from ludus.tools.base import Tool
-from ludus.types import Action, Message, SamplingParams, Segment, StopReason
+from ludus.types import Action, Completion, Message, SamplingParams, Segment, StopReason
 
 
 class Conversation(Protocol):
@@ -30,7 +32,7 @@ class Conversation(Protocol):
         ...
 
     async def act(self) -> Action | StopReason:
-        """Let the policy take a turn. A stop reason means that there is no room for one."""
+        """Let the policy take a turn. A stop reason means that there was no room to finish one."""
         ...
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
@@ -53,7 +55,8 @@ class EngineConversation:
     """A dialogue with an engine, token by token.
 
     `max_tokens` bounds the whole trajectory; the engine's context bounds it as well. `seed` and the turn
-    fix the randomness of each action.
+    fix the randomness of each action. `act` raises `EngineError` where the engine fails, gives up half-way,
+    or gives tokens without a finite log-probability and a version for each.
     """
 
     engine: Engine
@@ -96,6 +99,7 @@ class EngineConversation:
             seed=seed_for(self.seed, self._turn),
         )
         completion = await self.engine.generate(Request(self.episode, tuple(self._tokens), params))
+        _check(completion, self.episode)
         turn, self._turn = self._turn, self._turn + 1
         self._append(
             Segment(
@@ -126,3 +130,16 @@ class EngineConversation:
     def _append(self, segment: Segment) -> None:
         self._segments.append(segment)
         self._tokens.extend(segment.tokens)
+
+
+def _check(completion: Completion, episode: str) -> None:
+    if completion.finish_reason == "abort":
+        raise EngineError(f"The engine gave up in the middle of an action of episode {episode}.")
+    num = len(completion.tokens)
+    if (len(completion.logprobs), len(completion.versions)) != (num, num):
+        raise EngineError(
+            f"The engine gave {num} tokens, {len(completion.logprobs)} log-probabilities and "
+            f"{len(completion.versions)} versions for an action of episode {episode}."
+        )
+    if not all(map(math.isfinite, completion.logprobs)):
+        raise EngineError(f"A log-probability of an action of episode {episode} is not a finite number.")

@@ -2,20 +2,23 @@
 
 Takes a task, a fresh environment and a conversation. Gives a scored `Trajectory`, whatever the model and
 its tools do. Waits for the policy and for the environment, the latter at most `environment_timeout_s` a
-call. Raises `WorldError` or `EngineError` for the infrastructure only; never because of what the model
-wrote. Always closes environment and conversation.
+call (as long as it does not block the event loop or refuse to be cancelled). Raises `WorldError` or
+`EngineError` for the infrastructure only, never because of what the model wrote. Always closes conversation
+and environment, also when cancelled; `start`, `step` and `close` run in one asyncio task.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ludus.envs.base import Environment
-from ludus.errors import LudusError, WorldError
+from ludus.envs.toolbox import describe_error
+from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import score
 from ludus.rollout.conversation import Conversation
 from ludus.types import (
@@ -55,6 +58,12 @@ class _Record:
     tools_s: float = 0.0
 
 
+def is_being_cancelled() -> bool:
+    """Whether someone asked for the running task to be cancelled, whatever its own code raises."""
+    task = asyncio.current_task()
+    return task is not None and task.cancelling() > 0
+
+
 async def run_episode(
     task: Task, sample: int, environment: Environment, conversation: Conversation, limits: EpisodeLimits
 ) -> Trajectory:
@@ -62,15 +71,14 @@ async def run_episode(
     record = _Record()
     begin = time.perf_counter()
     try:
-        async with asyncio.timeout(limits.timeout_s) as deadline:
-            stop = await _play(task, environment, conversation, limits, record)
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        stop = StopReason.TIMEOUT
-    finally:
-        conversation.close()
-        await _close(environment, limits)
+        stop = await _play_in_time(task, environment, conversation, limits, record)
+    except BaseException as error:
+        try:
+            await _close(environment, conversation, limits)
+        except LudusError as second:
+            error.add_note(f"Closing failed as well: {second}")
+        raise
+    await _close(environment, conversation, limits)
     trajectory = Trajectory(
         task_id=task.id,
         sample=sample,
@@ -85,6 +93,22 @@ async def run_episode(
     return _scored(task, environment, trajectory)
 
 
+async def _play_in_time(
+    task: Task,
+    environment: Environment,
+    conversation: Conversation,
+    limits: EpisodeLimits,
+    record: _Record,
+) -> StopReason:
+    try:
+        async with asyncio.timeout(limits.timeout_s) as deadline:
+            return await _play(task, environment, conversation, limits, record)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        return StopReason.TIMEOUT
+
+
 async def _play(
     task: Task,
     environment: Environment,
@@ -92,26 +116,28 @@ async def _play(
     limits: EpisodeLimits,
     record: _Record,
 ) -> StopReason:
-    record.messages += await _world(environment.start(task), "start", limits)
-    stop = conversation.open(record.messages, environment.tools)
+    record.messages += await _world("start", lambda: environment.start(task), list, limits)
+    stop = _shown(lambda: conversation.open(record.messages, environment.tools))
     turn = 0
     while stop is None:
         action = await _timed_act(conversation, record)
         if isinstance(action, StopReason):
             return action
         record.messages.append(action.message)
-        if _is_truncated(action):
+        if action.finish_reason == "length":
             return StopReason.TRUNCATED
         if _is_empty(action):
             return StopReason.EMPTY_ANSWER
         result = await _timed_step(environment, action, limits, record)
         turn += 1
-        stop = _stop_after(result, turn, limits, record) or conversation.observe(result.messages)
+        stop = _stop_after(result, turn, limits, record) or _observed(conversation, result)
     return stop
 
 
 def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _Record) -> StopReason | None:
     """Whether the environment's answer ends the episode."""
+    if result.reward is not None and not math.isfinite(result.reward):
+        raise WorldError(f"The environment's step gave the reward {result.reward}.")
     record.messages += result.messages
     record.outcomes += result.outcomes
     record.turn_rewards.append(result.reward)
@@ -124,48 +150,73 @@ def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _R
     return StopReason.MAX_TURNS if turn >= limits.max_turns else None
 
 
-def _is_truncated(action: Action) -> bool:
-    return action.finish_reason == "length"
-
-
 def _is_empty(action: Action) -> bool:
     return not (action.calls or action.errors or action.message["content"].strip())
 
 
 async def _timed_act(conversation: Conversation, record: _Record) -> Action | StopReason:
     begin = time.perf_counter()
-    action = await conversation.act()
-    record.model_s += time.perf_counter() - begin
-    return action
+    try:
+        return await conversation.act()
+    except asyncio.CancelledError as error:
+        if is_being_cancelled():
+            raise
+        raise EngineError("The policy's turn was cancelled from inside the engine.") from error
+    finally:
+        record.model_s += time.perf_counter() - begin
 
 
 async def _timed_step(
     environment: Environment, action: Action, limits: EpisodeLimits, record: _Record
 ) -> StepResult:
     begin = time.perf_counter()
-    result = await _world(environment.step(action), "step", limits)
+    result = await _world("step", lambda: environment.step(action), StepResult, limits)
     record.tools_s += time.perf_counter() - begin
     return result
 
 
-async def _world(call: Awaitable[T], what: str, limits: EpisodeLimits) -> T:
-    """Await the environment; whatever it raises is a failure of the infrastructure, with its own words."""
+async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T], limits: EpisodeLimits) -> T:
+    """Call the environment; whatever it raises is a failure of the infrastructure, with its own words."""
     try:
         async with asyncio.timeout(limits.environment_timeout_s) as deadline:
-            return await call
+            result = await call()
     except LudusError:
         raise
-    except Exception as error:  # boundary: foreign code; the cause travels in the failure
+    except BaseException as error:  # boundary: foreign code; the cause travels in the failure
+        if isinstance(error, KeyboardInterrupt | GeneratorExit):
+            raise
+        if isinstance(error, asyncio.CancelledError) and is_being_cancelled():
+            raise
         if isinstance(error, TimeoutError) and deadline.expired():
             raise WorldError(
                 f"The environment's {what} took longer than {limits.environment_timeout_s:g} s.",
                 "See rollout.environment_timeout_s.",
             ) from error
-        raise WorldError(f"The environment's {what} raised {type(error).__name__}: {error}") from error
+        raise WorldError(f"The environment's {what} raised {describe_error(error)}") from error
+    if not isinstance(result, expected):
+        raise WorldError(f"The environment's {what} gave {type(result).__name__}, not {expected.__name__}.")
+    return result
 
 
-async def _close(environment: Environment, limits: EpisodeLimits) -> None:
-    await _world(environment.close(), "close", limits)
+def _observed(conversation: Conversation, result: StepResult) -> StopReason | None:
+    return _shown(lambda: conversation.observe(result.messages))
+
+
+def _shown(show: Callable[[], StopReason | None]) -> StopReason | None:
+    """Show messages of the environment to the policy; ones that cannot be rendered are its failure."""
+    try:
+        return show()
+    except LudusError:
+        raise
+    except Exception as error:  # boundary: foreign messages in a foreign template
+        raise WorldError(f"The environment's messages cannot be rendered: {describe_error(error)}") from error
+
+
+async def _close(environment: Environment, conversation: Conversation, limits: EpisodeLimits) -> None:
+    try:
+        conversation.close()
+    finally:
+        await _world("close", environment.close, object, limits)
 
 
 def _turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
@@ -179,4 +230,4 @@ def _scored(task: Task, environment: Environment, trajectory: Trajectory) -> Tra
     except LudusError:
         raise
     except Exception as error:  # boundary: foreign code; a reward that fails is never taken for 0
-        raise WorldError(f"A reward of task {task.id} raised {type(error).__name__}: {error}") from error
+        raise WorldError(f"A reward of task {task.id} raised {describe_error(error)}") from error

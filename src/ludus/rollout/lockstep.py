@@ -1,8 +1,9 @@
 """Turns in lock-step: what is sampled together depends on the episodes alone, never on the clock.
 
 Takes requests of the episodes that have joined. Waits until every joined episode either waits here or has
-left. Gives the whole round to the engine as one batch, ordered by episode. Never starts a round while one
-episode is with its tools: a slow tool holds everyone, which is the price of bit-for-bit repetition.
+left. Gives the whole round to the engine as one batch, ordered by episode; what the engine raises reaches
+every episode of the round. Never starts a round while one episode is with its tools: a slow tool holds
+everyone, which is the price of bit-for-bit repetition.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from ludus.engines.base import Engine, Request
+from ludus.errors import EngineError
 from ludus.types import Completion
 
 if TYPE_CHECKING:
@@ -47,7 +49,7 @@ class LockstepEngine:
         self._start_round_if_complete()
 
     async def generate(self, request: Request) -> Completion:
-        """Wait for the round, then for its result."""
+        """Wait for the round, then for its result. Raises ValueError for an episode that has not joined."""
         if request.episode not in self._joined:
             raise ValueError(f"episode {request.episode} has not joined")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -76,7 +78,11 @@ class LockstepEngine:
         return await self.inner.score(token_ids)
 
     async def close(self) -> None:
-        """The inner engine's."""
+        """End the rounds that run, then close the inner engine."""
+        rounds = tuple(self._rounds)
+        for task in rounds:
+            task.cancel()
+        await asyncio.gather(*rounds, return_exceptions=True)
         await self.inner.close()
 
     def _start_round_if_complete(self) -> None:
@@ -92,11 +98,20 @@ class LockstepEngine:
     async def _round(self, entries: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
         try:
             completions = await self.inner.generate_batch([request for request, _ in entries])
+            if len(completions) != len(entries):
+                raise EngineError(f"The engine answered {len(completions)} of {len(entries)} requests.")
         except Exception as error:  # boundary: the cause goes to every episode that waits
-            for _, future in entries:
-                if not future.done():
-                    future.set_exception(error)
+            self._fail(entries, error)
             return
+        except BaseException:
+            self._fail(entries, EngineError("The round was cancelled before the engine answered."))
+            raise
         for (_, future), completion in zip(entries, completions, strict=True):
             if not future.done():
                 future.set_result(completion)
+
+    @staticmethod
+    def _fail(entries: list[tuple[Request, asyncio.Future[Completion]]], error: Exception) -> None:
+        for _, future in entries:
+            if not future.done():
+                future.set_exception(error)

@@ -4,7 +4,8 @@ Takes jobs in order. Gives one `Episode` per job, in the order of the jobs; one 
 for good comes back with stop reason `failed`. Waits with a bounded number of episodes in flight: the
 next job starts when one ends. Retries infrastructure failures, and only those, in a fresh environment with
 the same seed. Raises `WorldError` or `EngineError`, with the first failure's own words, once more episodes
-have failed than `max_failure_rate` allows. Never drops a job silently: each attempt is in the ledger.
+have failed than `max_failure_rate` allows; then, or when cancelled, all episodes in flight are closed first.
+Never drops a job silently: each attempt is in the ledger, and so is each wall-clock limit that fired.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ludus.envs.base import World
-from ludus.errors import EngineError, WorldError
+from ludus.envs.base import Environment, World
+from ludus.envs.toolbox import describe_error
+from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rollout.conversation import Conversation
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.episode import EpisodeLimits, is_being_cancelled, run_episode
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.lockstep import LockstepEngine
-from ludus.types import Failure, StopReason, Task, Trajectory
+from ludus.types import Failure, StopReason, Task, ToolStatus, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,12 +63,13 @@ def episode_name(key: RolloutKey) -> str:
 
 @dataclass
 class _Run:
-    """The state of one call of `run`."""
+    """The state of one call of `run`. `joined` are the names that the lock-step knows."""
 
     pending: Iterator[tuple[int, Job]]
-    allowed_failures: float
+    num_jobs: int
     done: dict[int, Episode] = field(default_factory=dict)
     failures: list[InfrastructureError] = field(default_factory=list)
+    joined: set[str] = field(default_factory=set)
 
 
 @dataclass
@@ -84,9 +87,8 @@ class Scheduler:
         self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
         """Play all jobs; `on_done` is called as each ends."""
-        run = _Run(iter(enumerate(jobs)), self.limits.max_failure_rate * len(jobs))
-        num_workers = min(self.limits.concurrency, len(jobs))
-        first = [self._take(run, None) for _ in range(num_workers)]
+        run = _Run(iter(enumerate(jobs)), len(jobs))
+        first = [self._take(run, None) for _ in range(min(self.limits.concurrency, len(jobs)))]
         try:
             async with asyncio.TaskGroup() as group:
                 for taken in first:
@@ -94,8 +96,8 @@ class Scheduler:
         except ExceptionGroup as errors:
             raise errors.exceptions[0] from errors.exceptions[0].__cause__
         finally:
-            for _, job in filter(None, first):
-                self._swap(episode_name(job.key), None)
+            for name in tuple(run.joined):
+                self._swap(run, name, None)
         return [run.done[i] for i in range(len(jobs))]
 
     async def _work(
@@ -116,24 +118,50 @@ class Scheduler:
         while True:
             self.ledger.start(job.key)
             try:
-                environment = self.world.environment(job.task)
-                conversation = self.converse(job)
-                trajectory = await run_episode(
-                    job.task, job.key.sample, environment, conversation, self.episode_limits
-                )
-                return Episode(job.key, job.task, trajectory)
+                return Episode(job.key, job.task, await self._play(job))
             except (WorldError, EngineError) as error:
-                self.ledger.finish(job.key, Outcome.FAILED, error.part)
+                self._note_failure(job.key, error)
+                if is_being_cancelled():
+                    raise asyncio.CancelledError from error
                 if job.key.attempt >= self.limits.retries:
                     return self._give_up(run, job, error)
                 again = replace(job.key, attempt=job.key.attempt + 1)
-                self._swap(episode_name(job.key), episode_name(again))
+                self._swap(run, episode_name(job.key), episode_name(again))
                 job = replace(job, key=again)
+
+    async def _play(self, job: Job) -> Trajectory:
+        conversation = self.converse(job)
+        environment = self._environment(job.task)
+        trajectory = await run_episode(
+            job.task, job.key.sample, environment, conversation, self.episode_limits
+        )
+        late = any(outcome.status is ToolStatus.TIMED_OUT for outcome in trajectory.outcomes)
+        if late or trajectory.stop_reason is StopReason.TIMEOUT:
+            self.ledger.note_clock_limit(job.key.step)
+        return trajectory
+
+    def _environment(self, task: Task) -> Environment:
+        try:
+            return self.world.environment(task)
+        except LudusError:
+            raise
+        except Exception as error:  # boundary: foreign code; the cause travels in the failure
+            raise WorldError(f"No environment for task {task.id}: {describe_error(error)}") from error
+
+    def _note_failure(self, key: RolloutKey, error: InfrastructureError) -> None:
+        self.ledger.finish(key, Outcome.FAILED, error.part)
+        if isinstance(error.__cause__, TimeoutError):
+            self.ledger.note_clock_limit(key.step)
 
     def _give_up(self, run: _Run, job: Job, error: InfrastructureError) -> Episode:
         run.failures.append(error)
-        if len(run.failures) > run.allowed_failures:
-            raise run.failures[0]
+        if len(run.failures) > self.limits.max_failure_rate * run.num_jobs + 1e-9:
+            first = run.failures[0]
+            raise type(first)(
+                f"{len(run.failures)} of {run.num_jobs} episodes failed for good, more than "
+                f"rollout.max_failure_rate allows. The first failure: {first.message}",
+                first.hint,
+            ) from first
         failure = Failure(error.part, str(error), job.key.attempt + 1)
         tags = dict(job.task.tags)
         nothing = Trajectory(
@@ -144,9 +172,12 @@ class Scheduler:
     def _take(self, run: _Run, leaving: str | None) -> tuple[int, Job] | None:
         """The next job; it joins the lock-step in the same instant as the last one leaves."""
         taken = next(run.pending, None)
-        self._swap(leaving, episode_name(taken[1].key) if taken else None)
+        self._swap(run, leaving, episode_name(taken[1].key) if taken else None)
         return taken
 
-    def _swap(self, leaving: str | None, joining: str | None) -> None:
+    def _swap(self, run: _Run, leaving: str | None, joining: str | None) -> None:
+        run.joined.discard(leaving or "")
+        if joining is not None:
+            run.joined.add(joining)
         if self.lockstep is not None:
             self.lockstep.swap(leaving, joining)

@@ -15,13 +15,18 @@ the schema before the function runs; what it raises becomes an observation (`lud
 
 from __future__ import annotations
 
+import asyncio
 import inspect
+import json
 import re
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import dataclass
+from contextlib import AbstractAsyncContextManager, nullcontext
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, TypedDict, get_type_hints, overload
+from weakref import WeakKeyDictionary
 
-from pydantic import BaseModel, ConfigDict, ValidationError, create_model
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
 from ludus.types import JSON
 
@@ -53,7 +58,8 @@ class Tool:
     """A function with a schema.
 
     A plain function runs in a thread, an `async` one on the event loop; `timeout_s` (None: the rollout's)
-    bounds the wait for either. `concurrency` bounds how many calls of this tool run at once, 0 is no bound.
+    bounds the wait for either. `concurrency` bounds how many calls of this tool run at once, those of all
+    episodes together; 0 is no bound. A call that is past its deadline no longer counts.
     """
 
     name: str
@@ -62,13 +68,22 @@ class Tool:
     arguments: type[BaseModel]
     timeout_s: float | None = None
     concurrency: int = 0
+    _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
+        init=False, repr=False, compare=False, default_factory=WeakKeyDictionary
+    )
 
     @property
     def is_async(self) -> bool:
         """Whether the function is a coroutine function."""
         return inspect.iscoroutinefunction(self.function)
 
-    @property
+    def slot(self) -> AbstractAsyncContextManager[None]:
+        """A place among the calls that may run at once. For use on an event loop."""
+        if not self.concurrency:
+            return nullcontext()
+        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency))
+
+    @cached_property
     def schema(self) -> ToolSchema:
         """The OpenAI description of the tool."""
         schema = self.arguments.model_json_schema()
@@ -77,15 +92,19 @@ class Tool:
             for name, prop in schema.get("properties", {}).items()
         }
         parameters = {"type": "object", "properties": properties, "required": schema.get("required", [])}
+        if "$defs" in schema:
+            parameters["$defs"] = schema["$defs"]
         function = FunctionSchema(name=self.name, description=self.description, parameters=parameters)
         return ToolSchema(type="function", function=function)
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
         """The arguments as the function takes them. Raises `ArgumentError` in words for the model."""
         try:
-            model = self.arguments.model_validate(dict(arguments))
+            model = self.arguments.model_validate_json(json.dumps(dict(arguments)))
         except ValidationError as error:
             raise ArgumentError("; ".join(map(_in_words, error.errors()))) from None
+        except Exception as error:  # boundary: validators of the tool's own types may raise anything
+            raise ArgumentError(f"the arguments cannot be read: {type(error).__name__}: {error}") from error
         return {name: model.__dict__[name] for name in self.arguments.model_fields}
 
 
@@ -115,7 +134,10 @@ def tool(
     timeout_s: float | None = None,
     concurrency: int = 0,
 ) -> Tool | Callable[[ToolFunction], Tool]:
-    """Make a `Tool` of a typed function. Raises TypeError where a parameter has no annotation."""
+    """Make a `Tool` of a typed function.
+
+    Raises TypeError for a parameter that has no annotation or cannot be passed by name.
+    """
 
     def make(fn: ToolFunction) -> Tool:
         summary, described = _read_docstring(inspect.getdoc(fn) or "")
@@ -132,24 +154,19 @@ def tool(
 
 
 def _arguments_model(fn: ToolFunction, described: Mapping[str, str]) -> type[BaseModel]:
-    hints = get_type_hints(fn)
+    hints = get_type_hints(fn, include_extras=True)
     fields: dict[str, Any] = {}
     for parameter in inspect.signature(fn).parameters.values():
-        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-            raise TypeError(f"tool {fn.__name__}: *args and **kwargs have no schema")
+        if parameter.kind not in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY):
+            raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} cannot be passed by name")
         if parameter.name not in hints:
             raise TypeError(f"tool {fn.__name__}: parameter {parameter.name!r} needs a type annotation")
         default = ... if parameter.default is parameter.empty else parameter.default
-        field = _field(default, described.get(parameter.name))
-        fields[parameter.name] = (hints[parameter.name], field)
+        said = described.get(parameter.name)
+        info = Field(default=default) if said is None else Field(default=default, description=said)
+        fields[parameter.name] = (hints[parameter.name], info)
     config = ConfigDict(extra="forbid", strict=True)
     return create_model(f"{fn.__name__}_arguments", __config__=config, **fields)
-
-
-def _field(default: object, description: str | None) -> Any:  # noqa: ANN401 (a pydantic FieldInfo)
-    from pydantic import Field
-
-    return Field(default=default, description=description)
 
 
 def _read_docstring(text: str) -> tuple[str, dict[str, str]]:

@@ -32,8 +32,10 @@ CHAINS: dict[tuple[str, ...], float] = {
     ("airport", "city", "country", "capital"): 0.10,
     ("airport", "city", "country", "currency"): 0.10,
 }
-INTERSECTION_WEIGHT = 0.10
-"""Share of each family in a split; they sum to 1."""
+WEIGHTS: dict[str, float] = {"/".join(chain): weight for chain, weight in CHAINS.items()} | {
+    "intersection": 0.10
+}
+"""Share of each family in a split, by name; they sum to 1. The held-out family has its split to itself."""
 
 NOUNS = {
     "city": "the city that {} serves",
@@ -119,14 +121,12 @@ def sample_questions(facts: Facts, split: str, num: int, seed: int) -> list[Ques
     """
     rng = random.Random(f"{split}:{seed}")
     pools = all_questions(facts, split)
-    weights = {"/".join(chain): weight for chain, weight in CHAINS.items()}
-    weights |= {"intersection": INTERSECTION_WEIGHT, "/".join(HELD_OUT): 1.0}
     for pool in pools.values():
         rng.shuffle(pool)
     chosen: list[Question] = []
     while pools and len(chosen) < num:
         names = sorted(pools)
-        (family,) = rng.choices(names, [weights[name] for name in names])
+        (family,) = rng.choices(names, [WEIGHTS.get(name, 1.0) for name in names])
         chosen.append(pools[family].pop())
         if not pools[family]:
             del pools[family]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.search.expert import Expert, Flaws, to_messages
 from ludus.envs.search.facts import Facts, load_facts
-from ludus.envs.search.questions import SPLITS, Question, all_questions, sample_questions
+from ludus.envs.search.questions import SPLITS, WEIGHTS, Question, all_questions, sample_questions
+from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import UserError
@@ -39,7 +41,8 @@ class SearchSettings(BaseModel):
     """`tool`: the loop. `once`: passages for the question are in the prompt (RAG). `none`: no passages."""
     k: int = Field(2, ge=1, le=10)
     """Passages that a search returns unless the model asks for another number."""
-    well_formed_weight: float = Field(0.1, ge=0, lt=1)
+    well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
+    """Of an episode that ends with an answer and has no failed call; a right answer weighs 1."""
     seed: int = 0
     """Of the choice and order of the tasks."""
 
@@ -88,7 +91,11 @@ class SearchWorld:
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split, families mixed by their weights, in a fixed order."""
         if split not in SIZES:
-            raise UserError(f"The search world has no split {split!r}.", f"Splits: {', '.join(SPLITS)}.")
+            near = difflib.get_close_matches(split, SPLITS, n=1)
+            guess = f"Did you mean {near[0]!r}? " if near else ""
+            raise UserError(
+                f"The search world has no split {split!r}.", f"{guess}Splits: {', '.join(SPLITS)}."
+            )
         chosen = sample_questions(self.facts, split, SIZES[split], self.settings.seed)
         return [self._task(question, split) for question in chosen]
 
@@ -105,7 +112,7 @@ class SearchWorld:
         """
         rng = random.Random(f"demonstrations:{seed}")
         pools = all_questions(self.facts, "train")
-        weights = _weights(pools)
+        weights = {family: WEIGHTS[family] for family in pools}
         expert = Expert(self.facts, self.tool.function, Flaws())  # type: ignore[arg-type]
         while True:
             (family,) = rng.choices(list(weights), list(weights.values()))
@@ -141,14 +148,6 @@ class SearchWorld:
         return Message(role="system", content=SYSTEM[access]), Message(role="user", content=said)
 
 
-def _weights(pools: Mapping[str, list[Question]]) -> dict[str, float]:
-    from ludus.envs.search.questions import CHAINS, INTERSECTION_WEIGHT
-
-    weights = {"/".join(chain): weight for chain, weight in CHAINS.items()}
-    weights["intersection"] = INTERSECTION_WEIGHT
-    return {family: weights[family] for family in pools}
-
-
 def make_search_world(settings: Mapping[str, Any], limits: ToolLimits) -> SearchWorld:
-    """The factory by which the world is registered."""
-    return SearchWorld(SearchSettings.model_validate(dict(settings)), limits)
+    """The factory by which the world is registered. Raises ConfigError for settings that do not fit."""
+    return SearchWorld(read_settings(SearchSettings, settings), limits)

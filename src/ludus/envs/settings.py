@@ -1,0 +1,39 @@
+"""A world's own settings (`env.settings`), checked against its schema."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ludus.errors import ConfigError
+
+Settings = TypeVar("Settings", bound=BaseModel)
+
+
+def read_settings(schema: type[Settings], given: Mapping[str, Any]) -> Settings:
+    """The settings as the schema says; it should forbid extra keys.
+
+    Raises ConfigError with one sentence a line, one for each mistake: the key, its value, and the nearest key
+    or what the value must be.
+    """
+    try:
+        return schema.model_validate(dict(given), strict=True)
+    except ValidationError as error:
+        problems = [_sentence(details, list(schema.model_fields)) for details in error.errors()]
+    known = ", ".join(schema.model_fields)
+    raise ConfigError("\n".join(dict.fromkeys(problems)), f"This world has the settings {known}.")
+
+
+def _sentence(details: ErrorDetails, known: list[str]) -> str:
+    key = ".".join(["env.settings", *map(str, details["loc"])])
+    shown = f"{key} (= {details['input']!r})"
+    if details["type"] != "extra_forbidden":
+        said = details["msg"].removeprefix("Input ")
+        return f"{shown}: it {said}."
+    near = difflib.get_close_matches(str(details["loc"][-1]), known, n=1, cutoff=0.4)
+    nearest = f"; the nearest is env.settings.{near[0]}" if near else ""
+    return f"{shown} is not a setting of this world{nearest}."

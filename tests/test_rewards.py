@@ -1,0 +1,213 @@
+"""Verifiers of short answers, and rewards in which the outcome dominates."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ludus.errors import ConfigError
+from ludus.rewards.answers import Answers, exact_match, f1, matches, normalise, token_f1, well_formed
+from ludus.rewards.base import Reward, check_rewards, score, success
+from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
+
+
+def episode(answer="", stop=StopReason.ANSWERED, statuses=(), rewards=None):
+    outcomes = tuple(ToolOutcome(str(i), "f", status, "") for i, status in enumerate(statuses))
+    messages = (Message(role="assistant", content=answer),)
+    return Trajectory("t", 0, (), messages, stop, outcomes, rewards or {})
+
+
+def task(*accepted):
+    return Task("t", (), Answers(accepted))
+
+
+ACCEPTED = [
+    ("Paris", ["Paris"]),
+    ("  paris.\n", ["Paris"]),
+    ("The Netherlands", ["Netherlands"]),
+    ("an apple a day", ["apple day"]),
+    ("Sao Paulo", ["São Paulo"]),
+    ("SÃO PAULO", ["Sao Paulo"]),
+    ("Sa\u0303o Paulo", ["São Paulo"]),
+    ("Strasse", ["Straße"]),
+    ("Cote dIvoire", ["Côte d’Ivoire"]),
+    ("Côte d'Ivoire", ["Côte d’Ivoire"]),
+    ("“Paris”", ["Paris"]),
+    ("Saint Denis…", ["Saint-Denis", "Saint Denis"]),
+    ("1,234,567", ["1234567"]),
+    ("1234567", ["1,234,567"]),
+    ("3.5.", ["3.5"]),
+    ("−5", ["-5"]),
+    ("(-5)", ["-5"]),
+    ("-.5", ["-.5"]),
+    ("No.5", ["No 5", "no5"]),
+    ("USA", ["United States", "USA"]),
+    ("America/Sao_Paulo", ["America/Sao_Paulo"]),
+    ("東京", ["東京"]),
+    ("ﬁji", ["Fiji"]),
+]
+REJECTED = [
+    ("", ["Paris"]),
+    ("", [""]),
+    ("...", ["!?"]),
+    ("the", ["a"]),
+    ("Paris, France", ["Paris"]),
+    ("It is Paris", ["Paris"]),
+    ("Pari", ["Paris"]),
+    ("1,234,56", ["1234567"]),
+    ("3.5", ["35"]),
+    ("35", ["3.5"]),
+    ("0.5", ["5"]),
+    (".5", ["5"]),
+    ("-.5", [".5"]),
+    ("-5", ["5"]),
+    ("5", ["-5"]),
+    ("Theodore", ["odore"]),
+    ("Paris", []),
+    ("Paris Rome", ["Paris", "Rome"]),
+]
+
+
+@pytest.mark.parametrize(("answer", "accepted"), ACCEPTED)
+def test_exact_match_accepts(answer, accepted):
+    assert matches(answer, Answers(tuple(accepted)))
+    assert exact_match(task(*accepted), episode(answer)) == 1.0
+    assert f1(answer, Answers(tuple(accepted))) == 1.0
+
+
+@pytest.mark.parametrize(("answer", "accepted"), REJECTED)
+def test_exact_match_rejects(answer, accepted):
+    assert not matches(answer, Answers(tuple(accepted)))
+    assert exact_match(task(*accepted), episode(answer)) == 0.0
+    assert f1(answer, Answers(tuple(accepted))) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "value"),
+    [
+        ("Paris France", ["Paris"], 2 / 3),
+        ("the city of Paris", ["Paris"], 2 * 1 / (3 + 1)),
+        ("New York City", ["York New"], 2 * 2 / (3 + 2)),
+        ("York York", ["York New York"], 2 * 2 / (2 + 3)),
+        ("Rome", ["Paris", "City of Rome"], 2 * 1 / (1 + 3)),
+        ("Rome", ["Paris"], 0.0),
+        ("", ["Paris"], 0.0),
+        ("Paris", [], 0.0),
+    ],
+)
+def test_token_f1_by_hand(answer, accepted, value):
+    assert token_f1(task(*accepted), episode(answer)) == pytest.approx(value)
+
+
+@given(st.text())
+def test_every_text_matches_itself_whatever_stands_around_it(text):
+    assert normalise(f' "{text}" ') == normalise(text)
+    assert matches(text, Answers((text.swapcase().swapcase(), text))) == bool(normalise(text))
+
+
+def test_only_an_answer_that_was_given_counts():
+    for stop in set(StopReason) - {StopReason.ANSWERED}:
+        assert exact_match(task("Paris"), episode("Paris", stop)) == 0.0
+        assert token_f1(task("Paris"), episode("Paris", stop)) == 0.0
+
+
+def test_a_truth_of_the_wrong_kind_is_an_error_and_not_a_zero():
+    with pytest.raises(TypeError, match="task t: the truth is str"):
+        exact_match(Task("t", (), "Paris"), episode("Paris"))
+
+
+def test_well_formed_needs_an_answer_and_calls_without_errors():
+    right = episode("x", statuses=[ToolStatus.OK, ToolStatus.OK])
+    assert well_formed(task(), right) == 1.0
+    for status in set(ToolStatus) - {ToolStatus.OK}:
+        assert well_formed(task(), episode("x", statuses=[ToolStatus.OK, status])) == 0.0
+    for stop in set(StopReason) - {StopReason.ANSWERED}:
+        assert well_formed(task(), episode("x", stop)) == 0.0
+
+
+def part(name, value=0.0, weight=1.0, outcome=False):
+    return Reward(name, lambda *_: value, weight, outcome)
+
+
+def test_a_score_is_the_weighted_sum_of_its_parts():
+    parts = [part("right", 1.0, 2.0, True), part("short", 0.5, 0.2), part("seen", 0.25, 0.0)]
+    scored = score(parts, task(), episode())
+    assert scored.rewards == {"right": 1.0, "short": 0.5, "seen": 0.25}
+    assert scored.reward == pytest.approx(2.0 * 1.0 + 0.2 * 0.5)
+
+
+def test_shaping_is_clipped_and_an_outcome_is_not():
+    parts = [part("right", 3.0, 1.0, True), part("up", 40.0, 0.1), part("down", -7.0, 0.2)]
+    scored = score(parts, task(), episode())
+    assert scored.rewards == {"right": 3.0, "up": 1.0, "down": -1.0}
+    assert scored.reward == pytest.approx(3.0 + 0.1 - 0.2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("outcome", [True, False])
+def test_a_value_that_is_not_finite_is_named_and_not_clipped(value, outcome):
+    with pytest.raises(ValueError, match="reward 'odd' of task t is"):
+        score([part("odd", value, outcome=outcome)], task(), episode())
+
+
+def test_success_needs_every_outcome_in_full():
+    parts = [part("right", outcome=True), part("safe", outcome=True), part("short")]
+    assert success(parts, episode(rewards={"right": 1.0, "safe": 1.0, "short": -1.0}))
+    assert not success(parts, episode(rewards={"right": 1.0, "safe": 0.99}))
+    assert not success(parts, episode(rewards={"right": 1.0, "short": 1.0}))
+
+
+@pytest.mark.parametrize(
+    ("parts", "words"),
+    [
+        ([], "No reward marks the outcome"),
+        ([part("short", weight=0.1)], "No reward marks the outcome"),
+        ([part("right", weight=0.0, outcome=True)], "No reward marks the outcome"),
+        ([part("right", outcome=True), part("safe", weight=-0.5, outcome=True)], "No reward marks"),
+        ([part("right", outcome=True), part("right", weight=0.1)], "share a name"),
+        ([part("right", outcome=True), part("odd", weight=math.nan)], "'odd' is not a finite"),
+        ([part("right", weight=math.inf, outcome=True)], "'right' is not a finite"),
+        ([part("right", outcome=True), part("a", weight=0.5)], "no less than a success"),
+        ([part("right", outcome=True), part("a", weight=0.3), part("b", weight=-0.3)], "no less than"),
+        (
+            [part("right", outcome=True), part("safe", weight=0.2, outcome=True), part("a", weight=0.15)],
+            "the outcome 0.2",
+        ),
+    ],
+)
+def test_rewards_that_teach_the_wrong_thing_are_refused(parts, words):
+    with pytest.raises(ConfigError, match=words) as refusal:
+        check_rewards(parts)
+    assert refusal.value.hint
+
+
+@given(
+    st.lists(st.floats(0.01, 2), min_size=1, max_size=3),
+    st.lists(st.floats(-1, 1), min_size=0, max_size=3),
+)
+def test_where_the_check_passes_every_success_earns_more_than_every_failure(outcomes, shaping):
+    def parts(right, shaped):
+        return [
+            *(
+                part(f"o{i}", value, weight, True)
+                for i, (weight, value) in enumerate(zip(outcomes, right, strict=True))
+            ),
+            *(
+                part(f"s{i}", value, weight)
+                for i, (weight, value) in enumerate(zip(shaping, shaped, strict=True))
+            ),
+        ]
+
+    try:
+        check_rewards(parts([1] * len(outcomes), shaping))
+    except ConfigError:
+        return
+    corners = list(itertools.product((-1, 1), repeat=len(shaping)))
+    wins = [score(parts([1] * len(outcomes), corner), task(), episode()).reward for corner in corners]
+    for failed in itertools.product((0, 1), repeat=len(outcomes)):
+        if all(failed):
+            continue
+        losses = [score(parts(failed, corner), task(), episode()).reward for corner in corners]
+        assert max(losses) < min(wins)

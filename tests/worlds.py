@@ -1,0 +1,175 @@
+"""What the tests of rollouts share: a small tokenizer, and worlds and models that are written down."""
+
+import asyncio
+import json
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+
+from ludus.chat.render import TemplateRenderer
+from ludus.chat.tokenizer import train_tokenizer
+from ludus.engines.scripted import ScriptedEngine
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.toolbox import ToolLimits
+from ludus.rewards.base import Reward
+from ludus.rollout.conversation import EngineConversation, seed_for
+from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.lockstep import LockstepEngine
+from ludus.rollout.scheduler import Job, Scheduler, SchedulerLimits, episode_name
+from ludus.tools.base import Tool, tool
+from ludus.types import Message, SamplingParams, Task
+
+TEXTS = (
+    "Answer the question. Search until you know. What is the capital of France?",
+    '<tool_call>\n{"name": "echo", "arguments": {"text": "Paris"}}\n</tool_call>',
+    "Error: there is no tool. The argument is missing or wrong. It took longer than a second.",
+) * 3
+
+
+PATIENT = ToolLimits(timeout_s=5.0)
+EPISODE = EpisodeLimits()
+SCHEDULER = SchedulerLimits()
+
+
+@cache
+def tokenizer():
+    """A byte-level tokenizer of 340 tokens with the package's chat template."""
+    return train_tokenizer(TEXTS, 340)
+
+
+@cache
+def renderer():
+    return TemplateRenderer(tokenizer())
+
+
+def end_token():
+    return renderer().stop_token_ids[0]
+
+
+def scripted(script, **options) -> ScriptedEngine:
+    """An engine that plays `script`: lines by turn, the same for all episodes, or a function."""
+    if isinstance(script, list | tuple):
+        lines = tuple(script)
+        return ScriptedEngine(lambda _, turn: lines[turn], tokenizer(), end_token(), **options)
+    return ScriptedEngine(script, tokenizer(), end_token(), **options)
+
+
+def call(name: str, **arguments) -> str:
+    """A tool call as the model writes it."""
+    said = json.dumps({"name": name, "arguments": arguments}, ensure_ascii=False)
+    return f"<tool_call>\n{said}\n</tool_call>"
+
+
+@tool
+def echo(text: str) -> str:
+    """Say it again."""
+    return text
+
+
+def tool_of(function, name="it", **options) -> Tool:
+    """A tool without arguments."""
+    return tool(name=name, **options)(function)
+
+
+def is_right(task, trajectory) -> float:
+    """The reward of these worlds: whether the answer is the task's truth."""
+    return float(trajectory.answer == task.truth)
+
+
+def make_task(name="t", said="What is the capital of France?", truth="Paris") -> Task:
+    return Task(name, (Message(role="user", content=said),), truth)
+
+
+Hook = Callable[[int], Awaitable[object]]
+"""Runs in place of the environment's own method where it gives something; the number counts environments."""
+
+
+@dataclass
+class WatchedEnv:
+    """A `ToolEnv` with hooks, which notes what is done with it."""
+
+    inner: ToolEnv
+    number: int
+    hooks: Mapping[str, Hook]
+    events: list[str] = field(default_factory=list)
+
+    @property
+    def tools(self):
+        return self.inner.tools
+
+    @property
+    def rewards(self):
+        return self.inner.rewards
+
+    async def start(self, task):
+        return await self._do("start", lambda: self.inner.start(task))
+
+    async def step(self, action):
+        return await self._do("step", lambda: self.inner.step(action))
+
+    async def close(self):
+        return await self._do("close", self.inner.close)
+
+    async def _do(self, what, own):
+        self.events.append(what)
+        given = await self.hooks[what](self.number) if what in self.hooks else None
+        return await own() if given is None else given
+
+
+@dataclass
+class WatchedWorld:
+    """A world of `WatchedEnv`s; `made` keeps them in the order in which they were made."""
+
+    tools: Sequence[Tool] = (echo,)
+    rewards: Sequence[Reward] = (Reward("right", is_right, outcome=True),)
+    hooks: Mapping[str, Hook] = field(default_factory=dict)
+    limits: ToolLimits = PATIENT
+    made: list[WatchedEnv] = field(default_factory=list)
+    name: str = "watched"
+    splits: Sequence[str] = ("train",)
+
+    def tasks(self, split):
+        return [make_task()]
+
+    def environment(self, task):
+        env = WatchedEnv(ToolEnv(self.tools, self.rewards, self.limits), len(self.made), self.hooks)
+        self.made.append(env)
+        return env
+
+    @property
+    def open(self) -> list[WatchedEnv]:
+        """Those that were started and not closed."""
+        return [env for env in self.made if env.events and env.events[-1] != "close"]
+
+
+def converse(engine, episode="e", max_tokens=2000, max_new_tokens=400, seed=1) -> EngineConversation:
+    params = SamplingParams(max_new_tokens=max_new_tokens)
+    return EngineConversation(engine, renderer(), params, max_tokens, episode, seed)
+
+
+def play(engine, world=None, limits=EPISODE, task=None, **conversation):
+    """One episode, on an event loop of its own."""
+    world = world or WatchedWorld()
+    return asyncio.run(
+        run_episode(task or make_task(), 0, world.environment(task), converse(engine, **conversation), limits)
+    )
+
+
+def make_scheduler(engine, world, limits=SCHEDULER, *, lockstep=False, episodes=EPISODE):
+    joint = LockstepEngine(engine) if lockstep else None
+
+    def conversation(job):
+        key = job.key
+        seed = seed_for(key.step, key.task_id, key.sample)
+        return converse(joint or engine, episode_name(key), seed=seed)
+
+    return Scheduler(world, conversation, episodes, limits, Ledger(), joint)
+
+
+def make_jobs(num, samples=1, step=0) -> list[Job]:
+    return [
+        Job(RolloutKey(step, f"t{i:03d}", sample), make_task(f"t{i:03d}"))
+        for i in range(num)
+        for sample in range(samples)
+    ]
