@@ -1,29 +1,28 @@
-"""What a run looks like in a terminal: progress bars, the closing table, transcripts."""
+"""What training looks like in a terminal: progress bars, the closing table, examples."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress, TaskID
 from rich.table import Table
 from rich.text import Text
 
+from ludus.cli.tables import how_sampled, rate
+from ludus.cli.terminal import bars, make_console, say, silence_libraries
+from ludus.cli.transcripts import print_transcript
 from ludus.config.schema import Config
 from ludus.evaluation.evaluate import Evaluation
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord, read_rollouts
+from ludus.training.checkpoint import list_checkpoints
 from ludus.training.run import RunFolder
 from ludus.training.sft import make_session, run_sft
 from ludus.training.start import Comparison, make_trackers
 from ludus.training.start import train as train_run
-from ludus.types import Message, Trajectory
-
-STYLES = {"prompt": "dim", "action": "bold cyan", "observation": "yellow"}
-"""How the three kinds of text are told apart on screen; each also carries its name."""
 
 
 class ProgressReporter:
@@ -69,27 +68,14 @@ class ProgressReporter:
         self._progress.console.print(Text(f"! {text}", style="yellow"))
 
 
-@contextmanager
-def bars(console: Console) -> Iterator[Progress]:
-    """The layout of the progress bars."""
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
-    )
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
-        yield progress
-
-
 def train(config: Config, folder: RunFolder) -> None:
     """Train with progress bars, then print what came of it."""
-    console = Console()
-    console.print(f"Run folder: {folder.path}")
+    console = make_console()
+    silence_libraries()
+    say(console, f"Run folder: {folder.path}")
     weights = cold_start(config, folder, console) if config.model.from_scratch else None
     with bars(console) as progress:
-        reporter = ProgressReporter(progress, config.training.steps)
+        reporter = ProgressReporter(progress, config.training.steps, steps_done(folder))
         comparisons = train_run(config, folder, reporter, weights)
     console.print(comparison_table(comparisons))
     print_examples(console, folder, comparisons)
@@ -98,10 +84,12 @@ def train(config: Config, folder: RunFolder) -> None:
 
 def sft(config: Config, folder: RunFolder) -> Path:
     """Fine-tune with a progress bar; gives the last checkpoint."""
-    console = Console()
-    console.print(f"Run folder: {folder.path}")
+    console = make_console()
+    silence_libraries()
+    say(console, f"Run folder: {folder.path}")
     checkpoint = fine_tune(config, folder, console)
-    console.print(f"Checkpoint: {checkpoint}\nUse it: ludus train {config.env.name} --model {checkpoint}")
+    recipe = config.env.name if config.env.name.isidentifier() else "RECIPE.toml"
+    say(console, f"Checkpoint: {checkpoint}\nUse it: ludus train {recipe} --model {checkpoint}")
     return checkpoint
 
 
@@ -109,7 +97,10 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     """The cold start of a run from scratch, in a folder of its own inside the run's."""
     nested = RunFolder(folder.path / "cold_start")
     nested.path.mkdir(exist_ok=True)
-    return fine_tune(config, nested, console)
+    found = list_checkpoints(nested.checkpoints)
+    if found and found[-1][0] >= config.sft.steps:
+        return found[-1][1]
+    return fine_tune(plain_trackers(config), nested, console)
 
 
 def fine_tune(config: Config, folder: RunFolder, console: Console) -> Path:
@@ -123,19 +114,21 @@ def fine_tune(config: Config, folder: RunFolder, console: Console) -> Path:
             numbers = f"loss {metrics['loss/total']:.3f}  {speed:,.0f} tokens/s"
             progress.update(task, completed=step, numbers=numbers)
 
-        trackers = make_trackers(replace_trackers(config), folder, sft_steps_done(folder))
-        return run_sft(session, folder, trackers, on_step)
+        trackers = make_trackers(config, folder, steps_done(folder))
+        try:
+            return run_sft(session, folder, trackers, on_step)
+        finally:
+            for tracker in trackers:
+                tracker.close()
 
 
-def replace_trackers(config: Config) -> Config:
+def plain_trackers(config: Config) -> Config:
     """The configuration with the trackers that a nested run writes: metrics as JSON lines."""
     return config.model_copy(update={"run": config.run.model_copy(update={"trackers": ["jsonl"]})})
 
 
-def sft_steps_done(folder: RunFolder) -> int:
+def steps_done(folder: RunFolder) -> int:
     """The step of the newest checkpoint, 0 without one."""
-    from ludus.training.checkpoint import list_checkpoints
-
     found = list_checkpoints(folder.checkpoints)
     return found[-1][0] if found else 0
 
@@ -147,15 +140,8 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
         table.add_column(column)
     for pair in comparisons:
         plan = pair.before.plan
-        how = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
-        table.add_row(plan.split, how, str(plan.num_tasks), rate(pair.before), rate(pair.after))
+        table.add_row(plan.split, how_sampled(plan), str(plan.num_tasks), rate(pair.before), rate(pair.after))
     return table
-
-
-def rate(result: Evaluation) -> str:
-    """A success rate with its interval, in per cent."""
-    low, high = result.interval.low, result.interval.high
-    return f"{result.rate:.1%} [{low:.1%}, {high:.1%}]"
 
 
 def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Comparison]) -> None:
@@ -200,33 +186,11 @@ def records_of(folder: RunFolder, result: Evaluation, task_ids: Sequence[str]) -
     return found
 
 
-def print_transcript(console: Console, trajectory: Trajectory) -> None:
-    """A whole dialogue, each part marked as prompt, action or observation."""
-    acted = False
-    for message in trajectory.messages:
-        acted = acted or message["role"] == "assistant"
-        kind = "action" if message["role"] == "assistant" else "observation" if acted else "prompt"
-        console.print(Text(f"[{kind}] {message_text(message)}", style=STYLES[kind]))
-    parts = "  ".join(f"{name} {value:g}" for name, value in trajectory.rewards.items())
-    console.print(f"stop: {trajectory.stop_reason}   reward {trajectory.reward:g}   ({parts})\n")
-
-
-def message_text(message: Message) -> str:
-    """A message as a person reads it: thinking, text and calls."""
-    thought = message.get("reasoning_content", "")
-    calls = [
-        f"{call['function']['name']} {call['function']['arguments']}"
-        for call in message.get("tool_calls", [])
-    ]
-    said = [f"(thinks) {thought}" if thought else "", message["content"], *(f"(calls) {c}" for c in calls)]
-    return "\n".join(part for part in said if part)
-
-
 def print_commands(console: Console, folder: RunFolder, config: Config) -> None:
     """What to type next."""
     steps = config.training.steps * 2
-    console.print(f"The run is in {folder.path}")
-    console.print(f"  read it:      ludus show {folder.path}")
-    console.print(f"  continue it:  ludus train --resume {folder.path} --training.steps {steps}")
-    console.print(f"  evaluate it:  ludus eval --run {folder.path}")
-    console.print(f"  talk to it:   ludus chat {folder.path}")
+    say(console, f"The run is in {folder.path}")
+    say(console, f"  read it:      ludus show {folder.path}")
+    say(console, f"  continue it:  ludus train --resume {folder.path} --training.steps {steps}")
+    say(console, f"  evaluate it:  ludus eval --run {folder.path}")
+    say(console, f"  talk to it:   ludus chat {folder.path}")

@@ -1,7 +1,8 @@
 """`ludus COMMAND`: the table of commands, and the one place where errors become sentences.
 
 What a user can mend prints one clear sentence and exits with the code of the part that failed (2: input);
-nothing prints a traceback but a fault of Ludus itself.
+nothing prints a traceback but a fault of Ludus itself. Only the chosen command is imported, and torch only
+once it runs.
 """
 
 from __future__ import annotations
@@ -9,11 +10,13 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus import __version__
+from ludus.cli.arguments import split_settings
 from ludus.errors import LudusError
 
 
@@ -29,8 +32,8 @@ class Command:
 
 COMMANDS = (
     Command("train", "train", "train an agent by reinforcement learning", "ludus train search"),
-    Command("sft", "sft", "fine-tune on demonstrations", "ludus sft search --model.from_scratch"),
-    Command("eval", "evaluate", "measure held-out success", "ludus eval search --run runs/search-1"),
+    Command("sft", "sft", "fine-tune on demonstrations", "ludus sft search --from-scratch"),
+    Command("eval", "evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
     Command("compare", "compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
     Command("chat", "chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),
     Command("show", "show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
@@ -41,17 +44,21 @@ COMMANDS = (
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command; gives the exit code."""
-    logging.getLogger("ludus").propagate = False
-    logging.getLogger("ludus").addHandler(logging.NullHandler())
+    log = logging.getLogger("ludus")
+    if not log.handlers:
+        log.addHandler(logging.NullHandler())
     try:
-        return _dispatch(list(sys.argv[1:] if argv is None else argv))
+        code = _dispatch(list(sys.argv[1:] if argv is None else argv))
+        sys.stdout.flush()
+        return code
     except LudusError as error:
         _print_error(error)
         return error.exit_code
     except KeyboardInterrupt:
         print("\nInterrupted. A training run goes on with `ludus train --resume FOLDER`.", file=sys.stderr)
         return 130
-    except BrokenPipeError:
+    except BrokenPipeError:  # whoever reads has enough; Python would complain at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
@@ -65,22 +72,32 @@ def _dispatch(argv: list[str]) -> int:
         prog="ludus",
         description="Train tool-using LLM agents by reinforcement learning.",
         epilog="Each command has --help with an example. Begin with: ludus train search",
+        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"ludus {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    modules = {}
+    chosen = next((word for word in argv if not word.startswith("-")), "")
     for command in COMMANDS:
-        module = importlib.import_module(f"ludus.cli.{command.module}")
-        sub = subparsers.add_parser(
-            command.name,
-            help=command.summary,
-            description=module.__doc__,
-            epilog=f"example: {command.example}",
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-            allow_abbrev=False,
-        )
-        module.add_arguments(sub)
-        modules[command.name] = module
-    args, overrides = parser.parse_known_args(argv)
-    code: int = modules[args.command].run(args, overrides)
+        if command.name == chosen:
+            _add_command(subparsers, command)
+        else:
+            subparsers.add_parser(command.name, help=command.summary)
+    words, settings = split_settings(argv)
+    args, unknown = parser.parse_known_args(words)
+    module = next(command.module for command in COMMANDS if command.name == args.command)
+    code: int = importlib.import_module(f"ludus.cli.{module}").run(args, [*settings, *unknown])
     return code
+
+
+def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> None:
+    """The chosen command with its own arguments and documentation."""
+    module = importlib.import_module(f"ludus.cli.{command.module}")
+    parser = subparsers.add_parser(
+        command.name,
+        help=command.summary,
+        description=module.__doc__,
+        epilog=f"example: {command.example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    module.add_arguments(parser)

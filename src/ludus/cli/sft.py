@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ludus.cli.arguments import run_config
 from ludus.cli.train import check_model, configured
-from ludus.config.load import load_config
 from ludus.errors import UserError
 
 
@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if args.recipe or args.model or args.from_scratch:
             raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
         folder = RunFolder(args.resume)
-        config = load_config(folder.config, overrides)
+        config = run_config(folder, overrides)
     else:
         config = configured(args, overrides)
         check_model(config)

@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.config.load import load_config
+from ludus.cli.arguments import recipe_config, run_config
 from ludus.config.schema import Config
 from ludus.errors import UserError
 
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if args.recipe or args.model or args.from_scratch:
             raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
         folder = RunFolder(args.resume)
-        config = load_config(folder.config, overrides)
+        config = run_config(folder, overrides)
     else:
         config = configured(args, overrides)
         training_algorithm(config)
@@ -49,16 +49,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def configured(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """The configuration of recipe, shortcuts and overrides."""
-    if not args.recipe:
-        raise UserError("Name a recipe.", "`ludus recipes` lists them.")
     shortcuts = ["--model.path", args.model] if args.model else []
     shortcuts += ["--model.from_scratch", "true"] if args.from_scratch else []
-    return load_config(args.recipe, [*shortcuts, *overrides])
+    return recipe_config(args.recipe, shortcuts, overrides)
 
 
 def check_model(config: Config) -> None:
     """Refuse a model that is not there before anything is written."""
+    from ludus.engines.loading import load_tokenizer
     from ludus.training.session import model_path
 
     if not config.model.from_scratch:
-        model_path(config)
+        load_tokenizer(model_path(config), needs_template=config.env.rendering == "chat")

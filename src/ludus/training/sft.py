@@ -70,10 +70,9 @@ def run_sft(session: Session, folder: RunFolder, trackers: list[Tracker], on_ste
     settings = session.config.sft
     session.model.train()
     optimiser = Optimiser(session.model, OptimiserSettings.of(settings, settings.steps))
-    begin = _restore(session, optimiser, folder)
+    begin, last = _restore(session, optimiser, folder)
     batches = islice(_batches(session, settings), begin, None)
     scorer = Scorer(session.model)
-    last = folder.checkpoints
     for step in range(begin + 1, settings.steps + 1):
         clock = time.perf_counter()
         metrics = sft_step(scorer, optimiser, next(batches), settings.microbatch_tokens)
@@ -110,15 +109,16 @@ def sft_step(scorer: Scorer, optimiser: Optimiser, rows: list[Row], max_tokens: 
     }
 
 
-def _restore(session: Session, optimiser: Optimiser, folder: RunFolder) -> int:
+def _restore(session: Session, optimiser: Optimiser, folder: RunFolder) -> tuple[int, Path]:
+    """The step to go on from, and the checkpoint of it; 0 and the empty shelf where there is none."""
     found = list_checkpoints(folder.checkpoints)
     if not found:
-        return 0
+        return 0, folder.checkpoints
     step, path = found[-1]
     load_weights(path, session.model)
     load_trainer(path, optimiser)
     log.info("resumed from %s", path)
-    return step
+    return step, path
 
 
 def _batches(session: Session, settings: SftConfig) -> Iterator[list[Row]]:

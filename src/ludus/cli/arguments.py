@@ -1,0 +1,80 @@
+"""What the commands share in reading their arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.config.settings import find
+from ludus.errors import UserError
+
+if TYPE_CHECKING:
+    from ludus.training.run import RunFolder
+
+
+def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """The words of a command, and the settings among them (`--section.key VALUE`, `--section.key=VALUE`).
+
+    A setting has a dot in its name and takes the next word, unless that is an option, or the setting is
+    true or false and the word is neither.
+    """
+    words: list[str] = []
+    settings: list[str] = []
+    rest = list(argv)
+    while rest:
+        word = rest.pop(0)
+        name, equals, _ = word.partition("=")
+        if not name.startswith("--") or "." not in name or "/" in name:
+            words.append(word)
+            continue
+        settings.append(word)
+        if not equals and rest and not rest[0].startswith("--") and _takes(name[2:], rest[0]):
+            settings.append(rest.pop(0))
+    return words, settings
+
+
+def _takes(key: str, word: str) -> bool:
+    setting = find(key)
+    is_switch = setting is not None and setting.accepts == frozenset({bool})
+    return not is_switch or word.lower() in ("true", "false")
+
+
+def no_settings(overrides: Sequence[str], command: str) -> None:
+    """Raise UserError for words that a command without settings does not know."""
+    if overrides:
+        raise UserError(
+            f"{overrides[0]} is no argument of `ludus {command}`.", f"See `ludus {command} --help`."
+        )
+
+
+def check_run(folder: RunFolder) -> None:
+    """Raise UserError unless the folder is that of a run."""
+    if folder.config.is_file():
+        return
+    if not folder.path.exists():
+        raise UserError(f"There is no run at {folder.path}.", "Check the path; runs lie under runs/.")
+    raise UserError(
+        f"{folder.path} is not a run folder: it has no config.toml.",
+        "Give the folder that a run was written to.",
+    )
+
+
+def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """The configuration of a run, with settings laid over it."""
+    check_run(folder)
+    return load_config(folder.config, overrides)
+
+
+def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:
+    """The configuration of a recipe; `shortcuts` come before `overrides`."""
+    if not recipe:
+        raise UserError("Name a recipe.", "`ludus recipes` lists them.")
+    return load_config(recipe, [*shortcuts, *overrides])
+
+
+def recipe_stem(recipe: str) -> str:
+    """The name of a recipe that is given by its name or as a file."""
+    return Path(recipe).stem

@@ -1,0 +1,47 @@
+"""The terminal: consoles and progress bars that also read well in a pipe or a file."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.text import Text
+
+PIPE_COLUMNS = 120
+"""Width of tables where the output is no terminal."""
+_NARROW = 110
+
+
+def make_console() -> Console:
+    """Standard output. Text is printed as it is: square brackets mean nothing, numbers are not coloured."""
+    width = None if sys.stdout.isatty() else PIPE_COLUMNS
+    return Console(markup=False, highlight=False, width=width)
+
+
+def say(console: Console, text: str, style: str = "") -> None:
+    """Print lines that are never folded, so that paths and commands can be copied."""
+    console.print(Text(text, style=style), soft_wrap=True)
+
+
+@contextmanager
+def bars(console: Console) -> Iterator[Progress]:
+    """The layout of the progress bars; a task takes the field `numbers`."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(bar_width=24 if console.width >= _NARROW else 8),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )
+    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+        yield progress
+
+
+def silence_libraries() -> None:
+    """Keep the progress bars of transformers out of ours."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
