@@ -7,21 +7,62 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
+from ludus.config.schema import Config
 from ludus.errors import UserError
 from ludus.evaluation.stats import Interval, bootstrap_mean, pass_at_k, pass_hat_k, wilson
 from ludus.rewards.base import Reward, success
-from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job, Scheduler
 from ludus.rollout.store import RolloutRecord, replaced_file, write_rollouts
 from ludus.types import StopReason, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
+class Conditions:
+    """Whatever else an evaluation depends on: the world, and how actions and episodes are limited.
+
+    `world_settings` is JSON text with sorted keys.
+    """
+
+    world: str
+    world_settings: str
+    rendering: str
+    tool_parser: str
+    top_p: float
+    top_k: int
+    max_turns: int
+    max_new_tokens: int
+    max_tokens: int
+    max_tool_errors: int
+    max_tool_output: int
+
+    @classmethod
+    def of(cls, config: Config) -> Conditions:
+        """The conditions that a configuration sets."""
+        env, rollout = config.env, config.rollout
+        return cls(
+            world=env.name,
+            world_settings=json.dumps(env.settings, sort_keys=True, default=str),
+            rendering=env.rendering,
+            tool_parser=env.tool_parser,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            max_turns=rollout.max_turns,
+            max_new_tokens=rollout.max_new_tokens,
+            max_tokens=rollout.max_tokens,
+            max_tool_errors=rollout.max_tool_errors,
+            max_tool_output=rollout.max_tool_output,
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class EvaluationPlan:
     """What is evaluated and how it is sampled; saved with the result.
 
-    `step` is the training step of the weights; `policy` names who played.
+    `step` is the training step of the weights; `policy` names who played (empty: the run's own weights).
+    `conditions` is None where they are not known.
     """
 
     split: str
@@ -31,6 +72,7 @@ class EvaluationPlan:
     seed: int
     step: int = 0
     policy: str = ""
+    conditions: Conditions | None = None
 
     @property
     def name(self) -> str:
@@ -90,6 +132,18 @@ class Evaluation:
         } | {f"{prefix}/part/{name}": value for name, value in self.parts.items()}
 
 
+def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
+    """What is evaluated before and after training, and by `ludus eval`: each split at each temperature."""
+    settings, conditions = config.evaluation, Conditions.of(config)
+    return [
+        EvaluationPlan(
+            split, settings.tasks, settings.samples, temperature, config.run.seed, step, policy, conditions
+        )
+        for split in settings.splits
+        for temperature in settings.temperatures
+    ]
+
+
 async def evaluate(
     scheduler: Scheduler,
     tasks: Sequence[Task],
@@ -138,9 +192,14 @@ def summarise(
     )
 
 
-def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode]) -> Path:
-    """Write `NAME.json` (the result) and `NAME.jsonl.gz` (the rollouts); gives the former's path."""
-    path = folder / f"{result.plan.name}.json"
+def save_evaluation(
+    folder: Path, result: Evaluation, episodes: Sequence[Episode], name: str | None = None
+) -> Path:
+    """Write `NAME.json` (the result) and `NAME.jsonl.gz` (the rollouts); gives the former's path.
+
+    The name is the plan's own unless another is given.
+    """
+    path = folder / f"{name or result.plan.name}.json"
     data = {
         "plan": asdict(result.plan),
         "success": result.rate,
@@ -154,7 +213,7 @@ def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode
         ],
     }
     records = [_record(episode) for episode in episodes]
-    write_rollouts(folder / f"{result.plan.name}.jsonl.gz", records)
+    write_rollouts(path.with_suffix(".jsonl.gz"), records)
     with replaced_file(path) as file:
         file.write((json.dumps(data, indent=1) + "\n").encode())
     return path
@@ -166,7 +225,7 @@ def load_evaluation(path: Path) -> Evaluation:
         data = json.loads(path.read_text("utf-8"))
         tasks = data["tasks"]
         return Evaluation(
-            plan=EvaluationPlan(**data["plan"]),
+            plan=_plan(data["plan"]),
             task_ids=tuple(task["id"] for task in tasks),
             successes=tuple(task["successes"] for task in tasks),
             families=tuple(task["family"] for task in tasks),
@@ -177,6 +236,11 @@ def load_evaluation(path: Path) -> Evaluation:
         raise UserError(
             f"{path} is not an evaluation: {error}.", "Give a file that `ludus eval` wrote."
         ) from error
+
+
+def _plan(data: Mapping[str, Any]) -> EvaluationPlan:
+    conditions = data.get("conditions")
+    return EvaluationPlan(**{**data, "conditions": Conditions(**conditions) if conditions else None})
 
 
 def _record(episode: Episode) -> RolloutRecord:

@@ -19,7 +19,7 @@ from ludus.diagnostics.timings import StepTimings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine
 from ludus.errors import ConfigError
-from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate, save_evaluation
+from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, evaluate, save_evaluation
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.setup import Play, engine_scheduler
@@ -164,6 +164,7 @@ class RlLoop:
             temperature=settings.temperatures[0],
             seed=self.session.config.run.seed,
             step=step,
+            conditions=Conditions.of(self.session.config),
         )
         return (await self.evaluate(plan)).metrics()
 

@@ -17,7 +17,7 @@ from ludus.algorithms.presets import Algorithm, resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
 from ludus.errors import ConfigError
-from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
+from ludus.evaluation.evaluate import Evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.training.checkpoint import list_checkpoints, load_trainer, load_weights
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
@@ -144,19 +144,7 @@ async def _run(loop: RlLoop, done: int) -> list[Comparison]:
 
 def load_evaluations(folder: RunFolder, config: Config) -> list[Evaluation]:
     """The evaluations that were made before training."""
-    from ludus.evaluation.evaluate import load_evaluation
-
     return [load_evaluation(folder.evaluations / f"{plan.name}.json") for plan in plans(config, 0)]
-
-
-def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
-    """What is evaluated before and after training, and by `ludus eval`."""
-    settings = config.evaluation
-    return [
-        EvaluationPlan(split, settings.tasks, settings.samples, temperature, config.run.seed, step, policy)
-        for split in settings.splits
-        for temperature in settings.temperatures
-    ]
 
 
 def _scorers(session: Session, algorithm: Algorithm) -> dict[str, TokenScorer]:
