@@ -3,23 +3,37 @@
 Only three things are ever turned from text into tokens: the prompt, what the environment says, and (for
 supervised training) demonstrations. What the model sampled is kept as it was sampled and never rendered
 again; observations are appended after it as *deltas*, the exact tokens that the template puts between the
-end of one assistant turn and the beginning of the next.
+end of one assistant turn and the beginning of the next. What users and tools say is kept from becoming
+control tokens on the way (`ludus.chat.control`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Protocol
 
+from jinja2 import TemplateError
+
+from ludus.chat.control import AddedToken, ControlGuard, control_ids, make_guard
 from ludus.chat.parse import PARSERS, ToolCallParser, detect
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import Action, FinishReason, Message, Segment
 
 _MARK = "zqxMARKxqz"
+_ASK: list[dict[str, str]] = [{"role": "user", "content": "q"}]
+_SAY: dict[str, str] = {"role": "assistant", "content": "s"}
+_PROBE: ToolSchema = {
+    "type": "function",
+    "function": {
+        "name": _MARK,
+        "description": "d",
+        "parameters": {"type": "object", "properties": {}, "required": []},
+    },
+}
 
 
 class Tokenizer(Protocol):
@@ -27,11 +41,25 @@ class Tokenizer(Protocol):
 
     chat_template: Any
 
+    @property
+    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
-    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = ...) -> str: ...
+    def decode(
+        self,
+        token_ids: Sequence[int],
+        *,
+        skip_special_tokens: bool = ...,
+        clean_up_tokenization_spaces: bool = ...,
+    ) -> str: ...
 
     def apply_chat_template(self, conversation: Sequence[Any], **kwargs: Any) -> Any: ...  # noqa: ANN401
+
+
+def decode_exactly(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bool = False) -> str:
+    """The text of the tokens, without the tidying of blanks that some tokenizers are set to."""
+    return tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
 
 
 class Renderer(Protocol):
@@ -88,15 +116,23 @@ def render_dialogue(
 class TemplateRenderer:
     """Renders with the model's own chat template.
 
-    `parser` names how tool calls are written; `auto` reads it off the template. A template that leaves tools
-    out gets their description, and the way to call them, in the system message.
+    `parser` names how tool calls are written; `auto` reads it off the template. What a template leaves out
+    is written as text: tools and the way to call them into the system message, thinking into the content,
+    the system message into the first user message.
+
+    Raises `UserError` where there is no template, where it refuses a dialogue, and where it gives a turn no
+    end.
     """
 
     tokenizer: Tokenizer
     parser: str = "auto"
     native_tools: bool = field(init=False)
+    native_thinking: bool = field(init=False)
+    native_system: bool = field(init=False)
+    guard: ControlGuard = field(init=False, repr=False)
     _parse: ToolCallParser = field(init=False, repr=False)
     _end: tuple[str, int] = field(init=False, repr=False)
+    _in_context: bool = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         template = self.tokenizer.chat_template
@@ -106,9 +142,17 @@ class TemplateRenderer:
                 "Use a chat model, or set env.rendering to 'tags' for a base model.",
             )
         name = detect(str(template)) if self.parser == "auto" else self.parser
-        object.__setattr__(self, "native_tools", self._renders_tools())
+        object.__setattr__(self, "native_tools", self._shows(_ASK, tools=[_PROBE]))
+        object.__setattr__(
+            self, "native_thinking", self._shows([*_ASK, {**_SAY, "reasoning_content": _MARK}])
+        )
+        object.__setattr__(self, "native_system", self._shows([{"role": "system", "content": _MARK}, *_ASK]))
+        object.__setattr__(self, "guard", make_guard(self.tokenizer, str(template)))
         object.__setattr__(self, "_parse", PARSERS[name if self.native_tools else "hermes"])
         object.__setattr__(self, "_end", self._find_end())
+        bare = self._encode("q")
+        in_context = any(self._encode_after(before, "q") != bare for before in (self._end[0], "q\n"))
+        object.__setattr__(self, "_in_context", in_context)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -129,77 +173,122 @@ class TemplateRenderer:
         ids = list(tokens)
         if ids and ids[-1] == self._end[1]:
             ids.pop()
-        parsed = self._parse.parse(self.tokenizer.decode(ids, skip_special_tokens=False), turn=turn)
+        text = decode_exactly(self.tokenizer, ids)
+        parsed = self._parse.parse(text, turn=turn)
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
         """What the template puts after an assistant turn: its tail, the messages, the generation prompt."""
         opening: list[Message] = [Message(role="user", content="q")]
         said = Message(role="assistant", content=_MARK)
-        text = self.text([*opening, said, *messages], (), generate=True)
-        return self._encode(self._after_turn(text))
+        delta = self._after_turn(self.text([*opening, said, *messages], (), generate=True))
+        return self._encode_after(self._end[0], delta) if self._in_context else self._encode(delta)
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
         """The assistant turn as the template writes it after `history`, with the end-of-turn token."""
         before = self.text(history, tools, generate=True)
         whole = self.text([*history, message], tools, generate=False)
         if not whole.startswith(before):
+            appends = whole.startswith(self.text(history, tools, generate=False))
+            fault = "its own generation prompt" if appends else "the dialogue so far, but rewrites it"
             raise UserError(
-                "The chat template does not continue its own generation prompt: the assistant turn it "
-                "renders begins differently.",
+                f"The chat template does not continue {fault}, when it renders an assistant turn.",
                 "Choose another template, or train without demonstrations.",
             )
         said = whole[len(before) :]
+        self._check_unended(message)
         end = said.find(self._end[0])
-        return self._encode(said[: end + len(self._end[0])] if end >= 0 else said)
+        said = said[: end + len(self._end[0])] if end >= 0 else said
+        return self._encode_after(before, said) if self._in_context else self._encode(said)
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
         """The template's text for a whole dialogue."""
-        native = self.native_tools
-        prepared = [_for_template(m) for m in (messages if native else _tools_in_text(messages, tools))]
-        return str(
-            self.tokenizer.apply_chat_template(
-                prepared,
-                tools=[tool.schema for tool in tools] or None if native else None,
-                add_generation_prompt=generate,
-                tokenize=False,
-            )
-        )
+        prepared = [self.guard.message(message) for message in messages]
+        if not self.native_tools:
+            prepared = _tools_in_text(prepared, tools)
+        elif not self.native_thinking:
+            prepared = [_thinking_in_text(message) for message in prepared]
+        if not self.native_system:
+            prepared = _system_in_user(prepared)
+        shown = [tool.schema for tool in tools] if self.native_tools else []
+        return self._apply([_for_template(message) for message in prepared], shown, generate=generate)
 
-    def _renders_tools(self) -> bool:
-        probe: ToolSchema = {
-            "type": "function",
-            "function": {
-                "name": _MARK,
-                "description": "d",
-                "parameters": {"type": "object", "properties": {}, "required": []},
-            },
-        }
-        text = self.tokenizer.apply_chat_template(
-            [{"role": "user", "content": "q"}], tools=[probe], add_generation_prompt=True, tokenize=False
-        )
-        return _MARK in str(text)
+    def _apply(
+        self,
+        conversation: Sequence[Mapping[str, object]],
+        tools: Sequence[ToolSchema] = (),
+        *,
+        generate: bool,
+    ) -> str:
+        """The boundary to the template: a program that came with the model."""
+        try:
+            return str(
+                self.tokenizer.apply_chat_template(
+                    conversation, tools=list(tools) or None, add_generation_prompt=generate, tokenize=False
+                )
+            )
+        except (TemplateError, TypeError) as error:
+            raise UserError(
+                f"The chat template refuses the dialogue: {error}",
+                "Check it with ludus.chat.conformance, or set env.rendering to 'tags'.",
+            ) from error
+
+    def _shows(self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = ()) -> bool:
+        """Whether the mark that is in the dialogue or its tools appears in the template's text."""
+        try:
+            return _MARK in self._apply(conversation, tools, generate=conversation[-1]["role"] == "user")
+        except UserError:
+            return False
 
     def _find_end(self) -> tuple[str, int]:
-        """Text and id of the token that ends an assistant turn."""
-        text = self.text(
-            [Message(role="user", content="q"), Message(role="assistant", content=_MARK)], (), generate=False
-        )
-        tail = text[text.rindex(_MARK) + len(_MARK) :]
-        ids = self._encode(tail)
+        """Text and id of the token that ends an assistant turn: the first special one after its text."""
+        text = self._apply([*_ASK, {**_SAY, "content": _MARK}], generate=False)
+        ids = self._encode(_after_mark(text))
         if not ids:
             raise UserError(
                 "The chat template puts nothing after an assistant message, so a turn has no end.",
                 "Set env.rendering to 'tags', or mend the template.",
             )
-        return self.tokenizer.decode([ids[0]], skip_special_tokens=False), ids[0]
+        special = control_ids(self.tokenizer)
+        end = next((i for i in ids if i in special), ids[0])
+        return decode_exactly(self.tokenizer, [end]), end
 
     def _after_turn(self, text: str) -> str:
-        tail = text[text.rindex(_MARK) + len(_MARK) :]
-        return tail[tail.index(self._end[0]) + len(self._end[0]) :]
+        _, end, after = _after_mark(text).partition(self._end[0])
+        if not end:
+            raise UserError(
+                f"The chat template does not write {self._end[0]!r} after an assistant turn that is "
+                "followed by other messages.",
+                "Set env.rendering to 'tags', or mend the template.",
+            )
+        return after
+
+    def _check_unended(self, message: Message) -> None:
+        calls = json.dumps(message.get("tool_calls", []), ensure_ascii=False)
+        parts = (message["content"], message.get("reasoning_content", ""), calls)
+        if self._end[0].strip() and any(self._end[0] in part for part in parts):
+            raise UserError(
+                f"A demonstration's assistant message holds {self._end[0]!r}, the end-of-turn token.",
+                "Take it out of the text.",
+            )
 
     def _encode(self, text: str) -> tuple[int, ...]:
         return tuple(self.tokenizer.encode(text, add_special_tokens=False))
+
+    def _encode_after(self, context: str, text: str) -> tuple[int, ...]:
+        """The tokens of `text` as they are after `context`, for tokenizers that mark the start of a text."""
+        head, both = self._encode(context), self._encode(context + text)
+        return both[len(head) :] if both[: len(head)] == head else self._encode(text)
+
+
+def _after_mark(text: str) -> str:
+    _, mark, after = text.partition(_MARK)
+    if not mark:
+        raise UserError(
+            "The chat template leaves out the text of an assistant message.",
+            "Set env.rendering to 'tags', or mend the template.",
+        )
+    return after
 
 
 def _for_template(message: Message) -> dict[str, Any]:
@@ -222,7 +311,12 @@ def _for_template(message: Message) -> dict[str, Any]:
 
 def _tools_in_text(messages: Sequence[Message], tools: Sequence[Tool]) -> list[Message]:
     """Messages for a template without tools: what it leaves out is written as text."""
-    prepared = [_plain(message) for message in messages]
+    prepared: list[Message] = []
+    for i, message in enumerate(messages):
+        if message["role"] == "tool" and i and messages[i - 1]["role"] == "tool":
+            prepared[-1]["content"] += f"\n{_plain(message)['content']}"
+        else:
+            prepared.append(_plain(message))
     if not tools:
         return prepared
     told = _instructions(tuple(json.dumps(tool.schema["function"]) for tool in tools))
@@ -240,9 +334,28 @@ def _plain(message: Message) -> Message:
         f'"arguments": {call["function"]["arguments"]}}}\n</tool_call>'
         for call in message.get("tool_calls", [])
     )
-    thought = message.get("reasoning_content", "")
-    parts = [f"<think>\n{thought}\n</think>" if thought else "", message["content"], calls]
-    return Message(role=message["role"], content="\n".join(part for part in parts if part))
+    said = _thinking_in_text(message)["content"]
+    return Message(role=message["role"], content="\n".join(part for part in (said, calls) if part))
+
+
+def _thinking_in_text(message: Message) -> Message:
+    """The message with its thinking at the beginning of its content."""
+    if not message.get("reasoning_content"):
+        return message
+    said = message.copy()
+    thought = f"<think>\n{said.pop('reasoning_content')}\n</think>"
+    said["content"] = f"{thought}\n{message['content']}" if message["content"] else thought
+    return said
+
+
+def _system_in_user(messages: Sequence[Message]) -> list[Message]:
+    """The messages with a leading system message as the beginning of the first user message."""
+    if not messages or messages[0]["role"] != "system":
+        return list(messages)
+    told, rest = messages[0]["content"], messages[1:]
+    if rest and rest[0]["role"] == "user":
+        return [Message(role="user", content=f"{told}\n\n{rest[0]['content']}"), *rest[1:]]
+    return [Message(role="user", content=told), *rest]
 
 
 @lru_cache(maxsize=64)

@@ -4,18 +4,20 @@
     <information> ... </information>                the environment
     <answer> ... </answer>                          the model, at the end
 
-The world needs a tool `search` whose only required argument is a string `query`.
+The world needs a tool `search` whose only required argument is a string `query`. Special tokens in what users
+and tools say, and information tags in tool output, are broken (`ludus.chat.control`).
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ludus.chat.control import ControlGuard, make_guard
 from ludus.chat.parse import PARSERS
-from ludus.chat.render import Tokenizer
-from ludus.errors import ConfigError
+from ludus.chat.render import Tokenizer, decode_exactly
+from ludus.errors import ConfigError, UserError
 from ludus.tools.base import Tool
 from ludus.types import Action, FinishReason, Message
 
@@ -32,6 +34,11 @@ class TagsRenderer:
     """Renders with tags; stop strings end an action."""
 
     tokenizer: Tokenizer
+    guard: ControlGuard = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        guard = make_guard(self.tokenizer, wrappers=("<information>", "</information>"))
+        object.__setattr__(self, "guard", guard)
 
     @property
     def stop(self) -> tuple[str, ...]:
@@ -51,12 +58,12 @@ class TagsRenderer:
                 "Set env.rendering to 'chat'.",
             )
         how = _HOW if tools else _HOW_WITHOUT_TOOLS
-        said = "\n".join(message["content"] for message in messages)
+        said = "\n".join(self.guard.message(message)["content"] for message in messages)
         return tuple(self.tokenizer.encode(f"{how}\n{said}\n", add_special_tokens=True))
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
         """The first search or answer after the thinking."""
-        text = self.tokenizer.decode(list(tokens), skip_special_tokens=True)
+        text = decode_exactly(self.tokenizer, tokens, skip_special=True)
         parsed = PARSERS["search_r1"].parse(text, turn=turn)
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
@@ -66,18 +73,27 @@ class TagsRenderer:
             f"<information>{message['content']}</information>"
             if message["role"] == "tool"
             else message["content"]
-            for message in messages
+            for message in map(self.guard.message, messages)
         ]
         return tuple(self.tokenizer.encode("\n" + "\n".join(texts) + "\n", add_special_tokens=False))
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
-        """Thought and search, or the answer."""
+        """Thought and search, or the answer. Of the call's arguments only the query is written.
+
+        Raises `UserError` for several calls in one turn.
+        """
         del history, tools
         thought = message.get("reasoning_content", "")
         calls = message.get("tool_calls", [])
+        if len(calls) > 1:
+            raise UserError(
+                "The tags protocol writes one search a turn, and this turn has several calls.",
+                "Set env.rendering to 'chat', or split the turn.",
+            )
         if calls:
             query = json.loads(calls[0]["function"]["arguments"])["query"]
-            said = f"<search>{query}</search>"
+            before = f"{message['content']}\n" if message["content"] else ""
+            said = f"{before}<search>{query}</search>"
         else:
             said = f"<answer>{message['content']}</answer>"
         opening = f"<think>{thought}</think>\n" if thought else ""

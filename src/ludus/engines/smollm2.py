@@ -22,7 +22,7 @@ _DONE = "config.json"
 def materialise_smollm2(cache_folder: Path) -> Path:
     """The folder of the checkpoint: `cache_folder`, written at the first call.
 
-    The first call takes some tens of seconds, 2 GB of memory and 520 MB of disk. A folder that is there is
+    The first call takes some tens of seconds, 1.2 GB of memory and 540 MB of disk. A folder that is there is
     complete: it is written under another name and then renamed. Several processes may call at once.
 
     Raises `UserError` where a package is missing, `StorageError` where the folder cannot be written.
@@ -39,7 +39,7 @@ def materialise_smollm2(cache_folder: Path) -> Path:
     except OSError as error:
         raise StorageError(
             f"SmolLM2 cannot be written to {cache_folder}: {error}",
-            "Free some space (it takes 520 MB), or remove what stands there.",
+            "Free some space (it takes 540 MB), or remove what stands there.",
         ) from error
     return cache_folder
 
