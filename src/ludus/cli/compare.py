@@ -1,15 +1,158 @@
-"""To come."""
+"""Compare two evaluations over the same tasks: the paired difference B - A, its interval, and McNemar's test.
+
+A and B are .json files that `ludus eval` wrote, or run folders. Of a folder each split, temperature and
+number of attempts counts once, with the newest step; both folders must have it. To compare a run with its
+own beginning, name the files: RUN/evaluations/step-000000-test-greedy.json and the last one.
+"""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.cli.arguments import no_settings
+from ludus.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ludus.evaluation.evaluate import Evaluation
+    from ludus.evaluation.stats import PairedDifference
+
+Pair = tuple["Evaluation", "Evaluation"]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None yet."""
+    """Two evaluations."""
+    parser.add_argument("a", metavar="A", type=Path, help="an evaluation's .json file, or a run folder")
+    parser.add_argument("b", metavar="B", type=Path, help="the other one")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Nothing yet."""
+    """Print the comparison."""
+    from ludus.cli.terminal import make_console, say
+
+    no_settings(overrides, "compare")
+    pairs = find_pairs(args.a, args.b)
+    differences = [compare(a, b) for a, b in pairs]
+    console = make_console()
+    say(console, f"A: {args.a}\nB: {args.b}")
+    console.print(comparison_table(pairs, differences))
+    for text in dict.fromkeys(text for pair in pairs for text in odd_conditions(*pair)):
+        say(console, f"note: {text}", "yellow")
     return 0
+
+
+def find_pairs(a: Path, b: Path) -> list[Pair]:
+    """The evaluations that belong together. Raises UserError where there are none."""
+    from ludus.evaluation.evaluate import load_evaluation
+
+    if a.resolve() == b.resolve():
+        raise UserError(
+            f"A and B are both {a}.", "Name two folders, or two files of one folder's evaluations/."
+        )
+    if a.is_dir() != b.is_dir():
+        raise UserError("A is a folder and B a file, or the other way round.", "Give two of a kind.")
+    if not a.is_dir():
+        return [(load_evaluation(a), load_evaluation(b))]
+    in_a, in_b = newest_evaluations(a), newest_evaluations(b)
+    pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
+    if not pairs:
+        raise UserError(
+            f"{a} and {b} have no evaluation in common: {_listing(in_a)} there, {_listing(in_b)} here.",
+            "Evaluate both alike, with `ludus eval --run RUN`.",
+        )
+    return pairs
+
+
+Key = tuple[str, float, int, int]
+"""Split, temperature, attempts and number of tasks."""
+
+
+def newest_evaluations(folder: Path) -> dict[Key, Evaluation]:
+    """The evaluations of a folder: of each kind the run's own before others, then the newest."""
+    from ludus.evaluation.evaluate import load_evaluation
+
+    shelf = folder / "evaluations"
+    files = sorted(shelf.glob("*.json")) or sorted(folder.glob("step-*.json"))
+    if not files:
+        raise UserError(f"There are no evaluations in {folder}.", f"Make some: ludus eval --run {folder}")
+    found: dict[Key, Evaluation] = {}
+    for evaluation in map(load_evaluation, files):
+        plan = evaluation.plan
+        key = (plan.split, plan.temperature, plan.samples, plan.num_tasks)
+        if key not in found or _rank(evaluation) >= _rank(found[key]):
+            found[key] = evaluation
+    return found
+
+
+def _rank(evaluation: Evaluation) -> tuple[bool, int]:
+    return not evaluation.plan.policy, evaluation.plan.step
+
+
+def _listing(found: dict[Key, Evaluation]) -> str:
+    return ", ".join(f"{split} at {temperature:g} x{samples}" for split, temperature, samples, _ in found)
+
+
+def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
+    """B minus A by task. Raises UserError for other tasks, and fewer than two."""
+    from ludus.evaluation.stats import paired_difference
+
+    try:
+        return paired_difference(_scores(b), _scores(a), seed=a.plan.seed)
+    except ValueError as error:
+        raise UserError(
+            f"{a.plan.name} and {b.plan.name} cannot be compared: {error}.",
+            "Compare evaluations of the same split, tasks and world settings.",
+        ) from error
+
+
+def _scores(evaluation: Evaluation) -> dict[str, float]:
+    samples = evaluation.plan.samples
+    pairs = zip(evaluation.task_ids, evaluation.successes, strict=True)
+    return {task_id: count / samples for task_id, count in pairs}
+
+
+def odd_conditions(a: Evaluation, b: Evaluation) -> list[str]:
+    """What differs in the plans beside step and policy, one sentence each: it may be what made the change."""
+    ours, theirs = asdict(a.plan), asdict(b.plan)
+    ours |= ours.pop("conditions") or {}
+    theirs |= theirs.pop("conditions") or {}
+    expected = {"step", "policy", "num_tasks"}
+    return [
+        f"{name} is {ours[name]} in A and {theirs[name]} in B"
+        for name in ours
+        if name in theirs and name not in expected and ours[name] != theirs[name]
+    ]
+
+
+def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> Table:
+    """One row a pair of evaluations."""
+    from rich.table import Table
+
+    from ludus.cli.tables import how_sampled
+
+    table = Table(title="Success by task, paired, with a 95 % interval of the difference")
+    for column in ("tasks", "sampling", "number", "A", "B", "B - A", "only A", "only B", "p (McNemar)"):
+        table.add_column(column)
+    for (a, b), found in zip(pairs, differences, strict=True):
+        low, high = found.interval.low, found.interval.high
+        table.add_row(
+            a.plan.split,
+            how_sampled(a.plan),
+            str(found.num_tasks),
+            f"{a.rate:.1%}",
+            f"{b.rate:.1%}",
+            f"{found.difference:+.1%} [{low:+.1%}, {high:+.1%}]",
+            _count(found.only_b),
+            _count(found.only_a),
+            "" if found.p_value is None else f"{found.p_value:.3g}",
+        )
+    return table
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else str(number)

@@ -68,6 +68,15 @@ class Demonstrates(Protocol):
         ...
 
 
+@runtime_checkable
+class Chats(Protocol):
+    """A world in which a person may ask questions of their own."""
+
+    def opening(self, question: str) -> Sequence[Message]:
+        """The messages that open an episode on this question, as those of the world's tasks do."""
+        ...
+
+
 class Demonstration(Protocol):
     """A whole dialogue with the tools that it may use."""
 

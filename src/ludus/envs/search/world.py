@@ -99,6 +99,10 @@ class SearchWorld:
         chosen = sample_questions(self.facts, split, SIZES[split], self.settings.seed)
         return [self._task(question, split) for question in chosen]
 
+    def opening(self, question: str) -> tuple[Message, ...]:
+        """System message and question, with passages where the access is `once`."""
+        return self._opening(question, self.settings.access)
+
     def environment(self, task: Task) -> ToolEnv:
         """A fresh episode."""
         del task
@@ -118,7 +122,7 @@ class SearchWorld:
             (family,) = rng.choices(list(weights), list(weights.values()))
             question = rng.choice(pools[family])
             access = rng.choices(("tool", "once", "none"), (0.90, 0.05, 0.05))[0]
-            opening = self._opening(question, access)
+            opening = self._opening(question.text, access)
             if access != "tool":
                 answer = Message(role="assistant", content=question.answers[0])
                 yield Dialogue((*opening, answer), ())
@@ -138,13 +142,13 @@ class SearchWorld:
 
     def _task(self, question: Question, split: str) -> Task:
         tags = {"split": split, "family": question.family, "hops": str(len(question.hops))}
-        prompt = self._opening(question, self.settings.access)
+        prompt = self.opening(question.text)
         return Task(question.id, prompt, Answers(question.answers), tags)
 
-    def _opening(self, question: Question, access: str) -> tuple[Message, ...]:
-        said = question.text
+    def _opening(self, question: str, access: str) -> tuple[Message, ...]:
+        said = question
         if access == "once":
-            said += "\n" + "\n".join(self.index.search(question.text, self.settings.k))
+            said += "\n" + "\n".join(self.index.search(question, self.settings.k))
         return Message(role="system", content=SYSTEM[access]), Message(role="user", content=said)
 
 

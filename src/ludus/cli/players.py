@@ -1,0 +1,90 @@
+"""Who plays an evaluation: an engine with weights, or an agent behind an endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ludus.config.schema import Config
+from ludus.envs.base import World
+from ludus.errors import ConfigError
+from ludus.rollout.endpoint import Endpoint, EndpointSettings, endpoint_conversations
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.scheduler import Scheduler
+from ludus.rollout.setup import Play, engine_scheduler, scheduler
+
+if TYPE_CHECKING:
+    from ludus.cli.opening import Opened
+
+
+class Player(Protocol):
+    """Whoever plays. `step` is the training step of its weights."""
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def step(self) -> int: ...
+
+    def scheduler(self, play: Play) -> Scheduler:
+        """What plays one round of episodes, with a ledger of its own."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EnginePlayer:
+    """Weights in the embedded engine."""
+
+    opened: Opened
+
+    @property
+    def world(self) -> World:
+        """The session's."""
+        return self.opened.session.world
+
+    @property
+    def step(self) -> int:
+        """That of the checkpoint."""
+        return self.opened.step
+
+    def scheduler(self, play: Play) -> Scheduler:
+        """The same one that training uses."""
+        session = self.opened.session
+        return engine_scheduler(
+            session.world, self.opened.engine, session.renderer, session.config.rollout, play, Ledger()
+        )
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        await self.opened.engine.close()
+
+
+@dataclass(frozen=True)
+class EndpointPlayer:
+    """A model behind a chat-completions endpoint. Needs no torch."""
+
+    config: Config
+    world: World
+    endpoint: Endpoint
+    step: int = 0
+
+    def scheduler(self, play: Play) -> Scheduler:
+        """The same limits as for an engine."""
+        rollout, parser = self.config.rollout, self.config.env.tool_parser
+        converse = endpoint_conversations(self.endpoint, rollout, play, "" if parser == "auto" else parser)
+        return scheduler(self.world, converse, rollout, Ledger())
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.endpoint.close()
+
+
+def endpoint_player(config: Config, world: World, settings: EndpointSettings) -> EndpointPlayer:
+    """A player at an endpoint. Raises ConfigError for a rendering that an endpoint does not have."""
+    if config.env.rendering != "chat":
+        raise ConfigError(
+            "An endpoint takes chat messages, and env.rendering is 'tags'.", "Add --env.rendering chat."
+        )
+    return EndpointPlayer(config, world, Endpoint(settings))
