@@ -161,7 +161,7 @@ def _country(row: Mapping[str, str]) -> Entity:
 
 
 def _homonyms(rows: list[dict[str, str]], countries: Mapping[str, dict[str, str]]) -> tuple[Homonym, ...]:
-    """Cities that share a name, where name and time zone together leave one country."""
+    """Cities that share a name, where name and time zone together leave one country (the name alone may)."""
     places: dict[tuple[str, str], dict[str, dict[str, str]]] = defaultdict(dict)
     for row in rows:
         places[row["name"], row["timezone"]].setdefault(row["countrycode"], row)
@@ -173,8 +173,8 @@ def _homonyms(rows: list[dict[str, str]], countries: Mapping[str, dict[str, str]
         country = countries[code]
         passage = f"{name}, in the time zone {timezone}, is a city in the country of {country['name']}."
         found.append(Homonym(name, timezone, Fact(country["name"], _country_names(country), passage)))
-    num_countries = Counter(h.name for h in found)
-    return tuple(h for h in found if num_countries[h.name] > 1)
+    num_places = Counter(h.name for h in found)
+    return tuple(h for h in found if num_places[h.name] > 1)
 
 
 def _country_names(row: Mapping[str, str]) -> tuple[str, ...]:
