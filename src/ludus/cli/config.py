@@ -1,15 +1,88 @@
-"""To come."""
+"""Print a recipe's resolved configuration as TOML, or every setting there is.
+
+RECIPE is the name of a recipe, the path of a .toml file or a run folder; without it the defaults stand
+alone. Settings on the command line are laid over it, as in `ludus train`. The output can be saved and used as
+a recipe of your own. At its end stands, as comments, what the algorithm's preset comes to.
+
+    ludus config search --algorithm.preset dapo
+    ludus config --keys                 every setting, with its type, default and meaning
+    ludus config --keys training        those of one section
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ludus.algorithms.presets import Algorithm, resolve
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.config.settings import Setting, is_section, list_settings, suggestion
+from ludus.config.toml import to_toml, toml_value
+from ludus.errors import ConfigError, UserError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None yet."""
+    """The command's own arguments; settings follow as --section.key value."""
+    parser.add_argument("recipe", nargs="?", help="a recipe's name, a .toml file or a run folder")
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="list all settings, with their meaning",
+    )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Nothing yet."""
+    """Print configuration or settings."""
+    if args.keys is not None:
+        if args.recipe or overrides:
+            raise UserError("--keys lists settings and takes no recipe.", "Leave the recipe out.")
+        print("\n".join(key_lines(args.keys)))
+        return 0
+    config = load_config(source(args.recipe), overrides)
+    algorithm = resolve(config.algorithm)
+    print(to_toml(config))
+    print("\n".join(algorithm_lines(algorithm, config)))
     return 0
+
+
+def source(recipe: str | None) -> str | Path | None:
+    """What to load: a run folder stands for the configuration in it."""
+    inside = Path(recipe or "") / "config.toml"
+    return inside if recipe and inside.is_file() else recipe
+
+
+def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
+    """The algorithm's parts as comments, those that the preset gave and those that were set."""
+    yield f"# algorithm as resolved: {algorithm.name} ({algorithm.source})"
+    chosen = config.algorithm.model_dump(exclude_none=True)
+    for name, value in asdict(algorithm).items():
+        if name not in ("name", "source"):
+            origin = "set" if name in chosen else "from the preset"
+            yield f"#   {name} = {default_text(value)}   ({origin})"
+
+
+def key_lines(section: str) -> Iterator[str]:
+    """Every setting of a section (empty: of all), with type, default and meaning."""
+    if section and not is_section(section):
+        raise ConfigError(f"There is no section {section!r}.", f"{suggestion(section)}.".capitalize())
+    for setting in list_settings():
+        if not section or setting.key.startswith(f"{section}."):
+            yield from setting_lines(setting)
+
+
+def setting_lines(setting: Setting) -> Iterator[str]:
+    """One setting: key, default, type and bounds on a line, its meaning below."""
+    limits = f", {setting.bounds}" if setting.bounds else ""
+    why = f" ({setting.why})" if setting.why else ""
+    yield f"{setting.key} = {default_text(setting.default)}   # {setting.type_text}{limits}{why}"
+    yield from (f"    {line}" for line in setting.doc.splitlines())
+
+
+def default_text(value: object) -> str:
+    """A default as TOML, none where it is None."""
+    return "none" if value is None else toml_value(value)

@@ -1,15 +1,222 @@
-"""To come."""
+"""Read a run: curves in the terminal, its account of rollouts, alarms, evaluations and transcripts.
+
+    ludus show runs/search-1                              the whole run, and two transcripts
+    ludus show runs/search-1 --step 10 --failed           rollouts of a step that did not solve their task
+    ludus show runs/search-1 --evaluation step-000040-test-greedy --solved --episodes 5
+    ludus show runs/search-1 --step 10 --tokens           the tokens as the model saw them
+    ludus show runs/search-1 --rescore                    the rewards, run again on the saved rollouts
+
+In transcripts prompt, action and observation are marked; below stand why it stopped, the reward by parts,
+the advantage and what became of the rollout. --rescore takes settings, for example the rewards of another
+world file: --env.name other_world.py.
+"""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.cli.arguments import no_settings, run_config
+from ludus.config.schema import Config
+from ludus.diagnostics.trackers import METRICS_FILE
+from ludus.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from ludus.chat.render import Tokenizer
+    from ludus.diagnostics.trackers import MetricsRow
+    from ludus.rollout.store import RolloutRecord
+    from ludus.training.run import RunFolder
+
+DEFAULT_EPISODES = 2
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """None yet."""
+    """The command's own arguments."""
+    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
+    parser.add_argument("--step", type=int, help="rollouts of this training step (default: the last)")
+    parser.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation instead")
+    parser.add_argument("--episodes", type=int, default=DEFAULT_EPISODES, help="transcripts to print")
+    only = parser.add_mutually_exclusive_group()
+    only.add_argument("--failed", action="store_true", help="only episodes that did not solve their task")
+    only.add_argument("--solved", action="store_true", help="only episodes that did")
+    parser.add_argument("--tokens", action="store_true", help="tokens instead of messages")
+    parser.add_argument("--rescore", action="store_true", help="run the rewards again on saved rollouts")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Nothing yet."""
+    """Print what is asked for."""
+    from ludus.cli.terminal import make_console
+    from ludus.training.run import RunFolder
+
+    if args.step is not None and args.evaluation is not None:
+        raise UserError("--step and --evaluation exclude each other.", "Leave one of them out.")
+    if args.episodes < 0:
+        raise UserError(f"--episodes is {args.episodes}.", "Give 0 or more.")
+    if not args.rescore:
+        no_settings(overrides, "show")
+    folder = RunFolder(args.run)
+    config = run_config(folder, overrides)
+    console = make_console()
+    if args.rescore:
+        print_rescored(args, folder, config, console)
+        return 0
+    wants_part = args.step is not None or args.evaluation is not None
+    if not wants_part:
+        print_overview(folder, config, console)
+    if args.episodes > 0:
+        print_episodes(args, folder, config, console, required=wants_part or args.failed or args.solved)
     return 0
+
+
+def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
+    """Curves, account, alarms and evaluations."""
+    from ludus.cli.curves import curve_table, find_curves
+    from ludus.cli.terminal import say
+    from ludus.cli.words import alarm_words, ledger_words, loss_words
+
+    rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
+    learns = any("reward/mean" in row.metrics for row in rows)
+    how = f"algorithm {config.algorithm.preset}" if learns else "no step of reinforcement learning"
+    say(console, f"{folder.path}: world {config.env.name}, {how}")
+    print_cold_start(folder, console)
+    curves = find_curves([*rows, *timings])
+    if curves:
+        console.print(curve_table(curves))
+    else:
+        say(console, "No step is done yet.")
+    for text in filter(None, [ledger_words(rows), loss_words(rows)]):
+        say(console, text)
+    for text in alarm_words(rows):
+        say(console, f"! {text}", "yellow")
+    print_evaluations(folder, console)
+
+
+def print_cold_start(folder: RunFolder, console: Console) -> None:
+    """The loss of the fine-tuning that a run from scratch begins with, on one line."""
+    from ludus.cli.curves import sparkline
+    from ludus.cli.terminal import say
+
+    rows = metrics_rows(folder.path / "cold_start" / METRICS_FILE)
+    losses = [row.metrics["loss/total"] for row in rows]
+    if losses:
+        line = f"{losses[0]:.3g} {sparkline(losses)} {losses[-1]:.3g}"
+        say(console, f"Cold start: {len(losses)} steps of fine-tuning, loss {line}")
+
+
+def metrics_rows(path: Path) -> list[MetricsRow]:
+    """The rows of a metrics file, none where there is no file yet."""
+    from ludus.diagnostics.trackers import read_metrics
+
+    return read_metrics(path) if path.is_file() else []
+
+
+def print_evaluations(folder: RunFolder, console: Console) -> None:
+    """One row for each evaluation of the run."""
+    from rich.table import Table
+
+    from ludus.cli.tables import how_sampled, rate
+    from ludus.evaluation.evaluate import load_evaluation
+
+    files = sorted(folder.evaluations.glob("*.json"))
+    if not files:
+        return
+    table = Table(title="Evaluations, with 95 % intervals")
+    for column in ("name", "step", "tasks", "sampling", "number", "success"):
+        table.add_column(column)
+    for file in files:
+        result = load_evaluation(file)
+        plan = result.plan
+        number = str(len(result.task_ids))
+        table.add_row(file.stem, str(plan.step), plan.split, how_sampled(plan), number, rate(result))
+    console.print(table)
+
+
+def print_episodes(
+    args: argparse.Namespace, folder: RunFolder, config: Config, console: Console, *, required: bool
+) -> None:
+    """The first transcripts that fit the choice. With `required`, none at all is worth a sentence."""
+    from ludus.cli.terminal import say
+    from ludus.cli.transcripts import print_record
+
+    files = chosen_files(args, folder)[-1:]
+    found = list(islice(chosen_records(args, files, config), args.episodes)) if files else []
+    if not found:
+        if required:
+            say(console, "No episode fits: all of them are solved." if args.failed else "No episode fits.")
+        return
+    tokenizer = find_tokenizer(folder, console) if args.tokens else None
+    say(console, f"\nFrom {files[0].relative_to(folder.path)}:")
+    for record in found:
+        print_record(console, record, tokenizer)
+
+
+def chosen_files(args: argparse.Namespace, folder: RunFolder) -> list[Path]:
+    """The files of rollouts that are meant, oldest first. Raises UserError for one that is not there."""
+    from ludus.rollout.store import rollouts_path
+
+    if args.evaluation is not None:
+        name = args.evaluation.removesuffix(".jsonl.gz").removesuffix(".json")
+        path = folder.evaluations / f"{name}.jsonl.gz"
+        if path.is_file():
+            return [path]
+        known = sorted(file.name.removesuffix(".jsonl.gz") for file in folder.evaluations.glob("*.jsonl.gz"))
+        raise UserError(f"The run has no evaluation {name!r}.", f"There are: {', '.join(known) or 'none'}.")
+    files = sorted(folder.rollouts.glob("step-*.jsonl.gz"))
+    if args.step is None:
+        return files
+    if rollouts_path(folder.path, args.step) not in files:
+        steps = [int(file.name[5:-9]) for file in files]
+        there = f"from {steps[0]} to {steps[-1]}" if steps else "of no step (run.save_rollouts may be off)"
+        raise UserError(f"The run has no rollouts of step {args.step}.", f"There are some {there}.")
+    return [rollouts_path(folder.path, args.step)]
+
+
+def chosen_records(
+    args: argparse.Namespace, files: Sequence[Path], config: Config
+) -> Iterator[RolloutRecord]:
+    """The records of the files, failed or solved ones only where that is asked for."""
+    from ludus.envs.registry import build_world
+    from ludus.rewards.base import success
+    from ludus.rollout.store import read_rollouts
+
+    rewards = build_world(config.env, config.rollout).rewards if args.failed or args.solved else ()
+    for file in files:
+        for record in read_rollouts(file):
+            if not rewards or success(rewards, record.trajectory) == args.solved:
+                yield record
+
+
+def find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
+    """The tokenizer of the newest checkpoint; None, with a sentence, where there is none."""
+    from ludus.cli.terminal import say, silence_libraries
+    from ludus.engines.loading import load_tokenizer
+    from ludus.training.checkpoint import list_checkpoints
+
+    found = list_checkpoints(folder.checkpoints)
+    if not found:
+        say(console, "The run has no checkpoint, and so no tokenizer: messages instead of tokens.", "yellow")
+        return None
+    silence_libraries()
+    tokenizer: Tokenizer = load_tokenizer(str(found[-1][1]))
+    return tokenizer
+
+
+def print_rescored(args: argparse.Namespace, folder: RunFolder, config: Config, console: Console) -> None:
+    """Replay the rewards of a step, an evaluation or all training steps, and print what changed."""
+    from ludus.cli.rescore import changed_table, replay_table, replay_words, rescore
+    from ludus.cli.terminal import say
+    from ludus.envs.registry import build_world
+
+    files = chosen_files(args, folder)
+    replay = rescore(build_world(config.env, config.rollout), chosen_records(args, files, config))
+    for text in replay_words(replay):
+        say(console, text)
+    if replay.rescored:
+        console.print(replay_table(replay))
+    if any(one.changed for one in replay.rescored) and args.episodes > 0:
+        console.print(changed_table(replay, args.episodes))

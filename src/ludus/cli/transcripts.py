@@ -33,7 +33,7 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
     console.rule(Text(f"task {record.group}, sample {trajectory.sample}", style="bold"))
     if tags:
         say(console, tags, "dim")
-    if tokenizer is None:
+    if tokenizer is None or not trajectory.segments:  # an endpoint shows no tokens
         parts = marked_messages(trajectory)
     else:
         parts = marked_tokens(trajectory.segments, tokenizer)

@@ -1,0 +1,82 @@
+"""A run in plain words: what became of its rollouts, what looks wrong, what a loss of 0 means."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+
+from ludus.diagnostics.metrics import AlarmLimits, alarms
+from ludus.diagnostics.trackers import MetricsRow
+
+NEAR_ZERO = 1e-6
+"""A loss nearer to 0 than this is 0 up to rounding."""
+_OUTCOMES = ("trained", "masked", "dropped", "failed")
+
+
+def ledger_words(rows: Sequence[MetricsRow]) -> str:
+    """What became of all rollouts, with the reasons; empty for a run without rollouts."""
+    total: Counter[str] = Counter()
+    for row in rows:
+        counts = {n.removeprefix("ledger/"): v for n, v in row.metrics.items() if n.startswith("ledger/")}
+        total.update({name: int(value) for name, value in counts.items()})
+    if not total["started"]:
+        return ""
+    parts = []
+    for outcome in _OUTCOMES:
+        reasons = {n.split("/", 1)[1]: v for n, v in total.items() if n.startswith(f"{outcome}/") and v}
+        shown = ", ".join(
+            f"{count} {reason}" for reason, count in sorted(reasons.items()) if reason != outcome
+        )
+        parts.append(f"{total[outcome]} {outcome}{f' ({shown})' if shown else ''}, ")
+    text = "".join(parts).removesuffix(", ") + "."
+    if total["clock_limited"]:
+        text += (
+            f" In {total['clock_limited']} steps a wall-clock limit fired: "
+            "a repetition need not give the same numbers."
+        )
+    return text
+
+
+def alarm_words(rows: Sequence[MetricsRow]) -> list[str]:
+    """Each alarm of the run once, in the words of its last time, and at how many steps it rang."""
+    history = [row.metrics for row in rows]
+    reach = AlarmLimits().zero_reward_steps
+    rang: dict[str, list[int]] = defaultdict(list)
+    words: dict[str, str] = {}
+    for number, row in enumerate(rows, start=1):
+        for text in alarms(history[max(0, number - reach) : number]):
+            kind = re.sub(r"\d[\d.,e%+-]*", "", text)
+            rang[kind].append(row.step)
+            words[kind] = text
+    return [
+        f"{words[kind]} (at {len(steps)} of {len(rows)} steps, last at step {steps[-1]})"
+        for kind, steps in rang.items()
+    ]
+
+
+def loss_words(rows: Sequence[MetricsRow]) -> str:
+    """What a loss of 0 means at the last step, or a step without a loss; empty where it is neither."""
+    if not rows:
+        return ""
+    step, last = rows[-1].step, rows[-1].metrics
+    if "ledger/started" in last and "loss/total" not in last:
+        return (
+            f"Step {step} has no loss: none of its rollouts trained (see the ledger for the reasons), so the "
+            "weights stayed as they were."
+        )
+    loss = last.get("loss/policy", last.get("loss/total", 1.0))
+    if abs(loss) > NEAR_ZERO:
+        return ""
+    if last.get("groups/zero_variance", 0.0) >= 1:
+        return (
+            f"The loss of step {step} is 0 because all rewards within each group were equal: no attempt is "
+            "better than another, every advantage is 0, and nothing is learned from them."
+        )
+    if last.get("optim/grad_norm", 0.0) > 0:
+        return (
+            f"The loss of step {step} is 0 up to rounding, and that is normal: on the first update of a "
+            "batch every ratio is 1 and the advantages of a group add up to 0, so the value is 0 while the "
+            f"gradient is not (its norm is {last['optim/grad_norm']:.3g}). Watch reward and held-out success."
+        )
+    return f"Loss and gradient of step {step} are both 0: the step changed nothing."
