@@ -20,6 +20,7 @@ from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.checkpoint import list_checkpoints
 from ludus.training.run import RunFolder
+from ludus.training.session import Session, open_session
 from ludus.training.sft import make_session, run_sft
 from ludus.training.start import Comparison, make_trackers
 from ludus.training.start import train as train_run
@@ -68,26 +69,27 @@ class ProgressReporter:
         self._progress.console.print(Text(f"! {text}", style="yellow"))
 
 
-def train(config: Config, folder: RunFolder) -> None:
-    """Train with progress bars, then print what came of it."""
+def train(config: Config, folder: RunFolder, session: Session | None) -> None:
+    """Train with progress bars, then print what came of it. Without a session the cold start comes first."""
     console = make_console()
     silence_libraries()
     say(console, f"Run folder: {folder.path}")
-    weights = cold_start(config, folder, console) if config.model.from_scratch else None
+    session = session or open_session(config, cold_start(config, folder, console))
     with bars(console) as progress:
         reporter = ProgressReporter(progress, config.training.steps, steps_done(folder))
-        comparisons = train_run(config, folder, reporter, weights)
+        comparisons = train_run(session, folder, reporter)
     console.print(comparison_table(comparisons))
     print_examples(console, folder, comparisons)
     print_commands(console, folder, config)
 
 
-def sft(config: Config, folder: RunFolder) -> Path:
+def sft(session: Session, folder: RunFolder) -> Path:
     """Fine-tune with a progress bar; gives the last checkpoint."""
+    config = session.config
     console = make_console()
     silence_libraries()
     say(console, f"Run folder: {folder.path}")
-    checkpoint = fine_tune(config, folder, console)
+    checkpoint = fine_tune(session, folder, console)
     recipe = config.env.name if config.env.name.isidentifier() else "RECIPE.toml"
     say(console, f"Checkpoint: {checkpoint}\nUse it: ludus train {recipe} --model {checkpoint}")
     return checkpoint
@@ -100,12 +102,12 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     found = list_checkpoints(nested.checkpoints)
     if found and found[-1][0] >= config.sft.steps:
         return found[-1][1]
-    return fine_tune(plain_trackers(config), nested, console)
+    return fine_tune(make_session(plain_trackers(config)), nested, console)
 
 
-def fine_tune(config: Config, folder: RunFolder, console: Console) -> Path:
+def fine_tune(session: Session, folder: RunFolder, console: Console) -> Path:
     """Run the SFT loop under a progress bar."""
-    session = make_session(config)
+    config = session.config
     with bars(console) as progress:
         task = progress.add_task("fine-tuning", total=config.sft.steps, numbers="")
 

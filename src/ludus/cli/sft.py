@@ -10,8 +10,8 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.cli.arguments import run_config
-from ludus.cli.train import check_model, configured
+from ludus.cli.arguments import recipe_stem, run_config
+from ludus.cli.train import configured
 from ludus.errors import UserError
 
 
@@ -27,16 +27,18 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start or resume a fine-tuning run."""
     from ludus.cli import console
     from ludus.training.run import RunFolder, locked, new_run
+    from ludus.training.sft import make_session
 
     if args.resume is not None:
         if args.recipe or args.model or args.from_scratch:
             raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
         folder = RunFolder(args.resume)
         config = run_config(folder, overrides)
+        session = make_session(config)
     else:
         config = configured(args, overrides)
-        check_model(config)
-        folder = new_run(config, f"{Path(args.recipe).stem}-sft")
+        session = make_session(config)
+        folder = new_run(config, f"{recipe_stem(args.recipe)}-sft")
     with locked(folder):
-        console.sft(config, folder)
+        console.sft(session, folder)
     return 0

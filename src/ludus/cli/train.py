@@ -11,7 +11,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
-from ludus.cli.arguments import recipe_config, run_config
+from ludus.cli.arguments import recipe_config, recipe_stem, run_config
 from ludus.config.schema import Config
 from ludus.errors import UserError
 
@@ -30,20 +30,20 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start or resume a run."""
     from ludus.cli import console
     from ludus.training.run import RunFolder, locked, new_run
-    from ludus.training.start import training_algorithm
+    from ludus.training.start import prepare
 
     if args.resume is not None:
         if args.recipe or args.model or args.from_scratch:
             raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
         folder = RunFolder(args.resume)
         config = run_config(folder, overrides)
+        session = prepare(config)
     else:
         config = configured(args, overrides)
-        training_algorithm(config)
-        check_model(config)
-        folder = new_run(config, Path(args.recipe).stem if args.recipe else config.env.name)
+        session = prepare(config)
+        folder = new_run(config, recipe_stem(args.recipe))
     with locked(folder):
-        console.train(config, folder)
+        console.train(config, folder, session)
     return 0
 
 
@@ -52,12 +52,3 @@ def configured(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     shortcuts = ["--model.path", args.model] if args.model else []
     shortcuts += ["--model.from_scratch", "true"] if args.from_scratch else []
     return recipe_config(args.recipe, shortcuts, overrides)
-
-
-def check_model(config: Config) -> None:
-    """Refuse a model that is not there before anything is written."""
-    from ludus.engines.loading import load_tokenizer
-    from ludus.training.session import model_path
-
-    if not config.model.from_scratch:
-        load_tokenizer(model_path(config), needs_template=config.env.rendering == "chat")

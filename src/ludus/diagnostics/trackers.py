@@ -132,11 +132,16 @@ TRACKERS: dict[str, Callable[[Path, int | None], Tracker]] = {"jsonl": _jsonl, "
 
 def make_tracker(name: str, folder: Path, resume_step: int | None = None) -> Tracker:
     """The tracker of that name, writing into a run folder. Raises ConfigError for a name that is unknown."""
+    check_tracker(name)
+    return TRACKERS[name](folder, resume_step)
+
+
+def check_tracker(name: str) -> None:
+    """Raises ConfigError for a name that is unknown."""
     if name not in TRACKERS:
         near = difflib.get_close_matches(name, TRACKERS, n=1)
         guess = f"Did you mean {near[0]!r}? " if near else ""
         raise ConfigError(f"There is no tracker {name!r}.", f"{guess}Known: {', '.join(sorted(TRACKERS))}.")
-    return TRACKERS[name](folder, resume_step)
 
 
 def read_metrics(path: Path) -> list[MetricsRow]:

@@ -144,6 +144,15 @@ def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
     ]
 
 
+def check_size(split: str, tasks: Sequence[Task], num: int) -> None:
+    """Raises UserError where a split has fewer tasks than are asked for."""
+    if len(tasks) < num:
+        raise UserError(
+            f"The split {split!r} has {len(tasks)} tasks, and {num} are asked for.",
+            "Lower evaluation.tasks, or evaluation.tasks_during for the split used during training.",
+        )
+
+
 async def evaluate(
     scheduler: Scheduler,
     tasks: Sequence[Task],
@@ -154,12 +163,8 @@ async def evaluate(
 
     An episode that the infrastructure failed for good counts as no success, and in `failed`.
     """
+    check_size(plan.split, tasks, plan.num_tasks)
     chosen = tasks[: plan.num_tasks]
-    if len(chosen) < plan.num_tasks:
-        raise UserError(
-            f"The split {plan.split!r} has {len(chosen)} tasks, and {plan.num_tasks} are asked for.",
-            "Lower evaluation.tasks.",
-        )
     jobs = [
         Job(RolloutKey(plan.step, task.id, sample), task) for task in chosen for sample in range(plan.samples)
     ]

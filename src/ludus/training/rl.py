@@ -13,11 +13,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from ludus.algorithms.presets import Algorithm
+from ludus.algorithms.presets import Algorithm, resolve
+from ludus.config.schema import Config
 from ludus.diagnostics.metrics import alarms, rollout_metrics
 from ludus.diagnostics.timings import StepTimings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine
+from ludus.envs.base import World
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, evaluate, save_evaluation
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -75,22 +77,11 @@ class RlLoop:
         """Train from step `done` to the last."""
         training = self.session.config.training
         await self.sync.publish(done)
-        order = self.task_order()
+        order = task_order(self.session.config, self.session.world)
         for step in range(done + 1, training.steps + 1):
             await self.step(step, order)
             if step % training.checkpoint_every == 0 or step == training.steps:
                 self.save(step)
-
-    def task_order(self) -> TaskOrder:
-        """Which tasks come when. Raises ConfigError where one step needs more than there are."""
-        tasks = self.session.world.tasks("train")
-        chunk = self.session.config.training.tasks_per_step * (self.algorithm.resample_rounds + 1)
-        if len(tasks) < chunk:
-            raise ConfigError(
-                f"One step may need {chunk} tasks, and the split train has {len(tasks)}.",
-                "Lower training.tasks_per_step or algorithm.resample_rounds.",
-            )
-        return TaskOrder(tasks, self.session.config.run.seed, chunk)
 
     async def step(self, step: int, order: TaskOrder) -> dict[str, float]:
         """One step: everything between two versions of the weights."""
@@ -191,6 +182,18 @@ class RlLoop:
         save_checkpoint(shelf, self.session.model, self.session.tokenizer, self.learner.optimiser, state)
         prune(shelf, self.session.config.training.keep_checkpoints)
         log.info("checkpoint of step %d written", step)
+
+
+def task_order(config: Config, world: World) -> TaskOrder:
+    """Which tasks come when. Raises ConfigError where one step needs more than there are."""
+    tasks = world.tasks("train")
+    chunk = config.training.tasks_per_step * (resolve(config.algorithm).resample_rounds + 1)
+    if len(tasks) < chunk:
+        raise ConfigError(
+            f"One step may need {chunk} tasks, and the split train has {len(tasks)}.",
+            "Lower training.tasks_per_step or algorithm.resample_rounds.",
+        )
+    return TaskOrder(tasks, config.run.seed, chunk)
 
 
 def _groups(credits: Sequence[Credit]) -> list[Group]:

@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import logging
 import platform
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -28,8 +29,7 @@ from pathlib import Path
 from ludus.config.load import config_from_toml
 from ludus.config.schema import Config
 from ludus.config.toml import to_toml
-from ludus.errors import StorageError, UserError
-from ludus.rollout.store import replaced_file
+from ludus.errors import LudusError, StorageError, UserError
 
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
 
@@ -91,18 +91,19 @@ def new_run(config: Config, name: str) -> RunFolder:
             f"The run folder {path} exists and is not empty.",
             f"Choose another with --run.folder, or continue it with `ludus train --resume {path}`.",
         )
-    folder = RunFolder(path)
+    unfinished = path.with_name(f".{path.name}.new")
     try:
-        path.mkdir(parents=True, exist_ok=True)
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        (unfinished / "config.toml").write_text(to_toml(config), "utf-8")
+        (unfinished / "run.json").write_text(json.dumps(_manifest(config), indent=1) + "\n", "utf-8")
+        unfinished.rename(path)
     except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
         raise StorageError(
-            f"The run folder {path} cannot be made: {error.strerror}.", "Choose another."
+            f"The run folder {path} cannot be made: {error.strerror}.", "Choose another with --run.folder."
         ) from error
-    with replaced_file(folder.config) as file:
-        file.write(to_toml(config).encode())
-    with replaced_file(path / "run.json") as file:
-        file.write((json.dumps(_manifest(config), indent=1) + "\n").encode())
-    return folder
+    return RunFolder(path)
 
 
 @contextmanager
@@ -128,6 +129,12 @@ def locked(folder: RunFolder) -> Iterator[None]:
         log.setLevel(logging.INFO)
         try:
             yield
+        except LudusError as error:
+            log.error("%s failed: %s", error.part, error)
+            raise
+        except Exception:
+            log.exception("a fault of Ludus itself")
+            raise
         finally:
             log.removeHandler(handler)
             handler.close()

@@ -8,21 +8,22 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from ludus.algorithms.presets import Algorithm, resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
+from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
+from ludus.envs.base import World
+from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
-from ludus.evaluation.evaluate import Evaluation, load_evaluation, plans
+from ludus.evaluation.evaluate import Evaluation, check_size, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.training.checkpoint import list_checkpoints, load_trainer, load_weights
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
 from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.rl import Reporter, RlLoop
+from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.run import RunFolder
 from ludus.training.scoring import Scorer, Scores
 from ludus.training.session import Session, make_engine, open_session
@@ -57,15 +58,40 @@ class AdapterOff:
             return Scorer(self.model, self.temperature).score(tokens, asked, with_entropy=with_entropy)
 
 
-def train(
-    config: Config, folder: RunFolder, reporter: Reporter, weights: Path | None = None
-) -> list[Comparison]:
-    """Run, or go on with, the training in `folder`; gives the evaluations before and after.
+def check(config: Config, world: World) -> None:
+    """Refuse, before anything is written, what a run would only find out later.
 
-    `weights` is the checkpoint that training starts from, where it is not the configured model.
+    Raises ConfigError and UserError for settings of the algorithm, trackers and splits.
     """
+    training_algorithm(config)
+    for name in config.run.trackers:
+        check_tracker(name)
+    settings = config.evaluation
+    for split, num in [
+        *((name, settings.tasks) for name in settings.splits),
+        (settings.split_during, settings.tasks_during),
+    ]:
+        check_size(split, world.tasks(split), num)
+    task_order(config, world)
+
+
+def prepare(config: Config) -> Session | None:
+    """Check a configuration and load its model, before anything is written.
+
+    None where the model is yet to be made from scratch.
+    """
+    if config.model.from_scratch:
+        check(config, build_world(config.env, config.rollout))
+        return None
+    session = open_session(config)
+    check(config, session.world)
+    return session
+
+
+def train(session: Session, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
+    """Run, or go on with, the training in `folder`; gives the evaluations before and after."""
+    config = session.config
     algorithm = training_algorithm(config)
-    session = open_session(config, weights)
     if not config.training.mask_observations:
         text = "Observations are in the loss (training.mask_observations is off): for comparison only."
         log.warning(text)

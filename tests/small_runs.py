@@ -1,0 +1,69 @@
+"""Small runs of the real recipe: the packaged cold start on the real search world, with tiny budgets."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+from ludus.config.load import load_config
+
+BUDGET = {
+    "training.steps": "4",
+    "training.tasks_per_step": "3",
+    "training.checkpoint_every": "2",
+    "algorithm.group_size": "4",
+    "evaluation.tasks": "6",
+    "evaluation.every": "2",
+    "evaluation.tasks_during": "4",
+    "rollout.concurrency": "16",
+    "run.threads": "1",
+}
+
+
+def words(folder: Path, **changes: str) -> list[str]:
+    """The command line of a small run; keywords use `__` for the dot."""
+    settings = BUDGET | {"run.folder": str(folder)} | {k.replace("__", "."): v for k, v in changes.items()}
+    return [word for key, value in settings.items() for word in (f"--{key}", value)]
+
+
+def config(folder: Path, **changes: str):
+    """The configuration of a small run."""
+    return load_config("search", words(folder, **changes))
+
+
+def start(*arguments: str) -> subprocess.Popen[bytes]:
+    """`ludus ARGUMENTS` in a process of its own."""
+    command = [sys.executable, "-m", "ludus", *arguments]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+
+
+def lasting_files(folder: Path) -> dict[str, bytes]:
+    """Everything a run leaves that must repeat bit for bit: all but timings, log, manifest and lock."""
+    passing = {"timings.jsonl", "log.txt", "run.json", "lock", "config.toml"}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file() and path.name not in passing
+    }
+
+
+class Silent:
+    """A reporter that keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[int, dict[str, float]]] = []
+        self.alarms: list[str] = []
+        self.episodes = 0
+
+    def phase(self, name: str, total: int) -> None:
+        """Nothing to show."""
+
+    def episode(self, episode) -> None:
+        self.episodes += 1
+
+    def step(self, step, metrics, timings) -> None:
+        self.steps.append((step, dict(metrics)))
+
+    def alarm(self, text: str) -> None:
+        self.alarms.append(text)

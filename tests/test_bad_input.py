@@ -1,0 +1,133 @@
+"""Bad input gets one clear sentence, exit code 2, no traceback, and nothing is overwritten."""
+
+from __future__ import annotations
+
+import json
+import resource
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ludus.cli.main import main
+from ludus.training.session import model_path
+from small_runs import config, words
+
+
+def refused(capsys, *arguments: str) -> str:
+    """The sentence with which a command line is refused."""
+    assert main(list(arguments)) == 2
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert said.startswith("ludus: ")
+    return said
+
+
+def test_a_misspelt_setting_names_the_nearest(tmp_path, capsys):
+    said = refused(capsys, "train", "search", *words(tmp_path / "r"), "--algorithm.group_sise", "16")
+    assert "algorithm.group_size" in said
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_group_of_one_is_refused_with_the_reason(tmp_path, capsys):
+    said = refused(capsys, "train", "search", *words(tmp_path / "r", algorithm__group_size="1"))
+    assert "algorithm.group_size" in said
+    assert "at least 2" in said
+
+
+@pytest.mark.parametrize("path", ["/nowhere/model", "./missing"])
+def test_a_missing_model_is_refused_before_anything_is_written(tmp_path, capsys, path):
+    said = refused(capsys, "train", "search", *words(tmp_path / "r"), "--model", path)
+    assert path in said
+    assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_a_split_that_does_not_exist_is_refused(tmp_path, capsys):
+    settings = words(tmp_path / "r", evaluation__splits='["tset"]')
+    assert "test" in refused(capsys, "train", "search", *settings)
+
+
+def test_more_tasks_than_the_split_has_are_refused(tmp_path, capsys):
+    said = refused(capsys, "train", "search", *words(tmp_path / "r", evaluation__tasks="100000"))
+    assert "evaluation.tasks" in said
+
+
+def test_an_unknown_recipe_world_tracker_preset_is_refused(tmp_path, capsys):
+    assert "search" in refused(capsys, "train", "serach")
+    for key, value, near in (
+        ("env__name", "serch", "search"),
+        ("run__trackers", '["jsnl"]', "jsonl"),
+        ("algorithm__preset", "gpro", "grpo"),
+    ):
+        folder = tmp_path / key
+        assert near in refused(capsys, "train", "search", *words(folder, **{key: value}))
+
+
+def test_a_checkpoint_of_another_architecture_is_refused_on_resume(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert main(["train", "search", *words(folder, training__steps="2")]) == 0
+    other = tmp_path / "other"
+    shutil.copytree(model_path(config(tmp_path / "x")), other)
+    shape = json.loads((other / "config.json").read_text())
+    shape["num_hidden_layers"] = 2
+    (other / "config.json").write_text(json.dumps(shape))
+    before = {p: p.read_bytes() for p in folder.rglob("*.safetensors")}
+    capsys.readouterr()
+    said = refused(capsys, "train", "--resume", str(folder), "--model.path", str(other))
+    assert "architecture" in said
+    assert before == {p: p.read_bytes() for p in folder.rglob("*.safetensors")}
+
+
+def test_resuming_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
+    assert "config.toml" in refused(capsys, "train", "--resume", str(tmp_path))
+
+
+def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before_intact(tmp_path):
+    folder = tmp_path / "run"
+    settings = words(folder, training__steps="2", training__checkpoint_every="1")
+    assert main(["train", "search", *settings]) == 0
+    before = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*.safetensors")}
+
+    def little_room() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1_000_000, 1_000_000))
+
+    again = subprocess.run(
+        [sys.executable, "-m", "ludus", "train", "--resume", str(folder), "--training.steps", "3"],
+        preexec_fn=little_room,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert again.returncode == 2, again.stderr
+    assert "Traceback" not in again.stderr
+    assert "could not be written" in again.stderr or "cannot be written" in again.stderr
+    after = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*.safetensors")}
+    assert after == before
+    assert not list((folder / "checkpoints").glob(".step-*"))
+
+
+def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own_code(tmp_path, capsys):
+    world = tmp_path / "broken.py"
+    world.write_text(
+        "from ludus.envs.tool_world import ToolWorld\n"
+        "from ludus.rewards.answers import Answers, exact_match\n"
+        "from ludus.rewards.base import Reward\n"
+        "from ludus.types import Message, Task\n"
+        "class Broken(ToolWorld):\n"
+        "    def environment(self, task):\n"
+        "        raise OSError('the shop is closed')\n"
+        "def make_world(settings, limits):\n"
+        "    tasks = [Task(str(i), (Message(role='user', content='q'),), Answers(('a',))) for i in range(50)]\n"
+        "    lists = {name: tasks for name in ('train', 'validation', 'test')}\n"
+        "    return Broken('broken', lists, (), (Reward('right', exact_match, outcome=True),), limits)\n"
+    )
+    cold = model_path(config(tmp_path / "x"))
+    settings = words(tmp_path / "r", env__name=str(world), evaluation__splits='["test"]', model__path=cold)
+    assert main(["train", "search", *settings]) == 4
+    said = capsys.readouterr().err
+    assert "the shop is closed" in said
+    assert Path(tmp_path / "r" / "log.txt").read_text().rstrip().endswith("the shop is closed") or (
+        "the shop is closed" in Path(tmp_path / "r" / "log.txt").read_text().splitlines()[-1]
+    )

@@ -1,0 +1,85 @@
+"""Killed with SIGKILL at random moments and resumed, a run ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import random
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from small_runs import lasting_files, start, words
+
+NUM_KILLS = 20
+RUN = {"training__steps": "8", "training__checkpoint_every": "1"}
+
+
+def finish(*arguments: str) -> float:
+    """Run to the end; gives the seconds it took."""
+    begin = time.perf_counter()
+    process = start(*arguments)
+    _, error = process.communicate(timeout=600)
+    assert process.returncode == 0, error.decode()
+    return time.perf_counter() - begin
+
+
+def kill_after(process: subprocess.Popen[bytes], folder: Path, rng: random.Random, seconds: float) -> str:
+    """Kill at a random moment; every other time wait for a checkpoint that is being written."""
+    deadline = time.perf_counter() + rng.uniform(0.2, 1.0) * seconds
+    wait_for_checkpoint = rng.random() < 0.5
+    while process.poll() is None:
+        writing = wait_for_checkpoint and any(folder.glob("checkpoints/.step-*.tmp"))
+        if writing or time.perf_counter() > deadline:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+            return "checkpoint" if writing else "elsewhere"
+    return "finished"
+
+
+@pytest.mark.fault
+def test_killed_twenty_times_and_resumed_a_run_equals_the_uninterrupted_one(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    seconds = finish("train", "search", *words(whole, **RUN))
+    expected = lasting_files(whole)
+    rng = random.Random(0)
+    moments: list[str] = []
+    round_ = 0
+    while len(moments) < NUM_KILLS:
+        folder = cut / str(round_)
+        arguments = ("train", "search", *words(folder, **RUN))
+        for _ in range(NUM_KILLS):
+            moment = kill_after(start(*arguments), folder, rng, seconds)
+            if moment == "finished":
+                break
+            moments.append(moment)
+            started = (folder / "config.toml").is_file() and (folder / "run.json").is_file()
+            arguments = ("train", "--resume", str(folder)) if started else arguments
+        else:
+            finish(*arguments)
+        found = lasting_files(folder)
+        assert found.keys() == expected.keys()
+        assert [name for name in expected if found[name] != expected[name]] == []
+        round_ += 1
+    assert "checkpoint" in moments
+
+
+@pytest.mark.fault
+def test_sft_killed_and_resumed_equals_the_uninterrupted_one(tmp_path):
+    settings = {"sft__steps": "12", "sft__checkpoint_every": "3", "sft__batch_size": "4"}
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    seconds = finish("sft", "search", *words(whole, **settings))
+    rng = random.Random(1)
+    arguments = ("sft", "search", *words(cut, **settings))
+    for _ in range(4):
+        moment = kill_after(start(*arguments), cut, rng, seconds)
+        if moment == "finished":
+            break
+        if (cut / "run.json").is_file():
+            arguments = ("sft", "--resume", str(cut))
+    else:
+        finish(*arguments)
+    expected, found = lasting_files(whole), lasting_files(cut)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []

@@ -1,0 +1,195 @@
+"""Whole small runs of the real recipe: token-exact, reproducible, accounted for, resumable."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ludus.cli.main import main
+from ludus.diagnostics.trackers import read_metrics
+from ludus.engines.loading import load_model
+from ludus.evaluation.evaluate import load_evaluation
+from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.scheduler import Job
+from ludus.rollout.setup import Play, engine_scheduler
+from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.training.checkpoint import checkpoint_path
+from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.session import make_engine, model_path, open_session
+from ludus.training.start import train
+from small_runs import Silent, config, lasting_files, words
+
+
+def run(folder: Path, **changes: str) -> Silent:
+    reporter = Silent()
+    settings = config(folder, **changes)
+    made = new_run(settings, "search")
+    with locked(made):
+        train(open_session(settings), made, reporter)
+    return reporter
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("finished") / "run"
+    run(folder)
+    return folder
+
+
+def test_a_run_leaves_what_the_docs_say(finished):
+    names = {path.name for path in finished.iterdir()}
+    assert {"config.toml", "run.json", "metrics.jsonl", "timings.jsonl", "rollouts", "evaluations"} <= names
+    manifest = json.loads((finished / "run.json").read_text())
+    assert manifest["packages"]["torch"] == torch.__version__
+    assert [row.step for row in read_metrics(finished / "metrics.jsonl")] == [1, 2, 3, 4]
+    assert [path.name for path in sorted((finished / "checkpoints").iterdir())] == [
+        "step-000002",
+        "step-000004",
+    ]
+
+
+def test_from_pretrained_loads_a_checkpoint_and_training_changed_it(finished):
+    model = AutoModelForCausalLM.from_pretrained(checkpoint_path(finished / "checkpoints", 4))
+    start = load_model(model_path(config(finished)))
+    moved = [not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True)]
+    assert all(moved)
+
+
+def test_the_ledger_adds_up_at_every_step_and_agrees_with_the_rollouts(finished):
+    for row in read_metrics(finished / "metrics.jsonl"):
+        parts = [row.metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")]
+        assert row.metrics["ledger/started"] == sum(parts) == 12
+        records = list(read_rollouts(rollouts_path(finished, row.step)))
+        assert len(records) == 12
+        trained = [record for record in records if record.outcome == "trained"]
+        assert len(trained) == row.metrics["ledger/trained"] == row.metrics.get("batch/trained_rows", 0)
+
+
+def test_recorded_logprobs_are_those_of_a_fresh_forward_and_ids_those_of_the_engine(tmp_path, capsys):
+    session = open_session(config(tmp_path))
+    engine = make_engine(session)
+    sampled: dict[str, list[tuple[int, ...]]] = {}
+    inner = engine.generate_batch
+
+    async def recording(requests):
+        completions = await inner(requests)
+        for request, completion in zip(requests, completions, strict=True):
+            sampled.setdefault(request.episode, []).append(completion.tokens)
+        return completions
+
+    engine.generate_batch = recording
+    tasks = session.world.tasks("train")[:12]
+    jobs = [Job(RolloutKey(1, task.id, i), task) for task in tasks for i in range(4)]
+    rollout = session.config.rollout
+    scheduler = engine_scheduler(
+        session.world, engine, session.renderer, rollout, Play("test", 1.0, 0), Ledger()
+    )
+    episodes = asyncio.run(scheduler.run(jobs))
+    asyncio.run(engine.close())
+    recorded = [[s.tokens for s in e.trajectory.segments if s.kind == "action"] for e in episodes]
+    assert sorted(map(tuple, recorded)) == sorted(map(tuple, sampled.values()))
+    gaps = [logprob_gap(session.model, e.trajectory) for e in episodes]
+    with capsys.disabled():
+        print(f"\nlargest |recorded - fresh| log-probability of {len(gaps)} rollouts: {max(gaps):.2e}")
+    assert max(gaps) < 1e-4
+    assert max(e.trajectory.num_turns for e in episodes) > 2
+
+
+@torch.no_grad()
+def logprob_gap(model, trajectory) -> float:
+    ids = torch.tensor([trajectory.token_ids])
+    logprobs = model(input_ids=ids).logits[0].log_softmax(-1)
+    return max(
+        abs(float(logprobs[t - 1, ids[0, t]]) - trajectory.behavior_logprobs[t])
+        for t in range(1, ids.shape[1])
+        if trajectory.action_mask[t]
+    )
+
+
+def test_the_same_seed_gives_the_same_bytes(finished, tmp_path):
+    run(tmp_path / "again")
+    first, second = lasting_files(finished), lasting_files(tmp_path / "again")
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name]] == []
+
+
+def test_another_seed_gives_other_rollouts(finished, tmp_path):
+    run(tmp_path / "other", run__seed="1", training__steps="2")
+    tokens = [
+        [record.trajectory.token_ids for record in read_rollouts(rollouts_path(folder, 1))]
+        for folder in (finished, tmp_path / "other")
+    ]
+    assert tokens[0] != tokens[1]
+
+
+def test_a_run_cut_in_the_middle_and_resumed_equals_the_uninterrupted_one(finished, tmp_path):
+    folder = tmp_path / "cut"
+
+    class Stop(Exception):
+        pass
+
+    class Cutting(Silent):
+        def step(self, step, metrics, timings):
+            if step == 3:
+                raise Stop
+
+    settings = config(folder)
+    with locked(new_run(settings, "search")), pytest.raises(Stop):
+        train(open_session(settings), RunFolder(folder), Cutting())
+    assert main(["train", "--resume", str(folder)]) == 0
+    first, second = lasting_files(finished), lasting_files(folder)
+    assert [name for name in first if first[name] != second.get(name)] == []
+    assert first.keys() == second.keys()
+
+
+def test_a_finished_run_is_extended_by_resuming_with_more_steps(finished, tmp_path):
+    longer, extended = tmp_path / "longer", tmp_path / "extended"
+    run(longer, training__steps="6")
+    run(extended)
+    assert main(["train", "--resume", str(extended), "--training.steps", "6"]) == 0
+    final = checkpoint_path(Path("checkpoints"), 6) / "model.safetensors"
+    assert (longer / final).read_bytes() == (extended / final).read_bytes()
+    assert (longer / "metrics.jsonl").read_bytes() == (extended / "metrics.jsonl").read_bytes()
+
+
+def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished, tmp_path):
+    reporter = run(tmp_path / "unmasked", training__mask_observations="false", training__steps="1")
+    assert any("Observations are in the loss" in text for text in reporter.alarms)
+    masked = read_metrics(finished / "metrics.jsonl")[0].metrics
+    unmasked = reporter.steps[0][1]
+    assert unmasked["reward/mean"] == masked["reward/mean"]
+    assert unmasked["batch/trained_rows"] == masked["batch/trained_rows"]
+    assert unmasked["batch/trained_tokens"] > masked["batch/trained_tokens"]
+    assert unmasked["optim/grad_norm"] != masked["optim/grad_norm"]
+
+
+def test_lora_trains_the_adapters_alone(tmp_path):
+    folder = tmp_path / "lora"
+    reporter = run(folder, training__steps="2", model__lora__rank="4")
+    assert reporter.steps[-1][1]["policy/kl_reference"] >= 0
+    adapter = checkpoint_path(folder / "checkpoints", 2) / "adapter_model.safetensors"
+    assert adapter.is_file()
+    assert main(["train", "--resume", str(folder), "--training.steps", "3"]) == 0
+
+
+def test_a_training_score_is_reproduced_by_the_evaluation_command(finished):
+    before = load_evaluation(finished / "evaluations" / "step-000004-test-greedy.json")
+    out = finished.parent / "again"
+    assert main(["eval", "--run", str(finished), "--out", str(out)]) == 0
+    (path,) = out.rglob("step-000004-test-greedy.json")
+    assert load_evaluation(path).successes == before.successes
+
+
+def test_a_folder_in_use_or_not_empty_is_refused_and_left_alone(finished, capsys):
+    before = lasting_files(finished)
+    assert main(["train", "search", *words(finished)]) == 2
+    assert "not empty" in capsys.readouterr().err
+    with locked(RunFolder(finished)):
+        assert main(["train", "--resume", str(finished)]) == 2
+    assert "in use" in capsys.readouterr().err
+    assert lasting_files(finished) == before
