@@ -291,6 +291,26 @@ def test_cancelling_closes_everything_and_tries_nothing_again(lockstep, close_br
     assert len(engine.released) == 4
 
 
+def test_an_environment_that_turns_its_cancellation_into_an_error_is_not_played_again():
+    async def step(_):
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise RuntimeError("the connection is gone") from None
+
+    world = WatchedWorld(hooks={"step": step})
+
+    async def cancel():
+        running = asyncio.create_task(make_scheduler(scripted(answers), world).run(make_jobs(2)))
+        await asyncio.sleep(0.02)
+        running.cancel()
+        await asyncio.wait_for(running, 10)
+
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(cancel())
+    assert [env.events for env in world.made] == [["start", "step", "close"]] * 2
+
+
 # Never drops a job silently: the account adds up
 
 
@@ -526,6 +546,26 @@ def test_a_round_waits_for_everyone_who_has_joined_until_they_leave():
 
     asyncio.run(play())
     assert [[name for name, *_ in batch] for batch in engine.batches] == [["a", "b"], ["b", "d"]]
+
+
+def test_who_no_longer_listens_is_not_asked_for_but_still_waited_for():
+    engine = RecordingEngine(answers)
+    lockstep = LockstepEngine(engine)
+
+    async def play():
+        lockstep.swap(None, "a")
+        lockstep.swap(None, "b")
+        gone = asyncio.create_task(lockstep.generate(ask("a")))
+        await asyncio.sleep(0)
+        gone.cancel()
+        waiting = asyncio.create_task(lockstep.generate(ask("b")))
+        await asyncio.sleep(0.01)
+        assert engine.batches == []
+        lockstep.swap("a", None)
+        await waiting
+
+    asyncio.run(play())
+    assert [[name for name, *_ in batch] for batch in engine.batches] == [["b"]]
 
 
 def test_closing_ends_the_round_that_runs_with_an_error_for_those_who_wait():

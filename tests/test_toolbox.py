@@ -4,8 +4,10 @@ import asyncio
 import subprocess
 import sys
 import threading
+from typing import Annotated
 
 import pytest
+from pydantic import AfterValidator
 
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import Toolbox, ToolLimits, as_text, describe_error
@@ -90,6 +92,19 @@ def test_calls_that_cannot_run_say_why(asked, status, words):
     assert outcome.output.startswith("Error: ")
     assert words in outcome.output
     assert can_be_shown(outcome)
+
+
+def test_the_words_of_a_validator_are_made_fit_to_be_shown():
+    def refuse(value: str) -> str:
+        raise ValueError("never\x00")
+
+    @tool
+    def pick(key: Annotated[str, AfterValidator(refuse)]) -> str:
+        return key
+
+    (outcome,) = run([pick], ask("pick", key="x"))
+    assert outcome.status is ToolStatus.BAD_ARGUMENTS
+    assert "never\ufffd" in outcome.output
 
 
 def test_without_tools_the_error_says_so():

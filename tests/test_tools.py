@@ -224,8 +224,15 @@ def test_ties_come_in_the_order_of_the_passages():
     index = PassageIndex(PASSAGES)
     assert index.search("Texas", 2) == [PASSAGES[3], PASSAGES[4]]
     assert PassageIndex(PASSAGES[::-1]).search("Texas", 2) == [PASSAGES[4], PASSAGES[3]]
-    same = [f"same words {i % 2}" for i in range(50)]
-    assert PassageIndex(same).search("words", 7) == same[:7]
+
+
+def test_ties_keep_their_order_among_many():
+    source = random.Random(3)
+    passages = [f"{source.choices(['red red', 'red', 'blue'], [1, 20, 4])[0]} n{i}" for i in range(120)]
+    scores = by_hand("red", passages)
+    best = sorted(range(120), key=lambda i: (-round(scores[i], 9), i))[:10]
+    assert 0 < sum(passages[i].startswith("red red") for i in best) < 10
+    assert PassageIndex(passages).search("red", 10) == [passages[i] for i in best]
 
 
 def test_words_match_without_case_accents_and_punctuation():
