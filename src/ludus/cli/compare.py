@@ -98,9 +98,11 @@ def _listing(found: dict[Key, Evaluation]) -> str:
 
 
 def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
-    """B minus A by task. Raises UserError for other tasks, and fewer than two."""
+    """B minus A by task. Raises UserError where the tasks differ, or there are fewer than two."""
     from ludus.evaluation.stats import paired_difference
 
+    if len(a.task_ids) < 2:
+        raise UserError("One task says nothing about others.", "Compare evaluations of 2 tasks or more.")
     try:
         return paired_difference(_scores(b), _scores(a), seed=a.plan.seed)
     except ValueError as error:

@@ -58,7 +58,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ludus.cli.terminal import make_console, say
 
     check_arguments(args)
-    shortcuts = ["--env.settings.access", args.baseline] if args.baseline else []
+    shortcuts = (
+        ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []
+    )  # quoted: a bare none unsets
     config = job_config(args, [*shortcuts, *overrides])
     world = check_world(config, args.baseline)
     console = make_console()
@@ -169,7 +171,7 @@ async def make_player(args: argparse.Namespace, config: Config, world: World) ->
     from ludus.cli.opening import open_weights
 
     run = RunFolder(args.run) if args.run is not None else None
-    return EnginePlayer(await open_weights(config, run))
+    return EnginePlayer(world, await open_weights(config, run))
 
 
 def policy_name(args: argparse.Namespace) -> str:

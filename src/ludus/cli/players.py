@@ -37,12 +37,8 @@ class Player(Protocol):
 class EnginePlayer:
     """Weights in the embedded engine."""
 
+    world: World
     opened: Opened
-
-    @property
-    def world(self) -> World:
-        """The session's."""
-        return self.opened.session.world
 
     @property
     def step(self) -> int:
@@ -53,7 +49,7 @@ class EnginePlayer:
         """The same one that training uses."""
         session = self.opened.session
         return engine_scheduler(
-            session.world, self.opened.engine, session.renderer, session.config.rollout, play, Ledger()
+            self.world, self.opened.engine, session.renderer, session.config.rollout, play, Ledger()
         )
 
     async def close(self) -> None:

@@ -40,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
     parser.add_argument("--step", type=int, help="rollouts of this training step (default: the last)")
     parser.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation instead")
+    parser.add_argument("--task", metavar="ID", help="only episodes of this task")
     parser.add_argument("--episodes", type=int, default=DEFAULT_EPISODES, help="transcripts to print")
     only = parser.add_mutually_exclusive_group()
     only.add_argument("--failed", action="store_true", help="only episodes that did not solve their task")
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.rescore:
         print_rescored(args, folder, config, console)
         return 0
-    wants_part = args.step is not None or args.evaluation is not None
+    wants_part = args.step is not None or args.evaluation is not None or args.task is not None
     if not wants_part:
         print_overview(folder, config, console)
     if args.episodes > 0:
@@ -147,7 +148,7 @@ def print_episodes(
     found = list(islice(chosen_records(args, files, config), args.episodes)) if files else []
     if not found:
         if required:
-            say(console, "No episode fits: all of them are solved." if args.failed else "No episode fits.")
+            say(console, "No episode fits.")
         return
     tokenizer = find_tokenizer(folder, console) if args.tokens else None
     say(console, f"\nFrom {files[0].relative_to(folder.path)}:")
@@ -179,7 +180,7 @@ def chosen_files(args: argparse.Namespace, folder: RunFolder) -> list[Path]:
 def chosen_records(
     args: argparse.Namespace, files: Sequence[Path], config: Config
 ) -> Iterator[RolloutRecord]:
-    """The records of the files, failed or solved ones only where that is asked for."""
+    """The records of the files, those of one task, failed or solved ones only where that is asked for."""
     from ludus.envs.registry import build_world
     from ludus.rewards.base import success
     from ludus.rollout.store import read_rollouts
@@ -187,6 +188,8 @@ def chosen_records(
     rewards = build_world(config.env, config.rollout).rewards if args.failed or args.solved else ()
     for file in files:
         for record in read_rollouts(file):
+            if args.task is not None and record.group != args.task:
+                continue
             if not rewards or success(rewards, record.trajectory) == args.solved:
                 yield record
 

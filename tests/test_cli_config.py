@@ -1,0 +1,68 @@
+"""`ludus recipes` and `ludus config`."""
+
+import tomllib
+
+from ludus.algorithms.presets import resolve
+from ludus.config import config_from_toml, list_settings, load_config
+from ludus.recipes import list_recipes
+from tiny_run import ludus, refused
+
+
+def test_recipes_are_listed_with_their_titles():
+    said = ludus("recipes")
+    assert said.code == 0
+    for recipe in list_recipes():
+        assert recipe.name in said.out
+        assert recipe.title.split()[0] in said.out
+
+
+def test_the_printed_configuration_is_the_one_that_would_run():
+    said = ludus("config", "search", "--algorithm.preset", "dapo", "--training.learning_rate", "1e-5")
+    wanted = load_config("search", ["--algorithm.preset", "dapo", "--training.learning_rate", "1e-5"])
+    assert config_from_toml(said.out) == wanted
+    assert wanted.training.learning_rate == 1e-5
+
+
+def test_the_resolved_algorithm_stands_in_comments():
+    words = ("--algorithm.preset", "dapo", "--algorithm.eps_high", "0.5")
+    lines = ludus("config", "search", *words).out.splitlines()
+    algorithm = resolve(load_config("search", words).algorithm)
+    assert f"# algorithm as resolved: dapo ({algorithm.source})" in lines
+    assert "#   eps_high = 0.5   (set)" in lines
+    assert f"#   resample_rounds = {algorithm.resample_rounds}   (from the preset)" in lines
+    assert "#   dual_clip = none   (from the preset)" in lines
+
+
+def test_a_contradiction_in_the_algorithm_is_refused():
+    said = refused("config", "search", "--algorithm.preset", "rloo", "--algorithm.eps_low", "0.1")
+    assert "algorithm.eps_low" in said
+
+
+def test_keys_lists_every_setting_with_its_default_and_meaning():
+    said = ludus("config", "--keys")
+    lines = said.out.splitlines()
+    assert [line.split(" = ")[0] for line in lines if not line.startswith(" ")] == [
+        setting.key for setting in list_settings()
+    ]
+    assert "model.path = none   # text or none" in lines
+    assert "training.steps = 40   # a whole number, at least 1" in lines
+    after = lines[lines.index("rollout.max_turns = 6   # a whole number, at least 1") + 1]
+    assert after == "    Assistant turns of one episode."
+
+
+def test_keys_of_one_section():
+    lines = ludus("config", "--keys", "model.scratch").out.splitlines()
+    assert all(line.startswith(("model.scratch.", "    ")) for line in lines)
+    assert len(lines) > 5
+    assert "There is no section 'modl'" in refused("config", "--keys", "modl")
+    assert "takes no recipe" in refused("config", "search", "--keys")
+
+
+def test_a_run_folder_gives_its_own_configuration(tiny_run):
+    said = ludus("config", tiny_run)
+    written = tomllib.loads((tiny_run / "config.toml").read_text())
+    assert tomllib.loads(said.out) == written
+
+
+def test_without_a_recipe_the_defaults_are_printed():
+    assert config_from_toml(ludus("config").out) == load_config(None)

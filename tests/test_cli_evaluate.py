@@ -1,0 +1,199 @@
+"""`ludus eval`: the numbers of training come back bit for bit, nothing is overwritten, anyone may play."""
+
+import gzip
+import json
+
+import pytest
+
+from chat_server import Reply, error, say, serving
+from ludus.config import load_config
+from ludus.evaluation.evaluate import load_evaluation
+from ludus.evaluation.stats import pass_at_k, pass_hat_k
+from ludus.rollout.store import read_rollouts
+from ludus.types import ToolStatus
+from tiny_run import copy_run, ludus, make_recipe, refused
+from tiny_world import PRICES
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_a_run_is_reproduced_bit_for_bit_and_nothing_is_written(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    before = contents(run / "evaluations")
+    said = ludus("eval", "--run", run)
+    assert said.code == 0, said
+    assert "step-000002-test-greedy: reproduces the evaluation that was there, bit for bit." in said.out
+    assert "step-000002-test-t1: reproduces" in said.out
+    assert contents(run / "evaluations") == before
+
+
+@pytest.mark.parametrize("what", ["success", "rollouts"])
+def test_a_run_that_is_not_reproduced_ends_with_1_and_both_are_kept(tiny_run, tmp_path, what):
+    run = copy_run(tiny_run, tmp_path)
+    name = "step-000002-test-greedy"
+    path = run / "evaluations" / f"{name}.json"
+    if what == "success":
+        data = json.loads(path.read_text())
+        data["tasks"][3]["successes"] = 1 - data["tasks"][3]["successes"]
+        path.write_text(json.dumps(data))
+    else:
+        rollouts = run / "evaluations" / f"{name}.jsonl.gz"
+        lines = gzip.decompress(rollouts.read_bytes())
+        rollouts.write_bytes(gzip.compress(lines.replace(b'"reward":', b'"reward":1', 1)))
+    before = contents(run / "evaluations")
+    said = ludus("eval", "--run", run, "--evaluation.temperatures", "[0.0]")
+    assert said.code == 1
+    assert f"{name}-2: does not reproduce {name}: " in said.out
+    assert ("1 tasks differ, the first is test:" if what == "success" else "the rollouts differ") in said.out
+    after = contents(run / "evaluations")
+    assert {file: after[file] for file in before} == before
+    assert set(after) - set(before) == {f"{name}-2.json", f"{name}-2.jsonl.gz"}
+
+
+def test_other_conditions_are_another_evaluation(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    words = ("--evaluation.temperatures", "[1.0]", "--rollout.top_p", "0.5")
+    said = ludus("eval", "--run", run, *words)
+    assert said.code == 0, said
+    assert "step-000002-test-t1-2: saved." in said.out
+    plan = load_evaluation(run / "evaluations" / "step-000002-test-t1-2.json").plan
+    assert plan.conditions is not None
+    assert (plan.conditions.top_p, plan.conditions.max_turns, plan.temperature) == (0.5, 3, 1.0)
+    assert "step-000002-test-t1-2: reproduces" in ludus("eval", "--run", run, *words).out
+
+
+def test_several_attempts_give_pass_at_k(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    words = ("--evaluation.samples", "3", "--evaluation.tasks", "5", "--evaluation.temperatures", "[0.7]")
+    said = ludus("eval", "--run", run, *words)
+    assert said.code == 0, said
+    result = load_evaluation(run / "evaluations" / "step-000002-test-t0.7-x3.json")
+    assert len(result.successes) == 5
+    for k in (1, 2, 3):
+        at = sum(pass_at_k(3, c, k) for c in result.successes) / 5
+        hat = sum(pass_hat_k(3, c, k) for c in result.successes) / 5
+        row = [
+            cell.strip() for line in said.out.splitlines() if f"│ {k} │" in line for cell in line.split("│")
+        ]
+        assert row[-3:-1] == [f"{at:.1%}", f"{hat:.1%}"]
+    records = list(read_rollouts(run / "evaluations" / "step-000002-test-t0.7-x3.jsonl.gz"))
+    assert [(r.group, r.trajectory.sample) for r in records] == [
+        (task_id, sample) for task_id in result.task_ids for sample in range(3)
+    ]
+
+
+def test_a_model_is_evaluated_into_a_folder_of_its_own(tiny_run, tmp_path):
+    model = tiny_run / "checkpoints" / "step-000002"
+    words = ("eval", make_recipe(tmp_path), "--model", model, "--out", tmp_path / "out")
+    said = ludus(*words)
+    assert said.code == 0, said
+    ours = load_evaluation(tmp_path / "out" / "evaluations" / "step-000000-test-greedy.json")
+    theirs = load_evaluation(tiny_run / "evaluations" / "step-000002-test-greedy.json")
+    assert ours.successes == theirs.successes
+    assert ours.plan.policy == str(model)
+    assert load_config(tmp_path / "out" / "config.toml").model.path == str(model)
+    assert "reproduces" in ludus(*words).out
+
+
+def test_results_without_a_folder_go_under_runs(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    words = ("--evaluation.tasks", "2", "--evaluation.temperatures", "[0.0]")
+    model = tiny_run / "checkpoints" / "step-000002"
+    for number in (1, 2):
+        assert ludus("eval", make_recipe(tmp_path), "--model", model, *words).code == 0
+        assert (tmp_path / f"runs/eval-{number}/evaluations/step-000000-test-greedy.json").is_file()
+
+
+def test_an_endpoint_plays_the_same_tasks(tmp_path):
+    (tmp_path / "key").write_text("secret\n")
+
+    def play(body):
+        asked = body["messages"][1]["content"].split()[2]
+        if body["messages"][-1]["role"] == "user":
+            function = {"name": "look", "arguments": json.dumps({"item": asked})}
+            return Reply(say(None, {"type": "function", "id": "a", "function": function}))
+        return Reply(say("0" if asked == "fork" else body["messages"][-1]["content"].split()[-1]))
+
+    with serving(play) as server:
+        words = ("--endpoint", server.url, "--model", "m", "--api-key-file", tmp_path / "key")
+        said = ludus("eval", make_recipe(tmp_path), *words, "--out", tmp_path / "out")
+        assert said.code == 0, said
+        assert all(headers["Authorization"] == "Bearer secret" for headers in server.headers)
+    greedy = load_evaluation(tmp_path / "out" / "evaluations" / "step-000000-test-greedy.json")
+    wrong = [task_id for task_id, count in zip(greedy.task_ids, greedy.successes, strict=True) if not count]
+    assert wrong == ["test:fork"]
+    assert greedy.plan.policy == f"m at {server.url}"
+    assert "87.5%" in said.out
+    assert set(PRICES) >= {task_id.removeprefix("test:") for task_id in greedy.task_ids}
+    assert "secret" not in "".join(path.read_text() for path in (tmp_path / "out").rglob("*.*ml"))
+
+
+@pytest.mark.parametrize(("baseline", "opening"), [("none", "from memory"), ("once", "from the passages")])
+def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline, opening):
+    model = tiny_run / "checkpoints" / "step-000002"
+    words = (
+        "--evaluation.tasks",
+        "2",
+        "--evaluation.splits",
+        '["test"]',
+        "--evaluation.temperatures",
+        "[0.0]",
+    )
+    scale = ("--rollout.max_new_tokens", "8", "--rollout.max_tokens", "500", "--baseline", baseline)
+    said = ludus("eval", "search", "--model", model, "--out", tmp_path / "out", *words, *scale)
+    assert said.code == 0, said
+    name = f"step-000000-test-greedy-baseline-{baseline}"
+    for record in read_rollouts(tmp_path / "out" / "evaluations" / f"{name}.jsonl.gz"):
+        system, user = record.trajectory.messages[:2]
+        assert opening in system["content"]
+        assert ("\n" in user["content"]) == (baseline == "once")
+        assert not any(outcome.status is ToolStatus.OK for outcome in record.trajectory.outcomes)
+    plan = load_evaluation(tmp_path / "out" / "evaluations" / f"{name}.json").plan
+    assert json.loads(plan.conditions.world_settings) == {"access": baseline}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "Name a recipe, or a run"),
+        (("--run", "nope"), "There is no run at nope"),
+        (("--run", "RUN", "--model", "m"), "--run takes world and weights from the run"),
+        (("search", "--run", "RUN"), "--run takes world and weights from the run"),
+        (("TINY", "--endpoint", "http://h"), "--endpoint needs --model"),
+        (("TINY", "--api-key-file", "k"), "--api-key-file goes with --endpoint"),
+        (("TINY", "--endpoint", "http://h", "--model", "m", "--api-key-file", "k"), "cannot be read from k"),
+        (("TINY", "--endpoint", "ftp://h", "--model", "m"), "is no web address"),
+        (("TINY", "--endpoint", "http://h", "--model", "m", "--env.rendering", "tags"), "env.rendering"),
+        (("TINY", "--model", "./nope"), "./nope"),
+        (("--run", "RUN", "--baseline", "none"), "keeps its tools"),
+        (("--run", "RUN", "--evaluation.splits", '["tset"]'), "no split 'tset'"),
+        (("--run", "RUN", "--evaluation.splits", "[]"), "nothing to evaluate"),
+        (("--run", "RUN", "--evaluation.tasks", "9"), "has 8 tasks, and 9 are asked for"),
+        (("--run", "RUN", "--out", "full"), "exists and is not empty"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, expected, tiny_run, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    recipe = make_recipe(tmp_path)
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "mine").write_text("")
+    stand_for = {"RUN": tiny_run, "TINY": recipe}
+    before = contents(tiny_run / "evaluations")
+    assert expected in refused("eval", *(stand_for.get(word, word) for word in words))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["full", "tiny.toml"]
+    assert contents(tiny_run / "evaluations") == before
+
+
+def test_a_run_without_a_checkpoint_says_so(tiny_run, tmp_path):
+    (tmp_path / "config.toml").write_bytes((tiny_run / "config.toml").read_bytes())
+    assert "has no checkpoint yet" in refused("eval", "--run", tmp_path)
+
+
+def test_an_endpoint_that_fails_ends_with_the_code_of_engines(tmp_path):
+    with serving(lambda body: Reply(error("out of order"), 400)) as server:
+        words = ("--endpoint", server.url, "--model", "m", "--rollout.retries", "0")
+        said = refused("eval", make_recipe(tmp_path), *words, "--out", tmp_path / "out", code=3)
+    assert "out of order" in said
+    assert server.url in said

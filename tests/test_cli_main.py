@@ -1,0 +1,127 @@
+"""The command line as a whole: help, settings among words, errors as sentences, a quick start."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ludus.cli.arguments import split_settings
+from ludus.cli.main import COMMANDS
+from tiny_run import copy_run, ludus, make_recipe, refused
+
+LIGHT = """
+import sys
+from ludus.cli.main import main
+for line in sys.stdin.read().splitlines():
+    try:
+        main(line.split())
+    except SystemExit:
+        pass
+    loaded = sorted({"torch", "transformers"} & set(sys.modules))
+    if loaded:
+        sys.exit(f"{line} imports {loaded}")
+"""
+
+
+def run_light(*lines):
+    """Run command lines in one fresh process; the first that imports torch ends it."""
+    return subprocess.run(
+        [sys.executable, "-c", LIGHT], input="\n".join(lines), capture_output=True, text=True, timeout=60
+    )
+
+
+def test_what_only_reads_does_not_import_torch(tiny_run):
+    evaluations = sorted((tiny_run / "evaluations").glob("*test-greedy.json"))
+    done = run_light(
+        "--help",
+        *(f"{command.name} --help" for command in COMMANDS),
+        "recipes",
+        "config search",
+        "config --keys",
+        f"show {tiny_run}",
+        f"show {tiny_run} --rescore",
+        f"compare {evaluations[0]} {evaluations[1]}",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "ludus: " not in done.stderr
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_each_command_has_help_with_its_example(command):
+    said = ludus(command.name, "--help")
+    assert said.code == 0
+    assert f"example: {command.example}" in said.out
+    assert "To come" not in said.out
+    assert f"ludus {command.name}" in command.example
+
+
+def test_the_help_of_ludus_lists_every_command():
+    said = ludus("--help")
+    assert said.code == 0
+    assert all(f"{command.name} " in said.out and command.summary in said.out for command in COMMANDS)
+
+
+def test_a_module_starts_the_same_command_line():
+    done = subprocess.run(
+        [sys.executable, "-m", "ludus", "recipes"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert "search" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("line", "words", "settings"),
+    [
+        ("train search --a.b 1", "train search", "--a.b 1"),
+        ("train --a.b 1 search", "train search", "--a.b 1"),
+        ("train --resume R --training.steps 80", "train --resume R", "--training.steps 80"),
+        ("train --a.b=1 search", "train search", "--a.b=1"),
+        ("train --algorithm.kl_coef -1 search", "train search", "--algorithm.kl_coef -1"),
+        ("sft --model.from_scratch search", "sft search", "--model.from_scratch"),
+        ("sft --model.from_scratch false search", "sft search", "--model.from_scratch false"),
+        ("train search --a.b --from-scratch", "train search --from-scratch", "--a.b"),
+        ("eval search --model ./m.x --out=a/b.c", "eval search --model ./m.x --out=a/b.c", ""),
+    ],
+)
+def test_settings_are_told_from_words(line, words, settings):
+    assert split_settings(line.split()) == (words.split(), settings.split())
+
+
+def test_a_run_goes_on_with_a_setting_after_its_folder(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    said = ludus("train", "--resume", run, "--training.steps", "3")
+    assert said.code == 0, said
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+    assert "fine-tuning" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (("train",), "Name a recipe"),
+        (("train", "serch"), 'There is no recipe "serch". The nearest are: search'),
+        (("train", "search", "--training.step", "3"), "the nearest is training.steps"),
+        (("train", "search", "--group_size", "3"), "the nearest is algorithm.group_size"),
+        (("train", "--resume", "/no/run"), "/no/run"),
+        (("sft", "--resume", "/no/run"), "/no/run"),
+        (("train", "search", "--model", "/no/model"), "/no/model"),
+        (("recipes", "--training.steps", "3"), "--training.steps is no argument of `ludus recipes`"),
+        (("compare", "a", "b", "--x.y"), "--x.y is no argument of `ludus compare`"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(*words)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_unknown_command_names_those_there_are():
+    said = ludus("trian")
+    assert said.code == 2
+    assert "train" in said.err
+
+
+def test_a_recipe_of_ones_own_is_a_file(tmp_path):
+    said = ludus("config", make_recipe(tmp_path), "--training.steps", "7")
+    assert said.code == 0
+    assert "\nsteps = 7\n" in said.out

@@ -1,0 +1,102 @@
+"""A whole run, small enough to make in a few seconds: cold start, two steps of RL, evaluations."""
+
+import io
+import shutil
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.cli.main import main
+
+WORLD = Path(__file__).parent / "tiny_world.py"
+
+RECIPE = f"""
+[env]
+name = "{WORLD}"
+
+[model.scratch]
+vocab_size = 420
+hidden_size = 48
+intermediate_size = 96
+num_layers = 2
+num_heads = 2
+num_kv_heads = 2
+context_tokens = 512
+
+[sft]
+steps = 30
+batch_size = 8
+microbatch_tokens = 4096
+learning_rate = 1e-2
+warmup_steps = 5
+
+[rollout]
+max_turns = 3
+max_new_tokens = 48
+max_tokens = 320
+concurrency = 32
+
+[algorithm]
+group_size = 3
+
+[training]
+steps = 2
+tasks_per_step = 3
+learning_rate = 1e-3
+checkpoint_every = 1
+
+[evaluation]
+tasks = 8
+every = 1
+tasks_during = 4
+
+[run]
+threads = 1
+"""
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a command gave back and printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def ludus(*words) -> Said:
+    """Run a command in this process. What argparse itself refuses ends with its exit code."""
+    out, err = io.StringIO(), io.StringIO()
+    with redirect_stdout(out), redirect_stderr(err):
+        try:
+            code = main([str(word) for word in words])
+        except SystemExit as end:
+            code = int(end.code or 0)
+    return Said(code, out.getvalue(), err.getvalue())
+
+
+def refused(*words, code=2) -> str:
+    """The one sentence by which a command is refused."""
+    said = ludus(*words)
+    assert said.code == code, said
+    assert said.err.startswith("ludus: ")
+    assert "Traceback" not in said.err
+    return said.err
+
+
+def make_recipe(folder: Path) -> Path:
+    path = folder / "tiny.toml"
+    path.write_text(RECIPE)
+    return path
+
+
+def make_run(folder: Path) -> Path:
+    """Train; gives the run folder."""
+    said = ludus("train", make_recipe(folder), "--from-scratch", "--run.folder", folder / "run")
+    assert said.code == 0, said
+    return folder / "run"
+
+
+def copy_run(run: Path, to: Path) -> Path:
+    """A copy to write into."""
+    return Path(shutil.copytree(run, to / "run"))
