@@ -36,6 +36,7 @@ from worlds import (
     scripted,
     tokenizer,
     tool_of,
+    until,
 )
 
 SEARCH = call("echo", text="The capital is Paris.")
@@ -326,8 +327,8 @@ def test_what_an_environment_raises_is_a_failure_in_its_own_words(what, error):
 
 @pytest.mark.parametrize("what", ["start", "step", "close"])
 def test_an_environment_that_hangs_is_a_failure_after_its_limit(what):
-    failure = breaks({what: hang}, limits=EpisodeLimits(environment_timeout_s=0.03))
-    assert str(failure).startswith(f"The environment's {what} took longer than 0.03 s.")
+    failure = breaks({what: hang}, limits=EpisodeLimits(environment_timeout_s=0.4))
+    assert str(failure).startswith(f"The environment's {what} took longer than 0.4 s.")
     assert "rollout.environment_timeout_s" in failure.hint
 
 
@@ -413,7 +414,7 @@ def test_cancelling_closes_environment_and_conversation(what):
     async def cancel():
         env = world.environment(make_task())
         running = asyncio.create_task(run_episode(make_task(), 0, env, converse(engine), EpisodeLimits()))
-        await asyncio.sleep(0.02)
+        await until(lambda: engine.requests if what == "act" else what in env.events)
         running.cancel()
         await running
 
@@ -425,7 +426,7 @@ def test_cancelling_closes_environment_and_conversation(what):
 
 def test_a_wall_clock_limit_keeps_what_was_said_so_far():
     t = play(
-        scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=EpisodeLimits(max_turns=9, timeout_s=0.5)
+        scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=EpisodeLimits(max_turns=9, timeout_s=1.0)
     )
     assert t.stop_reason is StopReason.TIMEOUT
     assert [s.kind for s in t.segments] == ["prompt", "action", "observation", "action", "observation"]

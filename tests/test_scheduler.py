@@ -25,6 +25,7 @@ from worlds import (
     scripted,
     tokenizer,
     tool_of,
+    until,
 )
 
 SEARCH = call("echo", text="The capital is Paris.")
@@ -280,7 +281,7 @@ def test_cancelling_closes_everything_and_tries_nothing_again(lockstep, close_br
     async def cancel():
         scheduler = make_scheduler(engine, world, SchedulerLimits(4, 9), lockstep=lockstep)
         running = asyncio.create_task(scheduler.run(make_jobs(9)))
-        await asyncio.sleep(0.03)
+        await until(lambda: sum("step" in env.events for env in world.made) == 4)
         running.cancel()
         await running
 
@@ -302,7 +303,7 @@ def test_an_environment_that_turns_its_cancellation_into_an_error_is_not_played_
 
     async def cancel():
         running = asyncio.create_task(make_scheduler(scripted(answers), world).run(make_jobs(2)))
-        await asyncio.sleep(0.02)
+        await until(lambda: sum("step" in env.events for env in world.made) == 2)
         running.cancel()
         await asyncio.wait_for(running, 10)
 
@@ -364,7 +365,7 @@ def test_a_wall_clock_limit_that_fires_is_in_the_account():
         (
             WatchedWorld(hooks={"start": hang_once}),
             ["Paris"],
-            EpisodeLimits(environment_timeout_s=0.02),
+            EpisodeLimits(environment_timeout_s=0.4),
             True,
         ),
     ]
@@ -568,20 +569,25 @@ def test_who_no_longer_listens_is_not_asked_for_but_still_waited_for():
     assert [[name for name, *_ in batch] for batch in engine.batches] == [["b"]]
 
 
-def test_closing_ends_the_round_that_runs_with_an_error_for_those_who_wait():
+@pytest.mark.parametrize("begun", [False, True])
+def test_closing_ends_the_round_that_runs_with_an_error_for_those_who_wait(begun):
     engine = scripted(answers, faults=Faults(hang_at={0}))
     lockstep = LockstepEngine(engine)
 
     async def play():
         lockstep.swap(None, "a")
         waiting = asyncio.create_task(lockstep.generate(ask("a")))
-        await asyncio.sleep(0.01)
+        if begun:
+            await until(lambda: engine.requests)
+        else:
+            await asyncio.sleep(0)
         await lockstep.close()
         await waiting
 
     with pytest.raises(EngineError, match="cancelled before the engine answered"):
-        asyncio.run(play())
+        asyncio.run(asyncio.wait_for(play(), 10))
     assert engine.closed
+    assert bool(engine.requests) is begun
 
 
 def test_everything_else_is_the_inner_engines():

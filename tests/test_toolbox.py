@@ -14,7 +14,7 @@ from ludus.envs.toolbox import Toolbox, ToolLimits, as_text, describe_error
 from ludus.errors import UserError
 from ludus.tools.base import tool
 from ludus.types import Action, CallError, Message, ToolCall, ToolStatus
-from worlds import call, echo, renderer, tokenizer, tool_of
+from worlds import call, echo, renderer, tokenizer, tool_of, until
 
 QUICK = ToolLimits(timeout_s=0.05)
 PATIENT = ToolLimits(timeout_s=10.0)
@@ -267,14 +267,15 @@ def test_plain_calls_of_one_action_run_at_the_same_time():
 
 
 def test_a_plain_tool_does_not_hold_up_the_event_loop():
-    released = threading.Event()
+    begun, released = threading.Event(), threading.Event()
 
     def wait() -> str:
+        begun.set()
         return str(released.wait(10))
 
     async def both():
         running = asyncio.create_task(Toolbox([tool_of(wait)], PATIENT).run(action(ask())))
-        await asyncio.sleep(0.01)
+        await until(begun.is_set)
         released.set()
         return await running
 
@@ -392,7 +393,7 @@ def test_a_call_past_its_deadline_gives_its_place_back():
         return "done"
 
     async def one_after_the_other():
-        box = Toolbox([tool_of(hang_once, concurrency=1)], QUICK)
+        box = Toolbox([tool_of(hang_once, concurrency=1, timeout_s=0.5)], PATIENT)
         return [(await box.run(action(ask())))[0].status for _ in range(2)]
 
     assert asyncio.run(one_after_the_other()) == [ToolStatus.TIMED_OUT, ToolStatus.OK]
@@ -405,9 +406,10 @@ def test_waiting_for_a_place_counts_towards_the_deadline():
 
 
 def test_cancelling_the_episode_cancels_its_calls():
-    ended = []
+    begun, ended = [], []
 
     async def work() -> str:
+        begun.append("begun")
         try:
             await asyncio.Event().wait()
         finally:
@@ -416,7 +418,7 @@ def test_cancelling_the_episode_cancels_its_calls():
 
     async def cancel():
         running = asyncio.create_task(Toolbox([tool_of(work)], PATIENT).run(action(ask(), ask(number=1))))
-        await asyncio.sleep(0.01)
+        await until(lambda: len(begun) == 2)
         running.cancel()
         with pytest.raises(asyncio.CancelledError):
             await running
@@ -432,7 +434,7 @@ from ludus.envs.toolbox import Toolbox, ToolLimits
 from ludus.tools.base import tool
 from ludus.types import Action, Message, ToolCall
 
-@tool
+@tool(timeout_s=0.05)
 def hang() -> str:
     time.sleep(600)
     return "late"
@@ -443,7 +445,7 @@ def leave() -> str:
 
 calls = (ToolCall("a", "hang", {}), ToolCall("b", "leave", {}))
 action = Action(Message(role="assistant", content=""), calls)
-outcomes = asyncio.run(Toolbox([hang, leave], ToolLimits(timeout_s=0.05)).run(action))
+outcomes = asyncio.run(Toolbox([hang, leave], ToolLimits()).run(action))
 print(*(outcome.status for outcome in outcomes))
 """
 

@@ -143,6 +143,13 @@ class WatchedWorld:
         return [env for env in self.made if env.events and env.events[-1] != "close"]
 
 
+async def until(condition) -> None:
+    """Let the event loop turn until the condition holds; TimeoutError after ten seconds."""
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
 def converse(engine, episode="e", max_tokens=2000, max_new_tokens=400, seed=1) -> EngineConversation:
     params = SamplingParams(max_new_tokens=max_new_tokens)
     return EngineConversation(engine, renderer(), params, max_tokens, episode, seed)

@@ -20,6 +20,9 @@ from ludus.types import Completion
 if TYPE_CHECKING:
     import torch
 
+_Entry = tuple[Request, "asyncio.Future[Completion]"]
+"""What an episode asked, and where it waits."""
+
 
 @dataclass
 class LockstepEngine:
@@ -27,7 +30,7 @@ class LockstepEngine:
 
     inner: Engine
     _joined: set[str] = field(init=False, default_factory=set)
-    _waiting: dict[str, tuple[Request, asyncio.Future[Completion]]] = field(init=False, default_factory=dict)
+    _waiting: dict[str, _Entry] = field(init=False, default_factory=dict)
     _rounds: set[asyncio.Task[None]] = field(init=False, default_factory=set)
 
     @property
@@ -93,9 +96,9 @@ class LockstepEngine:
         self._waiting = {}
         task = asyncio.get_running_loop().create_task(self._round(entries))
         self._rounds.add(task)
-        task.add_done_callback(self._rounds.discard)
+        task.add_done_callback(lambda ended: self._end(ended, entries))
 
-    async def _round(self, entries: list[tuple[Request, asyncio.Future[Completion]]]) -> None:
+    async def _round(self, entries: list[_Entry]) -> None:
         try:
             completions = await self.inner.generate_batch([request for request, _ in entries])
             if len(completions) != len(entries):
@@ -103,15 +106,17 @@ class LockstepEngine:
         except Exception as error:  # boundary: the cause goes to every episode that waits
             self._fail(entries, error)
             return
-        except BaseException:
-            self._fail(entries, EngineError("The round was cancelled before the engine answered."))
-            raise
         for (_, future), completion in zip(entries, completions, strict=True):
             if not future.done():
                 future.set_result(completion)
 
+    def _end(self, ended: asyncio.Task[None], entries: list[_Entry]) -> None:
+        self._rounds.discard(ended)
+        self._fail(entries, EngineError("The round was cancelled before the engine answered."))
+
     @staticmethod
-    def _fail(entries: list[tuple[Request, asyncio.Future[Completion]]], error: Exception) -> None:
+    def _fail(entries: list[_Entry], error: Exception) -> None:
+        """Give an error to those who still wait."""
         for _, future in entries:
             if not future.done():
                 future.set_exception(error)
