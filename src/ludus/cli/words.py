@@ -24,15 +24,13 @@ def ledger_words(rows: Sequence[MetricsRow]) -> str:
         return ""
     parts = []
     for outcome in _OUTCOMES:
-        reasons = {n.split("/", 1)[1]: v for n, v in total.items() if n.startswith(f"{outcome}/") and v}
-        shown = ", ".join(
-            f"{count} {reason}" for reason, count in sorted(reasons.items()) if reason != outcome
-        )
-        parts.append(f"{total[outcome]} {outcome}{f' ({shown})' if shown else ''}, ")
-    text = "".join(parts).removesuffix(", ") + "."
+        named = {n.partition("/")[2]: v for n, v in total.items() if n.startswith(f"{outcome}/") and v}
+        shown = ", ".join(f"{count} {reason}" for reason, count in sorted(named.items()) if reason != outcome)
+        parts.append(f"{total[outcome]} {outcome}" + (f" ({shown})" if shown else ""))
+    text = f"{total['started']} rollouts started: {', '.join(parts)}."
     if total["clock_limited"]:
         text += (
-            f" In {total['clock_limited']} steps a wall-clock limit fired: "
+            f" A wall-clock limit fired in {total['clock_limited']} of {len(rows)} steps: "
             "a repetition need not give the same numbers."
         )
     return text
