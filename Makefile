@@ -3,7 +3,7 @@ VENV := .venv
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check
 
-.PHONY: demo test lint types unit learning fault smollm2 all-tests clean
+.PHONY: demo test lint types unit learning fault smollm2 all-tests cold-start learning-table mask-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	python3 -m venv $(VENV)
@@ -37,6 +37,19 @@ smollm2: $(VENV)/.ready
 	$(PY) -m pytest -m smollm2
 
 all-tests: test learning fault smollm2
+
+# Makes the cold start that ships in the package, from nothing (most of an hour on one core).
+cold-start: $(VENV)/.ready
+	$(VENV)/bin/ludus sft search --from-scratch --run.folder runs/cold-start-1 --run.threads 1
+	$(VENV)/bin/ludus sft search --model $$(ls -d runs/cold-start-1/checkpoints/step-* | tail -n 1) \
+		--run.folder runs/cold-start-2 --run.threads 1 --run.seed 1 --sft.learning_rate 1.5e-3
+	@echo "The cold start is $$(ls -d runs/cold-start-2/checkpoints/step-* | tail -n 1)"
+
+learning-table: $(VENV)/.ready
+	$(PY) benchmarks/learning.py learns
+
+mask-table: $(VENV)/.ready
+	$(PY) benchmarks/learning.py mask
 
 clean:
 	rm -rf $(VENV) build *.egg-info

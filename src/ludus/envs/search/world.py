@@ -135,6 +135,7 @@ class SearchWorld:
         """Passages, then dialogues as text: what the tokenizer is trained on."""
         yield from self.facts.passages
         for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
+            yield f"{self.tool.name}(query: string, k: integer) {self.tool.description}"
             for message in dialogue.messages:
                 yield message["content"]
                 for call in message.get("tool_calls", []):
