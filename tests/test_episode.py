@@ -47,6 +47,13 @@ def ids(text):
     return tuple(tokenizer().encode(text, add_special_tokens=False))
 
 
+def lengths():
+    """The tokens of the prompt, of a search, and of what it finds."""
+    prompt = renderer().prompt(make_task().prompt, [echo])
+    found = Message(role="tool", content="The capital is Paris.")
+    return len(prompt), len(ids(SEARCH)) + 1, len(renderer().observation([found]))
+
+
 def statuses(trajectory):
     return [outcome.status for outcome in trajectory.outcomes]
 
@@ -108,12 +115,12 @@ def test_every_turn_has_randomness_of_its_own_that_the_seed_fixes():
 
 def test_requests_carry_the_renderers_stops_and_never_ask_for_more_than_fits():
     engine = scripted([SEARCH, "Paris"])
-    prompt = len(renderer().prompt(make_task().prompt, [echo]))
-    play(engine, max_tokens=prompt + 150, max_new_tokens=100)
+    prompt, action, observation = lengths()
+    play(engine, max_tokens=prompt + action + observation + 10, max_new_tokens=action + 5)
     first, second = engine.requests
     assert first.params.stop_token_ids == renderer().stop_token_ids
-    assert first.params.max_new_tokens == 100
-    assert second.params.max_new_tokens == prompt + 150 - len(second.token_ids) < 100
+    assert first.params.max_new_tokens == action + 5
+    assert second.params.max_new_tokens == 10
 
 
 # Every ending has a name, which the reward sees and the metrics count
@@ -127,7 +134,7 @@ ENDINGS = {
     StopReason.ANSWERED: lambda: (scripted(["Rome"]), {}),
     StopReason.EMPTY_ANSWER: lambda: (scripted([SEARCH, " \n"]), {}),
     StopReason.MAX_TURNS: lambda: (scripted([SEARCH] * 9), {}),
-    StopReason.MAX_TOKENS: lambda: (scripted([SEARCH] * 9), {"max_tokens": 160}),
+    StopReason.MAX_TOKENS: lambda: (scripted([SEARCH] * 9), {"max_tokens": sum(lengths()) + 10}),
     StopReason.TRUNCATED: lambda: (scripted(["word " * 500]), {}),
     StopReason.TOOL_ERRORS: lambda: (scripted([BAD] * 9), {}),
     StopReason.PROMPT_TOO_LONG: too_long_a_prompt,
@@ -167,15 +174,16 @@ def test_a_prompt_that_does_not_fit_samples_nothing():
 
 @pytest.mark.parametrize(("room", "stop"), [(0, StopReason.PROMPT_TOO_LONG), (1, StopReason.MAX_TOKENS)])
 def test_a_prompt_fits_if_one_token_can_follow(room, stop):
-    prompt = len(renderer().prompt(make_task().prompt, [echo]))
+    prompt, *_ = lengths()
     assert play(scripted(["Paris"]), max_tokens=prompt + room).stop_reason is stop
 
 
 def test_the_context_of_the_engine_bounds_an_episode_too():
-    prompt = len(renderer().prompt(make_task().prompt, [echo]))
-    t = play(scripted([SEARCH, "Paris"], context_tokens=prompt + 60))
+    context = sum(lengths())
+    t = play(scripted([SEARCH, "Paris"], context_tokens=context))
     assert t.stop_reason is StopReason.MAX_TOKENS
-    assert len(t.token_ids) <= prompt + 60
+    assert len(t.token_ids) <= context
+    assert play(scripted([SEARCH, "Paris"], context_tokens=context + 50)).stop_reason is StopReason.ANSWERED
 
 
 def test_the_last_turn_is_followed_by_its_outcomes_but_shows_them_to_nobody():
@@ -187,9 +195,7 @@ def test_the_last_turn_is_followed_by_its_outcomes_but_shows_them_to_nobody():
 
 
 def test_an_observation_that_does_not_fit_is_in_the_messages_and_not_in_the_segments():
-    prompt = len(renderer().prompt(make_task().prompt, [echo]))
-    action = len(ids(SEARCH)) + 1
-    observation = len(renderer().observation([Message(role="tool", content="The capital is Paris.")]))
+    prompt, action, observation = lengths()
     fits = prompt + action + observation
     for room, kinds in ((0, ["prompt", "action"]), (1, ["prompt", "action", "observation", "action"])):
         t = play(scripted([SEARCH, "Paris"]), max_tokens=fits + room)
