@@ -1,0 +1,298 @@
+"""The docs: every Python block runs, every command works, every pointer leads somewhere, every list is whole.
+
+The blocks of a page share a namespace and a working folder and run in their order. In the folder lie a tiny
+finished run of the search recipe, `runs/search-1`, and the examples. To each command the test appends tiny
+budgets; a model that is not on disk stands for the packaged cold start, a server for one of the tests.
+"""
+
+from __future__ import annotations
+
+import ast
+import gzip
+import io
+import json
+import re
+import shlex
+import shutil
+import sys
+import textwrap
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from chat_server import Reply, say, serving
+from ludus.cli.main import main
+from ludus.config import config_from_toml, list_settings, load_config
+from ludus.config.settings import find, is_section
+from ludus.envs.search import world as search_world
+from ludus.envs.search.world import SearchWorld
+from ludus.training.session import model_path
+
+ROOT = Path(__file__).parent.parent
+PAGES = sorted(
+    file.relative_to(ROOT).as_posix()
+    for pattern in ("docs/*.md", "README.md", "src/ludus/recipes/*/README.md")
+    for file in ROOT.glob(pattern)
+)
+FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
+TOP_FOLDERS = "src|tests|docs|examples|benchmarks"
+
+EVALUATION = {
+    "evaluation.tasks": "3",
+    "evaluation.temperatures": "[0.0]",
+    "evaluation.splits": '["test"]',
+    "run.threads": "1",
+}
+TRAINING = EVALUATION | {
+    "evaluation.tasks_during": "2",
+    "rollout.max_turns": "3",
+    "rollout.max_new_tokens": "40",
+    "evaluation.every": "1",
+    "training.steps": "1",
+    "training.tasks_per_step": "2",
+    "algorithm.group_size": "2",
+    "rollout.concurrency": "16",
+}
+SCRATCH = {
+    "model.scratch.vocab_size": "400",
+    "model.scratch.hidden_size": "32",
+    "model.scratch.intermediate_size": "32",
+    "model.scratch.num_layers": "1",
+    "model.scratch.num_heads": "2",
+    "model.scratch.num_kv_heads": "2",
+    "sft.steps": "1",
+    "sft.batch_size": "2",
+}
+BUDGETS = {
+    "train": TRAINING,
+    "train --resume": TRAINING | {"training.steps": "2"},
+    "train --from-scratch": TRAINING | SCRATCH,
+    "eval": EVALUATION,
+    "sft": SCRATCH | {"run.threads": "1"},
+}
+"""What is appended to a command, by its name and (if given) the option that makes it another."""
+TYPED = "In which country is Paris?\n"
+"""What a person says to `ludus chat`."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block of a page; `info` is what follows the fence, `line` where its text begins."""
+
+    page: str
+    line: int
+    info: str
+    text: str
+
+    @property
+    def language(self) -> str:
+        return self.info.split(" ")[0]
+
+    @property
+    def commands(self) -> list[str]:
+        """The lines of a shell block, continued ones joined, without prompts and output."""
+        text = self.text.replace("\\\n", " ")
+        return [line.removeprefix("$ ") for line in text.splitlines()]
+
+
+@cache
+def read(page: str) -> str:
+    return (ROOT / page).read_text(encoding="utf-8")
+
+
+def blocks(page: str, *languages: str) -> list[Block]:
+    text = read(page)
+    found = [
+        Block(page, text.count("\n", 0, m.start(3)) + 1, m[2], textwrap.dedent(m[3]))
+        for m in FENCE.finditer(text)
+    ]
+    return [block for block in found if block.language in languages]
+
+
+@pytest.fixture(scope="module")
+def cold_start() -> str:
+    return model_path(load_config("search"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def cheap_worlds():
+    """Search worlds of equal settings share their index and their tasks."""
+    plain = SearchWorld.tasks
+    shared = cache(lambda settings, split: plain(SearchWorld(settings), split))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(SearchWorld, "tasks", lambda world, split: shared(world.settings, split))
+        patch.setattr(search_world, "PassageIndex", cache(search_world.PassageIndex))
+        yield
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder with a finished run of the recipe, in which every group trains."""
+    folder = tmp_path_factory.mktemp("docs")
+    settings = BUDGETS["train"] | {
+        "run.folder": str(folder / "runs" / "search-1"),
+        "training.tasks_per_step": "6",
+        "algorithm.zero_variance": "false",
+    }
+    assert main(["train", "search", *words(settings)]) == 0
+    return folder
+
+
+def words(settings: dict[str, str]) -> list[str]:
+    return [word for key, value in settings.items() for word in (f"--{key}", value)]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_everything_on_the_page_runs(page, finished, cold_start, tmp_path, monkeypatch):
+    shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(torch, "set_num_threads", lambda _: None)
+    namespace = ModuleType("page")
+    monkeypatch.setitem(sys.modules, "page", namespace)
+    for block in blocks(page, "python", "bash", "console"):
+        if block.info == "python":
+            code = "\n" * (block.line - 1) + block.text
+            exec(compile(code, str(ROOT / page), "exec", dont_inherit=True), vars(namespace))
+        elif block.language != "python":
+            for command in block.commands:
+                run_command(command, cold_start, monkeypatch)
+
+
+def run_command(line: str, cold_start: str, monkeypatch) -> None:
+    if not line.startswith("ludus "):
+        return
+    _, *argv = shlex.split(line, comments=True)
+    kind = next((f"{argv[0]} {word}" for word in argv if f"{argv[0]} {word}" in BUDGETS), argv[0])
+    argv += words(BUDGETS.get(kind, {}))
+    if "--endpoint" in argv:
+        with serving(lambda _: Reply(say("France"))) as server:
+            argv[argv.index("--endpoint") + 1] = server.url
+            assert main(argv) == 0, line
+        return
+    if "--model" in argv and not Path(argv[argv.index("--model") + 1]).is_dir():
+        argv[argv.index("--model") + 1] = cold_start
+    monkeypatch.setattr(sys, "stdin", io.StringIO(TYPED))
+    assert main(argv) == 0, line
+
+
+def test_there_are_pages():
+    assert {"docs/README.md", "docs/quick_start.md", "docs/way_of_a_task.md"} <= set(PAGES)
+    assert sum(len(blocks(page, "python")) for page in PAGES) > 30
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_every_fence_is_of_a_kind_that_is_checked(page):
+    fences = [info.split(" ")[0] for _, info, _ in FENCE.findall(read(page))]
+    assert read(page).count("```") == 2 * len(fences)
+    assert set(fences) <= {"python", "bash", "console", "toml", "json", "text"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_other_commands_name_what_is_there(page):
+    targets = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text("utf-8"), re.M))
+    lines = [*read(page).splitlines(), *re.findall(r"`(make [^`]+)`", read(page))]
+    for line in lines:
+        match = re.match(r"(?:\s*\$ |\s*)(make|python3?|pytest) +(.+)", line)
+        if match and match[1] == "make":
+            assert shlex.split(match[2], comments=True)[0] in targets, line
+        elif match and not line.lstrip().startswith(("python:", "python is")):
+            files = [word for word in match[2].split() if word.endswith(".py")]
+            assert all((ROOT / file).is_file() for file in files), line
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_toml_blocks_are_configurations_and_json_blocks_parse(page):
+    for block in blocks(page, "toml"):
+        config_from_toml(block.text, f"{page}, line {block.line}")
+    for block in blocks(page, "json"):
+        for line in block.text.splitlines():
+            json.loads(line)
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_quoted_pieces_are_those_of_the_file(page):
+    for block in blocks(page, "python"):
+        _, _, path = block.info.partition(" ")
+        if path:
+            file = [line.strip() for line in (ROOT / path).read_text("utf-8").splitlines()]
+            piece = [line.strip() for line in block.text.strip().splitlines()]
+            windows = (file[i : i + len(piece)] for i in range(len(file)))
+            assert piece in windows, f"{page}, line {block.line}: not in {path}"
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_and_pointers_lead_somewhere(page):
+    text = FENCE.sub("", read(page))
+    for target in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        if "://" not in target:
+            assert ((ROOT / page).parent / target).exists(), target
+    for path, name in re.findall(rf"`((?:{TOP_FOLDERS})/[\w./-]*)(?:::(\w+))?`", text):
+        assert (ROOT / path).exists(), path
+        assert not name or name in names_in(ROOT / path), f"{path} defines no {name}"
+
+
+def test_pages_that_the_package_names_exist():
+    for file in sorted((ROOT / "src").rglob("*.py")):
+        for page in re.findall(r"docs/\w+\.md", file.read_text("utf-8")):
+            assert (ROOT / page).is_file(), f"{file.relative_to(ROOT)} names {page}"
+
+
+@cache
+def names_in(path: Path) -> set[str]:
+    tree = ast.parse(path.read_text("utf-8"))
+    kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    return {node.name for node in ast.walk(tree) if isinstance(node, kinds)}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_that_are_named_exist(page):
+    sections = "|".join(dict.fromkeys(setting.key.split(".")[0] for setting in list_settings()))
+    for key in re.findall(rf"`(?:--)?((?:{sections})\.[a-z_.]+)\b", read(page)):
+        if not key.endswith((".py", ".json", ".toml", ".safetensors")):
+            assert find(key) or is_section(key), f"{page}: {key}"
+
+
+def first_cells(page: str) -> list[str]:
+    """The names in the first cells of a page's tables."""
+    cells = re.findall(r"^\| ((?:`[^`]+`(?:, )?)+) \|", read(page), re.M)
+    return [name for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
+
+
+def test_every_metric_of_a_run_is_explained_and_no_other(finished):
+    named = [name for name in first_cells("docs/read_a_run.md") if "/" in name and "." not in name]
+    patterns = {name: re.compile(re.sub(r"[A-Z]+", r"[^/]+", name)) for name in named if name[-1] != "/"}
+    folder = finished / "runs" / "search-1"
+    written = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    written += [json.loads(line) for line in (folder / "timings.jsonl").read_text().splitlines()]
+    metrics = {name for row in written for name in row} - {"step"}
+    assert [m for m in sorted(metrics) if not any(p.fullmatch(m) for p in patterns.values())] == []
+    assert [n for n, p in patterns.items() if not any(p.fullmatch(m) for m in metrics)] == []
+
+
+def test_every_file_of_a_run_is_explained(finished):
+    page = read("docs/read_a_run.md")
+    for path in (finished / "runs" / "search-1").iterdir():
+        assert f"`{path.name}{'/' if path.is_dir() else ''}`" in page, path.name
+
+
+def keys_of(value: object) -> set[str]:
+    if isinstance(value, list):
+        return {key for item in value for key in keys_of(item)}
+    if not isinstance(value, dict):
+        return set()
+    free = {"rewards", "tags", "parts", "by_family", "messages", "config", "packages"}
+    return set(value) | {key for name, item in value.items() if name not in free for key in keys_of(item)}
+
+
+def test_every_field_of_the_formats_is_explained(finished):
+    page, folder = read("docs/read_a_run.md"), finished / "runs" / "search-1"
+    with gzip.open(folder / "rollouts" / "step-000001.jsonl.gz", "rt") as lines:
+        fields = keys_of([json.loads(line) for line in lines])
+    fields |= keys_of(json.loads((folder / "evaluations" / "step-000001-test-greedy.json").read_text()))
+    assert {"segments", "logprobs", "successes"} <= fields
+    assert [name for name in sorted(fields) if f"`{name}`" not in page] == []
