@@ -2,6 +2,8 @@
 
 import gzip
 import json
+import subprocess
+import sys
 
 import pytest
 
@@ -197,3 +199,34 @@ def test_an_endpoint_that_fails_ends_with_the_code_of_engines(tmp_path):
         said = refused("eval", make_recipe(tmp_path), *words, "--out", tmp_path / "out", code=3)
     assert "out of order" in said
     assert server.url in said
+
+
+def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_path):
+    pytest.importorskip("peft")
+    model = tiny_run / "checkpoints" / "step-000002"
+    small = (
+        "--training.steps",
+        "1",
+        "--training.learning_rate",
+        "0.05",
+        "--evaluation.temperatures",
+        "[1.0]",
+    )
+    words = ("--model", model, "--model.lora.rank", "4", "--run.folder", tmp_path / "run", *small)
+    assert ludus("train", make_recipe(tmp_path), *words).code == 0
+    assert not (tmp_path / "run" / "checkpoints" / "step-000001" / "model.safetensors").exists()
+    said = ludus("eval", "--run", tmp_path / "run")
+    assert said.code == 0, said
+    assert "step-000001-test-t1: reproduces the evaluation that was there, bit for bit." in said.out
+
+
+def test_who_evaluates_an_endpoint_needs_no_torch(tmp_path):
+    program = (
+        "import sys, ludus.cli; code = ludus.cli.main(sys.argv[1:]); print('torch' in sys.modules, code)"
+    )
+    with serving(lambda body: Reply(say("3"))) as server:
+        where = ["--endpoint", server.url, "--model", "m", "--out", tmp_path / "out"]
+        words = ["eval", make_recipe(tmp_path), *where, "--evaluation.tasks", "2"]
+        command = [sys.executable, "-c", program, *map(str, words)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.stdout.splitlines()[-1] == "False 0", done
