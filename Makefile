@@ -1,5 +1,6 @@
 # `make test` and `make demo` need python3 (3.11 or newer), make and git. Everything lands in .venv.
 VENV := .venv
+export OMP_NUM_THREADS := 1
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check
 
@@ -24,7 +25,7 @@ types: $(VENV)/.ready
 	$(VENV)/bin/mypy
 
 unit: $(VENV)/.ready
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 learning: $(VENV)/.ready
 	$(PY) -m pytest -m learning
