@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,9 +27,9 @@ Factory = Callable[[Mapping[str, Any], ToolLimits], World]
 def build_world(env: EnvConfig, rollout: RolloutConfig) -> World:
     """The world of a configuration.
 
-    `env.name` is a name in `WORLDS` or the path of a Python file that defines
-    `make_world(settings, limits)`. Raises ConfigError for an unknown name, a file without that function,
-    and rewards in which shaping could outweigh the outcome.
+    `env.name` is a name in `WORLDS` or the path of a Python file, relative to the working directory, that
+    defines `make_world(settings, limits)`. Raises ConfigError for an unknown name, a file without that
+    function, and rewards in which shaping could outweigh the outcome.
     """
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
     world = _factory(env.name)(env.settings, limits)
@@ -53,11 +54,16 @@ def _factory(name: str) -> Factory:
 
 def _from_file(path: Path) -> Factory:
     if not path.is_file():
-        raise ConfigError(f"There is no file {path}.", "env.name takes the path of a Python file.")
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+        raise ConfigError(
+            f"There is no file {path}.",
+            f"env.name takes the path of a Python file, as seen from the working directory ({Path.cwd()}).",
+        )
+    name = f"ludus_world_{path.stem}"
+    spec = importlib.util.spec_from_file_location(name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path} cannot be imported.", "Is it a Python file?")
     module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pydantic look their own module up
     spec.loader.exec_module(module)
     factory = vars(module).get("make_world")
     if not callable(factory):

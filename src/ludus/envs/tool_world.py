@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
+import difflib
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.envs.tool_env import ToolEnv
-from ludus.envs.toolbox import ToolLimits
+from ludus.envs.toolbox import ToolLimits, as_text
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
-from ludus.types import Message, Task
+from ludus.types import JSON, FunctionCall, Message, MessageToolCall, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +47,11 @@ class ToolWorld:
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split, as given."""
         if split not in self.task_lists:
+            near = difflib.get_close_matches(split, self.splits, n=1)
+            guess = f"Did you mean {near[0]!r}? " if near else ""
             raise UserError(
-                f"The world {self.name!r} has no split {split!r}.", f"Splits: {', '.join(self.splits)}."
+                f"The world {self.name!r} has no split {split!r}.",
+                f"{guess}Splits: {', '.join(self.splits)}.",
             )
         return self.task_lists[split]
 
@@ -70,3 +76,21 @@ class ToolWorld:
             for message in dialogue.messages:
                 yield message["content"]
                 yield from (call["function"]["arguments"] for call in message.get("tool_calls", []))
+
+
+def call_and_result(tool: Tool, arguments: Mapping[str, JSON], turn: int = 0) -> tuple[Message, Message]:
+    """Two messages for a demonstration: the call of a tool, and what the tool says to it.
+
+    The tool runs here and now, outside any event loop. `turn` numbers the call within its dialogue. Raises
+    ArgumentError for arguments that do not fit the tool, and whatever the tool raises.
+    """
+    checked = tool.check(arguments)
+    output: object = tool.function(**checked)
+    if asyncio.iscoroutine(output):
+        output = asyncio.run(output)
+    function = FunctionCall(name=tool.name, arguments=json.dumps(dict(arguments), ensure_ascii=False))
+    call = MessageToolCall(id=f"call_{turn}_0", type="function", function=function)
+    return (
+        Message(role="assistant", content="", tool_calls=[call]),
+        Message(role="tool", content=as_text(output), tool_call_id=call["id"], name=tool.name),
+    )
