@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.cli.tables import how_sampled, rate
-from ludus.cli.terminal import bars, make_console, say, silence_libraries
+from ludus.cli.terminal import bars, make_console, say
 from ludus.cli.transcripts import print_transcript
 from ludus.config.schema import Config
 from ludus.evaluation.evaluate import Evaluation
@@ -72,7 +72,6 @@ class ProgressReporter:
 def train(config: Config, folder: RunFolder, session: Session | None) -> None:
     """Train with progress bars, then print what came of it. Without a session the cold start comes first."""
     console = make_console()
-    silence_libraries()
     say(console, f"Run folder: {folder.path}")
     session = session or open_session(config, cold_start(config, folder, console))
     with bars(console) as progress:
@@ -87,7 +86,6 @@ def sft(session: Session, folder: RunFolder) -> Path:
     """Fine-tune with a progress bar; gives the last checkpoint."""
     config = session.config
     console = make_console()
-    silence_libraries()
     say(console, f"Run folder: {folder.path}")
     checkpoint = fine_tune(session, folder, console)
     recipe = config.env.name if config.env.name.isidentifier() else "RECIPE.toml"
