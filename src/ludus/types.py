@@ -132,7 +132,7 @@ class ToolStatus(StrEnum):
 class ToolOutcome:
     """One tool call as it happened: for metrics, rewards and the record.
 
-    `output` is what the model saw. `seconds` are wall-clock; two outcomes that differ in them alone are equal.
+    `output` is what the model saw. Two outcomes that differ in `seconds` (wall-clock) alone are equal.
     """
 
     call_id: str

@@ -17,8 +17,8 @@ ROLES = ("system", "user", "assistant", "tool", "Tools")
 
 PATTERN = r" ?\p{Ll}+|\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s"
 """Where text is cut before merges. A blank belongs to a lower-case word or a mark that follows it, and
-otherwise stands alone: a name or a number is the same tokens wherever it stands, after a blank, in quotes or at
-the start of an answer, so that copying it is copying tokens."""
+otherwise stands alone: a name or a number is the same tokens wherever it stands, after a blank, in quotes or
+at the start of an answer, so that copying it is copying tokens."""
 
 
 def chat_template() -> str:

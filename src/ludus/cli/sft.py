@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.cli.arguments import recipe_stem, run_config
+from ludus.cli.terminal import silence_libraries
 from ludus.cli.train import configured
 from ludus.errors import UserError
 
@@ -26,9 +27,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start or resume a fine-tuning run."""
     from ludus.cli import console
-    from ludus.training.run import RunFolder, locked, new_run
+    from ludus.training.run import RunFolder, locked, new_run, save_config
     from ludus.training.sft import make_session
 
+    silence_libraries()
     if args.resume is not None:
         if args.recipe or args.model or args.from_scratch:
             raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
@@ -40,5 +42,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         session = make_session(config)
         folder = new_run(config, f"{recipe_stem(args.recipe)}-sft")
     with locked(folder):
+        save_config(folder, config)
         console.sft(session, folder)
     return 0

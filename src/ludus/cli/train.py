@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ludus.cli.arguments import recipe_config, recipe_stem, run_config
+from ludus.cli.terminal import silence_libraries
 from ludus.config.schema import Config
 from ludus.errors import UserError
 
@@ -29,9 +30,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start or resume a run."""
     from ludus.cli import console
-    from ludus.training.run import RunFolder, locked, new_run
+    from ludus.training.run import RunFolder, locked, new_run, save_config
     from ludus.training.start import prepare
 
+    silence_libraries()
     if args.resume is not None:
         if args.recipe or args.model or args.from_scratch:
             raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
@@ -43,6 +45,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         session = prepare(config)
         folder = new_run(config, recipe_stem(args.recipe))
     with locked(folder):
+        save_config(folder, config)
         console.train(config, folder, session)
     return 0
 

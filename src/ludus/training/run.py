@@ -30,6 +30,7 @@ from ludus.config.load import config_from_toml
 from ludus.config.schema import Config
 from ludus.config.toml import to_toml
 from ludus.errors import LudusError, StorageError, UserError
+from ludus.rollout.store import replaced_file
 
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
 
@@ -104,6 +105,13 @@ def new_run(config: Config, name: str) -> RunFolder:
             f"The run folder {path} cannot be made: {error.strerror}.", "Choose another with --run.folder."
         ) from error
     return RunFolder(path)
+
+
+def save_config(folder: RunFolder, config: Config) -> None:
+    """Write the configuration that a run goes on with, where it is another."""
+    if folder.load_config() != config:
+        with replaced_file(folder.config) as file:
+            file.write(to_toml(config).encode())
 
 
 @contextmanager

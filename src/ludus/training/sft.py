@@ -159,7 +159,7 @@ def read_dialogues(path: Path) -> list[FileDialogue]:
             found.append(FileDialogue(tuple(messages)))
         except (ValueError, KeyError, TypeError) as error:
             raise UserError(
-                f"{path}, line {number}, is not a dialogue: {error}.", "See docs/data.md."
+                f"{path}, line {number}, is not a dialogue: {error}.", "See docs/read_a_run.md."
             ) from error
     if not found:
         raise UserError(f"{path} holds no dialogues.", "One JSON object a line, with `messages`.")

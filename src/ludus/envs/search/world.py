@@ -63,6 +63,7 @@ class SearchWorld:
     limits: ToolLimits = field(default_factory=ToolLimits)
     name: str = "search"
     splits: Sequence[str] = SPLITS
+    _tasks: dict[str, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def facts(self) -> Facts:
@@ -96,8 +97,10 @@ class SearchWorld:
             raise UserError(
                 f"The search world has no split {split!r}.", f"{guess}Splits: {', '.join(SPLITS)}."
             )
-        chosen = sample_questions(self.facts, split, SIZES[split], self.settings.seed)
-        return [self._task(question, split) for question in chosen]
+        if split not in self._tasks:
+            chosen = sample_questions(self.facts, split, SIZES[split], self.settings.seed)
+            self._tasks[split] = tuple(self._task(question, split) for question in chosen)
+        return self._tasks[split]
 
     def opening(self, question: str) -> tuple[Message, ...]:
         """System message and question, with passages where the access is `once`."""
