@@ -119,7 +119,8 @@ def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own
         "    def environment(self, task):\n"
         "        raise OSError('the shop is closed')\n"
         "def make_world(settings, limits):\n"
-        "    tasks = [Task(str(i), (Message(role='user', content='q'),), Answers(('a',))) for i in range(50)]\n"
+        "    asked = (Message(role='user', content='q'),)\n"
+        "    tasks = [Task(str(i), asked, Answers(('a',))) for i in range(50)]\n"
         "    lists = {name: tasks for name in ('train', 'validation', 'test')}\n"
         "    return Broken('broken', lists, (), (Reward('right', exact_match, outcome=True),), limits)\n"
     )

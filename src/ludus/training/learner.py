@@ -138,7 +138,8 @@ class Learner:
         loss, statistics = objective(batch, self.algorithm, normaliser)
         if not torch.isfinite(loss):
             raise LearnerError(
-                f"The loss is {float(loss.detach())}.", "Look for extreme rewards or log-probabilities in this step."
+                f"The loss is {float(loss.detach())}.",
+                "Look for extreme rewards or log-probabilities in this step.",
             )
         if loss.requires_grad:
             loss.backward()  # type: ignore[no-untyped-call]
