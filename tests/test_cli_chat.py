@@ -96,16 +96,16 @@ def test_after_the_last_turn_the_tools_answer_is_seen_with_the_next_question():
 
 
 @pytest.mark.parametrize(
-    ("script", "settings", "end"),
+    ("script", "settings", "kinds", "end"),
     [
-        (["What? " * 30], {"max_new_tokens": 16}, "The model was cut off"),
-        (["3"], {"max_tokens": 64, "max_new_tokens": 8}, "The question does not fit"),
+        (["What? " * 30], {"max_new_tokens": 16}, ["text", "end"], "The model was cut off"),
+        (["3"], {"max_tokens": 64, "max_new_tokens": 8}, ["end"], "The question does not fit"),
     ],
 )
-def test_what_cannot_go_on_begins_anew(script, settings, end):
+def test_what_cannot_go_on_begins_anew(script, settings, kinds, end):
     talk, _ = dialogue(script, **settings)
     (parts,) = ask(talk, "What does pear cost?")
-    assert parts[-1].kind == "end"
+    assert [part.kind for part in parts] == kinds
     assert parts[-1].text.startswith(end)
     assert talk.is_new
 

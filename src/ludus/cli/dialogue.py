@@ -168,7 +168,8 @@ def parts_of(action: Action) -> Iterator[Part]:
     for error in action.errors:
         said = said.replace(error.text, "")
     if said := said.strip():
-        yield Part("text" if action.calls or action.errors else "answer", said)
+        unfinished = action.calls or action.errors or action.finish_reason == "length"
+        yield Part("text" if unfinished else "answer", said)
     for call in calls(action.message):
         yield Part("call", call)
     for error in action.errors:
