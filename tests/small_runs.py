@@ -14,6 +14,8 @@ BUDGET = {
     "training.checkpoint_every": "2",
     "algorithm.group_size": "4",
     "evaluation.tasks": "6",
+    "evaluation.splits": '["test"]',
+    "evaluation.temperatures": "[0.0]",
     "evaluation.every": "2",
     "evaluation.tasks_during": "4",
     "rollout.concurrency": "16",

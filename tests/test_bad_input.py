@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import resource
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -12,6 +10,8 @@ from pathlib import Path
 import pytest
 
 from ludus.cli.main import main
+from ludus.config.schema import ScratchConfig
+from ludus.engines.loading import build_tiny, load_tokenizer, save_model
 from ludus.training.session import model_path
 from small_runs import config, words
 
@@ -69,10 +69,8 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_resume(tmp_path, cap
     folder = tmp_path / "run"
     assert main(["train", "search", *words(folder, training__steps="2")]) == 0
     other = tmp_path / "other"
-    shutil.copytree(model_path(config(tmp_path / "x")), other)
-    shape = json.loads((other / "config.json").read_text())
-    shape["num_hidden_layers"] = 2
-    (other / "config.json").write_text(json.dumps(shape))
+    tokenizer = load_tokenizer(model_path(config(tmp_path / "x")))
+    save_model(build_tiny(ScratchConfig(num_layers=2), tokenizer, seed=0), tokenizer, other)
     before = {p: p.read_bytes() for p in folder.rglob("*.safetensors")}
     capsys.readouterr()
     said = refused(capsys, "train", "--resume", str(folder), "--model.path", str(other))

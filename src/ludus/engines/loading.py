@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -114,11 +113,13 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
     A model with adapters writes only these, in PEFT's layout. Raises `StorageError`.
     """
+    from safetensors import SafetensorError
+
     try:
         folder.mkdir(parents=True, exist_ok=True)
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(
             f"The model cannot be written to {folder}: {error}", "Free some space or choose another folder."
         ) from error
@@ -175,6 +176,7 @@ def _check_scratch(scratch: ScratchConfig, vocab_size: int) -> None:
 
 
 def _load_config(path: str) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     _check_exists(path)
@@ -185,7 +187,7 @@ def _load_config(path: str) -> PreTrainedConfig:
         )
     try:
         return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path))
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(
             f"The model {path} cannot be read: {_first_line(error)}",
             "Give a checkpoint folder, or the name of a model that can be downloaded from here.",

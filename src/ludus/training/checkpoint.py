@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
+from safetensors import SafetensorError
 
 from ludus.engines.loading import save_model
 from ludus.errors import StorageError, UserError
@@ -74,9 +75,9 @@ def save_checkpoint(
             shutil.rmtree(final)
         unfinished.rename(final)
         _sync_folder(shelf)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise StorageError(
-            f"The checkpoint {final} could not be written: {error.strerror or error}.",
+            f"The checkpoint {final} could not be written: {error}.",
             "Free some space and resume; earlier checkpoints are unchanged.",
         ) from error
     finally:

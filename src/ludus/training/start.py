@@ -187,8 +187,7 @@ def _scorers(session: Session, algorithm: Algorithm) -> dict[str, TokenScorer]:
 def _probe(session: Session) -> tuple[int, ...]:
     """A fixed text of the world, as tokens, on which engine and learner are compared."""
     task = session.world.tasks("train")[0]
-    tokens = session.renderer.prompt(task.prompt, session.world.environment(task).tools)
-    return tokens[:PROBE_TOKENS]
+    return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
 
 def _forget_after(folder: RunFolder, done: int) -> None:

@@ -6,7 +6,7 @@ import difflib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -70,10 +70,10 @@ class SearchWorld:
         """The knowledge base."""
         return load_facts()
 
-    @cached_property
+    @property
     def index(self) -> PassageIndex:
         """The passages, indexed."""
-        return PassageIndex(self.facts.passages)
+        return _index()
 
     @cached_property
     def tool(self) -> Tool:
@@ -98,7 +98,7 @@ class SearchWorld:
                 f"The search world has no split {split!r}.", f"{guess}Splits: {', '.join(SPLITS)}."
             )
         if split not in self._tasks:
-            chosen = sample_questions(self.facts, split, SIZES[split], self.settings.seed)
+            chosen = _questions(split, self.settings.seed)
             self._tasks[split] = tuple(self._task(question, split) for question in chosen)
         return self._tasks[split]
 
@@ -154,6 +154,18 @@ class SearchWorld:
         if access == "once":
             said += "\n" + "\n".join(self.index.search(question, self.settings.k))
         return Message(role="system", content=SYSTEM[access]), Message(role="user", content=said)
+
+
+@cache
+def _index() -> PassageIndex:
+    """The index over all passages, built once in a process."""
+    return PassageIndex(load_facts().passages)
+
+
+@cache
+def _questions(split: str, seed: int) -> tuple[Question, ...]:
+    """The questions of a split, composed once in a process."""
+    return tuple(sample_questions(load_facts(), split, SIZES[split], seed))
 
 
 def make_search_world(settings: Mapping[str, Any], limits: ToolLimits) -> SearchWorld:
