@@ -38,6 +38,9 @@ class Server(ThreadingHTTPServer):
         self.active = self.most_active = 0
         self.over = threading.Event()
 
+    def handle_error(self, request, client_address):
+        """A client that hangs up is no news: nothing goes to the standard error that tests read."""
+
     @property
     def url(self):
         return f"http://127.0.0.1:{self.server_port}/v1"

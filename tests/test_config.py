@@ -46,7 +46,7 @@ def test_values_take_the_type_of_their_setting():
             *("--run.save_rollouts", "false"),
             *("--run.trackers", '["jsonl", "tensorboard"]'),
             *("--run.folder", "2026"),
-            *("--evaluation.split", "true"),
+            *("--evaluation.split_during", "true"),
             *("--training.sync_tolerance", "1"),
             *("--algorithm.std_ddof", "0"),
             *("--model.lora.target_modules", '["q_proj"]'),
@@ -59,7 +59,7 @@ def test_values_take_the_type_of_their_setting():
     assert config.run.save_rollouts is False
     assert config.run.trackers == ["jsonl", "tensorboard"]
     assert config.run.folder == "2026"
-    assert config.evaluation.split == "true"
+    assert config.evaluation.split_during == "true"
     assert isinstance(config.training.sync_tolerance, float)
     assert config.algorithm.std_ddof == 0
     assert config.model.lora == LoraConfig(target_modules=["q_proj"])
@@ -131,7 +131,7 @@ def test_free_keys_take_any_toml_value_or_text():
         ("training.lr", "training.learning_rate"),
         ("sft.lr", "sft.learning_rate"),
         ("rolout.temperature", "rollout.temperature"),
-        ("evaluation.temprature", "evaluation.temperature"),
+        ("evaluation.temprature", "evaluation.temperatures"),
         ("seed", "run.seed"),
         ("env.max_turns", "rollout.max_turns"),
         ("env.setings.documents", "env.settings.documents"),

@@ -253,7 +253,8 @@ def test_other_rows_do_not_change_greedy_tokens_nor_draws():
         requests = ask(histories, max_new_tokens=8, temperature=temperature)
         together = batch(LocalEngine(model), requests)
         split = batch(LocalEngine(model, settings=EngineSettings(max_batch=5)), requests)
-        alone = [batch(LocalEngine(model), [request])[0] for request in requests]
+        single = LocalEngine(model)
+        alone = [batch(single, [request])[0] for request in requests]
         assert [a.tokens for a in together] == [a.tokens for a in split] == [a.tokens for a in alone]
 
 

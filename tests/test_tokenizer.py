@@ -55,8 +55,15 @@ def test_the_vocabulary_has_the_size_asked_for_at_most():
 
 
 def test_frequent_words_are_one_token():
-    assert len(TOKENIZER.encode(" Paris")) == 1
-    assert len(TOKENIZER.encode(" Parzt")) > 2
+    assert len(TOKENIZER.encode("Paris")) == 1
+    assert len(TOKENIZER.encode("Parzt")) > 1
+
+
+def test_a_name_is_the_same_tokens_wherever_it_stands():
+    name = TOKENIZER.encode("Paris")
+    for before, after in (("in ", "."), ('"query": "', '"}}'), ("", "<|im_end|>"), ("\n", "\n")):
+        around = TOKENIZER.encode(before + "Paris" + after)
+        assert [around[i : i + len(name)] for i in range(len(around))].count(name) == 1
 
 
 @pytest.mark.parametrize("mark", [*SPECIAL, *MARKS])
