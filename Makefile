@@ -2,11 +2,15 @@
 VENV := .venv
 export OMP_NUM_THREADS := 1
 PY := $(VENV)/bin/python
-PIP_FLAGS := --quiet --disable-pip-version-check
+PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
 .PHONY: demo test lint types unit learning fault smollm2 all-tests cold-start learning-table mask-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
+	@python3 -c 'import ensurepip' 2>/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+			apt-get update -qq && apt-get install -y -qq python3-venv; } || \
+		{ echo "python3 cannot make a virtual environment: on Debian, apt-get install python3-venv"; exit 2; }
 	python3 -m venv $(VENV)
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt torch==2.13.0
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
