@@ -2,6 +2,7 @@
 
 import importlib.util
 import random
+import re
 import sys
 from dataclasses import replace
 from functools import cache
@@ -364,3 +365,18 @@ def test_a_step_moves_the_policy_towards_what_was_rewarded():
     before = weighed()
     one().learn(model, adamw, episodes, epochs=1)
     assert weighed() > before + 1e-3
+
+
+@pytest.mark.learning
+def test_fifteen_steps_teach_the_packaged_model_the_second_hop(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["one_file.py", "--steps", "15"])
+    one().main()
+    lines = capsys.readouterr().out.splitlines()
+    before, after = (two_hop_rate(lines[i]) for i in (0, -1))
+    assert after > before + 0.25, (lines[0], lines[-1])
+
+
+def two_hop_rate(line):
+    """Successes over questions of both kinds of two hops, in a line of an evaluation."""
+    found = re.findall(r"airport/city/\w+ ([\d.]+)% of (\d+)", line)
+    return sum(float(rate) / 100 * int(num) for rate, num in found) / sum(int(num) for _, num in found)
