@@ -19,7 +19,7 @@ from ludus.types import StopReason, ToolStatus
 from worlds import call, play, scripted
 
 ROOT = Path(__file__).parent.parent
-FILE = ROOT / "examples" / "purses.py"
+FILE = ROOT / "examples" / "stock.py"
 TINY = {
     "model.scratch.hidden_size": "16",
     "model.scratch.intermediate_size": "16",
@@ -36,10 +36,10 @@ TINY = {
 
 
 @pytest.fixture
-def purses(monkeypatch):
+def stock(monkeypatch):
     """The world as its TOML file names it, from the root of the repository."""
     monkeypatch.chdir(ROOT)
-    config = load_config("examples/purses.toml")
+    config = load_config("examples/stock.toml")
     return build_world(config.env, config.rollout)
 
 
@@ -47,36 +47,36 @@ def test_it_stays_short():
     assert FILE.read_text("utf-8").count("\n") <= 60
 
 
-def test_its_rewards_and_splits_are_in_order(purses):
-    check_rewards(purses.rewards)
-    tasks = [task for split in purses.splits for task in purses.tasks(split)]
-    assert len({task.id for task in tasks}) == len(tasks) == 12 * 15
-    config = load_config(ROOT / "examples" / "purses.toml")
-    assert len(purses.tasks("test")) >= config.evaluation.tasks
-    assert len(purses.tasks(config.evaluation.split_during)) >= config.evaluation.tasks_during
+def test_its_rewards_and_splits_are_in_order(stock):
+    check_rewards(stock.rewards)
+    tasks = [task for split in stock.splits for task in stock.tasks(split)]
+    assert len({task.id for task in tasks}) == len(tasks) == 8 * 12
+    config = load_config(ROOT / "examples" / "stock.toml")
+    assert len(stock.tasks("test")) >= config.evaluation.tasks
+    assert len(stock.tasks(config.evaluation.split_during)) >= config.evaluation.tasks_during
 
 
-def test_looking_solves_every_held_out_task(purses):
-    for task in purses.tasks("test"):
-        who, place = task.id.split()
-        assert task.prompt[0]["content"] == f"How many coins has {who} in {place}?"
-        lines = [call("look", who=who, place=place), f" {task.truth} "]
-        episode = play(scripted(lines), world=purses, task=task)
-        assert episode.outcomes[0].output == f"{task.truth} coins"
+def test_looking_solves_every_held_out_task(stock):
+    for task in stock.tasks("test"):
+        thing, place = task.id.split()
+        assert task.prompt[0]["content"] == f'How many "{thing}" are in "{place}"?'
+        lines = [call("look", thing=thing, place=place), f" {task.truth} "]
+        episode = play(scripted(lines), world=stock, task=task)
+        assert episode.outcomes[0].output == f"{task.truth} {thing}"
         assert (episode.stop_reason, episode.reward) == (StopReason.ANSWERED, 1.0)
 
 
-def test_a_wrong_answer_earns_nothing_and_a_wrong_call_is_told(purses):
-    task = purses.tasks("test")[0]
-    lines = [call("look", who="Nobody", place="Oslo"), call("look", who="Anna"), "many"]
-    episode = play(scripted(lines), world=purses, task=task)
+def test_a_wrong_answer_earns_nothing_and_a_wrong_call_is_told(stock):
+    task = stock.tasks("test")[0]
+    lines = [call("look", thing="unicorns", place="Oslo"), call("look", thing="nails"), "many"]
+    episode = play(scripted(lines), world=stock, task=task)
     assert [o.status for o in episode.outcomes] == [ToolStatus.RAISED, ToolStatus.BAD_ARGUMENTS]
     assert episode.reward == 0.0
 
 
-def test_demonstrations_are_of_training_tasks_and_half_of_them_guess(purses):
-    shown = list(islice(purses.demonstrations(seed=1), 400))
-    truths = {task.prompt[0]["content"]: task.truth for task in purses.tasks("train")}
+def test_demonstrations_are_of_training_tasks_and_half_of_them_guess(stock):
+    shown = list(islice(stock.demonstrations(seed=1), 400))
+    truths = {task.prompt[0]["content"]: task.truth for task in stock.tasks("train")}
     looked = [d for d in shown if len(d.messages) == 4]
     guessed = [d for d in shown if len(d.messages) == 2]
     assert len(looked) + len(guessed) == 400
@@ -85,8 +85,8 @@ def test_demonstrations_are_of_training_tasks_and_half_of_them_guess(purses):
     assert all(d.messages[-1]["content"] == truths[d.messages[0]["content"]] for d in looked)
     right = sum(d.messages[-1]["content"] == truths[d.messages[0]["content"]] for d in guessed)
     assert right / len(guessed) < 0.15
-    assert shown == list(islice(purses.demonstrations(seed=1), 400))
-    assert shown != list(islice(purses.demonstrations(seed=2), 400))
+    assert shown == list(islice(stock.demonstrations(seed=1), 400))
+    assert shown != list(islice(stock.demonstrations(seed=2), 400))
 
 
 def test_the_way_of_its_docstring_runs(tmp_path, monkeypatch):
@@ -94,9 +94,9 @@ def test_the_way_of_its_docstring_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     tiny = [word for key, value in TINY.items() for word in (f"--{key}", value)]
     first, second = tmp_path / "sft", tmp_path / "rl"
-    assert main(["sft", "examples/purses.toml", "--from-scratch", "--run.folder", str(first), *tiny]) == 0
+    assert main(["sft", "examples/stock.toml", "--from-scratch", "--run.folder", str(first), *tiny]) == 0
     model = str(first / "checkpoints" / "step-000004")
-    words = ["train", "examples/purses.toml", "--model", model, "--run.folder", str(second), *tiny]
+    words = ["train", "examples/stock.toml", "--model", model, "--run.folder", str(second), *tiny]
     assert main(words) == 0
     rows = [json.loads(line) for line in (second / "metrics.jsonl").read_text("utf-8").splitlines()]
     assert [row["step"] for row in rows] == [1, 2]
@@ -105,7 +105,7 @@ def test_the_way_of_its_docstring_runs(tmp_path, monkeypatch):
 
 
 def test_the_docstring_names_the_checkpoint_that_fine_tuning_writes():
-    steps = load_config(ROOT / "examples" / "purses.toml").sft.steps
+    steps = load_config(ROOT / "examples" / "stock.toml").sft.steps
     assert f"checkpoints/step-{steps:06d}" in FILE.read_text("utf-8")
 
 
@@ -115,8 +115,8 @@ def built(path):
 
 def test_a_file_that_is_not_there_is_said_with_the_folder_it_is_looked_for_in(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ConfigError, match=r"no file examples/purses\.py") as caught:
-        built("examples/purses.py")
+    with pytest.raises(ConfigError, match=r"no file examples/stock\.py") as caught:
+        built("examples/stock.py")
     assert str(tmp_path) in caught.value.hint
 
 
@@ -149,9 +149,9 @@ def make_world(settings, limits):
     assert standard.loads("1") == 1
 
 
-def test_an_unknown_split_is_answered_with_the_nearest(purses):
+def test_an_unknown_split_is_answered_with_the_nearest(stock):
     with pytest.raises(UserError, match="no split 'validate'") as caught:
-        purses.tasks("validate")
+        stock.tasks("validate")
     assert "Did you mean 'validation'? Splits: train, validation, test." in caught.value.hint
 
 
