@@ -228,7 +228,8 @@ class RunConfig(Section):
     """Where the run is written; None makes `runs/NAME-N`."""
     seed: int = Field(0, ge=0)
     threads: int = Field(0, ge=0)
-    """Compute threads; 0 takes one per core, at most 4. Other busy processes make more threads slower."""
+    """Compute threads of the learner; 0 takes one per core, at most 4. Other busy processes make more threads
+    slower. The embedded engine takes as many, but only one for a model below 20 million parameters."""
     trackers: list[str] = ["jsonl"]
     save_rollouts: bool = True
 

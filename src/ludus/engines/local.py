@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Limits of the embedded engine, all in tokens but `max_batch` (requests)."""
+    """Limits of the embedded engine, in tokens but for `max_batch` (requests) and `threads`."""
 
     context_tokens: int = 1024
     """Prompt plus completion."""
@@ -47,6 +47,8 @@ class EngineSettings:
     """Keys and values kept between turns; beyond that the least recently used episode is recomputed."""
     prefill_tokens: int = 1024
     """Padded tokens of one prefill pass; a GPU likes more."""
+    threads: int = 0
+    """Compute threads on a CPU, apart from those of the learner; 0 leaves torch its own number."""
 
 
 class LocalEngine:
@@ -75,7 +77,7 @@ class LocalEngine:
         self._sampler = BatchSampler(
             self._forward, self._store, tokenizer, settings.context_tokens, settings.prefill_tokens
         )
-        self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ludus-engine")
+        self._worker = ThreadPoolExecutor(1, "ludus-engine", partial(_take_threads, settings.threads))
         self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
         self._drain: asyncio.Task[None] | None = None
         self._closed = False
@@ -230,3 +232,10 @@ class LocalEngine:
         logprobs = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
         scores: list[float] = logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
         return [0.0, *scores]
+
+
+def _take_threads(threads: int) -> None:
+    """Give the calling thread its own number of compute threads: OpenMP counts them thread by thread."""
+    if threads:
+        torch.zeros(1).sum()  # torch takes over its global number on first use, so that comes before
+        torch.set_num_threads(threads)

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 CACHE_BLOCK = 64
 """The engine keeps an episode's cache in blocks of so many tokens."""
+SMALL_MODEL = 20_000_000
+"""Parameters below which a decoding step is too short to be worth a second compute thread."""
 
 
 @dataclass(frozen=True)
@@ -101,6 +103,7 @@ def make_engine(session: Session) -> LocalEngine:
         context_tokens=min(limit, rollout.max_tokens),
         max_batch=rollout.concurrency,
         cache_tokens=rollout.concurrency * kept,
+        threads=1 if session.model.num_parameters() < SMALL_MODEL else 0,
     )
     return LocalEngine(session.model, session.tokenizer, settings)
 
