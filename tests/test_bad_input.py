@@ -37,7 +37,7 @@ def test_a_group_of_one_is_refused_with_the_reason(tmp_path, capsys):
     assert "at least 2" in said
 
 
-@pytest.mark.parametrize("path", ["/nowhere/model", "./missing"])
+@pytest.mark.parametrize("path", ["/nowhere/model", "./missing", "nobody/no-such-model"])
 def test_a_missing_model_is_refused_before_anything_is_written(tmp_path, capsys, path):
     said = refused(capsys, "train", "search", *words(tmp_path / "r"), "--model", path)
     assert path in said

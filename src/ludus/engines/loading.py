@@ -23,6 +23,7 @@ _DTYPES: dict[DTypeName, torch.dtype] = {
     "bfloat16": torch.bfloat16,
     "float64": torch.float64,
 }
+_HUB_TIMEOUT_S = 10.0
 _ATTENTION = "sdpa"
 
 
@@ -195,12 +196,35 @@ def _load_config(path: str) -> PreTrainedConfig:
 
 
 def _check_exists(path: str) -> None:
-    """A path must be a folder; a name (`owner/name`) is left to transformers."""
+    """A path must be a folder; a name (`owner/name`) must be cached or on the hub."""
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     if not path or (looks_like_path and not _is_folder(path)) or Path(path).is_file():
         raise UserError(
             f"There is no folder {path!r} to load a model from.", "Check model.path; it names a folder."
         )
+    if not _is_folder(path):
+        _check_on_hub(path)
+
+
+def _check_on_hub(name: str) -> None:
+    """Ask once, so that a misspelt name or a missing network costs no minute of retries."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"There is no folder {name!r} here, and the model hub has no model of that name.",
+            "Check the spelling; a private model needs a login.",
+        ) from error
+    except Exception as error:  # boundary: what the hub's client raises without a network differs by version
+        raise UserError(
+            f"There is no folder {name!r} here, and the model hub does not answer: {_first_line(error)}",
+            "Check the spelling of the folder, or the network.",
+        ) from error
 
 
 def _check_causal(path: str, config: PreTrainedConfig) -> None:
