@@ -26,12 +26,12 @@ def finish(*arguments: str) -> float:
 
 
 def kill_after(process: subprocess.Popen[bytes], folder: Path, rng: random.Random, seconds: float) -> str:
-    """Kill at a random moment; every other time wait for a checkpoint that is being written."""
+    """Kill at a random moment; every other time at the next moment when a checkpoint is being written."""
     deadline = time.perf_counter() + rng.uniform(0.2, 1.0) * seconds
     wait_for_checkpoint = rng.random() < 0.5
     while process.poll() is None:
         writing = wait_for_checkpoint and any(folder.glob("checkpoints/.step-*.tmp"))
-        if writing or time.perf_counter() > deadline:
+        if writing or (not wait_for_checkpoint and time.perf_counter() > deadline):
             process.send_signal(signal.SIGKILL)
             process.wait()
             return "checkpoint" if writing else "elsewhere"
@@ -62,7 +62,7 @@ def test_killed_twenty_times_and_resumed_a_run_equals_the_uninterrupted_one(tmp_
         assert found.keys() == expected.keys()
         assert [name for name in expected if found[name] != expected[name]] == []
         round_ += 1
-    assert "checkpoint" in moments
+    assert moments.count("checkpoint") >= 3
 
 
 @pytest.mark.fault
