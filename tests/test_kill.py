@@ -35,6 +35,7 @@ def kill_after(process: subprocess.Popen[bytes], folder: Path, rng: random.Rando
             process.send_signal(signal.SIGKILL)
             process.wait()
             return "checkpoint" if writing else "elsewhere"
+        time.sleep(0.001)
     return "finished"
 
 
