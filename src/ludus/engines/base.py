@@ -37,6 +37,11 @@ class Engine(Protocol):
     @property
     def version(self) -> int: ...
 
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request's tokens and log-probabilities are the same bits whatever else is computed."""
+        ...
+
     async def generate(self, request: Request) -> Completion:
         """Sample one action."""
         ...

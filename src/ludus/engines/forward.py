@@ -1,8 +1,8 @@
-"""One forward pass of any Hugging Face causal language model over right-aligned rows.
+"""Forward passes of any Hugging Face causal language model over a ragged row of tokens.
 
-Works with models of standard attention (full, or sliding windows): they take `position_ids`, a 4D
-additive mask and a cache object with `update`. `CausalForward` tries that out on a few tokens before it is
-used, and refuses a model whose batched, cached pass does not agree with a plain one.
+Works with models of standard attention (full, or sliding windows) that hand their attention on to
+transformers' interface. `RaggedForward` tries that out on a few tokens before it is used, and refuses a model
+whose ragged, paged pass does not agree with a plain one.
 """
 
 from __future__ import annotations
@@ -11,98 +11,63 @@ import inspect
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from transformers import Cache
 
-from ludus.engines.kv import KvBatch, KvLayout, Shape
-from ludus.errors import UserError
+from ludus.engines import attention
+from ludus.engines.attention import LayerShape, PagePool, RaggedPass
+from ludus.engines.kernel import Kernel, make_kernel
+from ludus.engines.pages import PAGE
+from ludus.errors import EngineError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+ROW_BLOCK = 16
+"""Tokens of a pass are padded to a multiple of this: matrix products then treat every row alike."""
 _AGREEMENT = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE_AGREEMENT = 0.5
 """Largest difference of log-probabilities in the trial; 16-bit types round far more than the others."""
+_TRIAL_TOKENS = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Pass:
-    """What one forward pass reads besides the cache.
+class Chunk:
+    """New tokens of one sequence: their ids, the position of the first, and the row of the page table."""
 
-    `ids` and `positions` `[B, N]` int64, right-aligned; `starts` `[B]` is the column of each row's first
-    token; the pass sees the columns from `low`, and its new tokens begin at column `at`.
+    ids: tuple[int, ...]
+    start: int
+    slot: int
+
+
+class RaggedForward:
+    """The logits of chosen tokens of a pass over chunks of many sequences.
+
+    `pool` is the memory of the pages. Raises `UserError` for a model that does not work this way.
     """
 
-    ids: Tensor
-    positions: Tensor
-    starts: Tensor
-    low: int
-    at: int
-
-
-class CausalForward:
-    """The logits of a model's last position, batched over a `KvBatch`.
-
-    Raises `UserError` for a model that does not work this way.
-    """
-
-    def __init__(self, model: PreTrainedModel) -> None:
+    def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
         self.model = model
         first = next(model.parameters())
         self.device: torch.device = first.device
         self.dtype: torch.dtype = first.dtype
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        self._windows = _attention_windows(model)
-        forward = inspect.signature(model.forward).parameters
-        wide = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in forward.values())
-        self._extra: dict[str, Any] = {"logits_to_keep": 1} if wide or "logits_to_keep" in forward else {}
-        self.layout = self._try_out()
-
-    def logits(self, cache: KvBatch, step: Pass) -> Tensor:
-        """Logits `[B, V]` at the last of the new tokens, whose keys and values go into `cache`."""
-        output = self.model(
-            input_ids=step.ids,
-            position_ids=step.positions,
-            attention_mask=self._masks(step),
-            past_key_values=cache,
-            use_cache=True,
-            **self._extra,
-        )
-        last: Tensor = output.logits[:, -1]
-        return last
-
-    def plain_logits(self, ids: Tensor) -> Tensor:
-        """Logits `[B, T, V]` of a forward pass without cache or mask."""
-        logits: Tensor = self.model(input_ids=ids, use_cache=False).logits
-        return logits
-
-    def _masks(self, step: Pass) -> Tensor | dict[str, Tensor]:
-        """Additive masks `[B, 1, N, columns]`, one per kind of attention if the model mixes several."""
-        queries = torch.arange(step.at, step.at + step.ids.shape[1], device=self.device)[:, None]
-        columns = torch.arange(step.low, step.at + step.ids.shape[1], device=self.device)[None, :]
-        visible = (columns >= step.starts[:, None, None]) & (columns <= queries)
-        masks = {
-            kind: self._additive(visible, queries - columns, window) for kind, window in self._windows.items()
-        }
-        return masks if len(masks) > 1 else next(iter(masks.values()))
-
-    def _additive(self, visible: Tensor, distance: Tensor, window: int | None) -> Tensor:
-        if window is not None:
-            visible = visible & (distance < window)
-        # Finite, so that the softmax of padding, which sees nothing, is finite too; nothing reads it.
-        hidden = torch.finfo(self.dtype).min
-        zeros = torch.zeros((), dtype=self.dtype, device=self.device)
-        return torch.where(visible, zeros, hidden)[:, None]
-
-    @torch.inference_mode()
-    def _try_out(self) -> KvLayout:
-        """Find the shapes of keys and values; compare a ragged, cached pass with a plain one."""
-        name = type(self.model).__name__
+        self._keeps = "logits_to_keep" in inspect.signature(_inner(model).forward).parameters
+        self._plain = model.config._attn_implementation
+        _check_kind(model)
+        name = type(model).__name__
         try:
-            layout = self._probe_layout()
-            difference = self._trial_difference(layout)
-        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
+            plain, layers = self._plain_trial()
+            self._kernel = self._make_kernel(layers, max_tokens, threads)
+            self.pool = PagePool(layers, num_pages, self.dtype, self.device)
+            attention.register()
+            model.set_attn_implementation(attention.NAME)
+            difference = float((self._trial() - plain).abs().max())
+            self.invariant = self._rows_are_alike()
+        except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:
             raise UserError(
                 f"The local engine cannot run {name}: {error}.",
                 "It needs a causal language model with standard attention and key-value cache.",
@@ -113,35 +78,101 @@ class CausalForward:
                 f"{difference:.2g} in log-probability.",
                 "Its attention is not standard; serve it with an inference server.",
             )
-        return layout
 
-    def _probe_layout(self) -> KvLayout:
+    @property
+    def compiled(self) -> bool:
+        """Whether the compiled attention kernel is in use."""
+        return self._kernel is not None
+
+    def logits(
+        self, chunks: list[Chunk], table: NDArray[np.int32], keep: NDArray[np.int64], block: int = ROW_BLOCK
+    ) -> Tensor:
+        """Logits `[len(keep), V]` at the tokens `keep` of the concatenated chunks.
+
+        `table` `[slots, M]` names the pages of each slot, into which the chunks' keys and values go. Tokens
+        and logits are padded to multiples of `block`.
+        """
+        counts = np.array([len(chunk.ids) for chunk in chunks])
+        total = int(counts.sum())
+        padded = -(-total // block) * block
+        ids = np.zeros((1, padded), dtype=np.int64)
+        ids[0, :total] = np.concatenate([np.asarray(chunk.ids) for chunk in chunks])
+        slots = np.full(padded, -1, dtype=np.int32)
+        slots[:total] = np.repeat(np.array([chunk.slot for chunk in chunks], dtype=np.int32), counts)
+        ends = np.cumsum(counts)
+        positions = np.zeros(padded, dtype=np.int32)
+        starts = np.repeat(np.array([chunk.start for chunk in chunks]) - (ends - counts), counts)
+        positions[:total] = np.arange(total) + starts
+        parts = tuple(zip((ends - counts).tolist(), ends.tolist(), strict=True))
+        ragged = RaggedPass(self.pool, slots, positions, table, parts, self._kernel)
+        rows = np.zeros(-(-len(keep) // block) * block, dtype=np.int64)
+        rows[: len(keep)] = keep
+        index = torch.from_numpy(rows).to(self.device)
+        output = self.model(
+            input_ids=torch.from_numpy(ids).to(self.device),
+            position_ids=torch.from_numpy(positions.astype(np.int64))[None].to(self.device),
+            use_cache=False,
+            ragged=ragged,
+            **({"logits_to_keep": index} if self._keeps else {}),
+        )
+        logits: Tensor = output.logits[0]
+        return (logits if self._keeps else logits[index])[: len(keep)]
+
+    def close(self) -> None:
+        """End the kernel's threads."""
+        if self._kernel is not None:
+            self._kernel.close()
+
+    def _make_kernel(self, layers: list[LayerShape], max_tokens: int, threads: int) -> Kernel | None:
+        if self.device.type != "cpu" or self.dtype != torch.float32:
+            return None
+        return make_kernel(layers, layers[0].key_width, max_tokens, threads)
+
+    @torch.inference_mode()
+    def _plain_trial(self) -> tuple[Tensor, list[LayerShape]]:
+        """Log-probabilities of a few tokens by the model's own attention, and its layers' shapes."""
         recorder = _ShapeRecorder()
-        ids = torch.zeros(1, 2, dtype=torch.int64, device=self.device)
-        self.model(input_ids=ids, past_key_values=recorder, use_cache=True)
-        if not recorder.planes:
+        ids = torch.tensor([self._trial_ids()], device=self.device)
+        logits = self.model(input_ids=ids, past_key_values=recorder, use_cache=True).logits[0]
+        if not recorder.layers_seen:
             raise ValueError("it does not use the key-value cache it is given")
-        return KvLayout.of(recorder.planes, recorder.dtype, self.device)
+        return logits.double().log_softmax(-1), recorder.layers_seen
 
-    def _trial_difference(self, layout: KvLayout) -> float:
-        """Largest difference in log-probability over two rows of unlike length, in two passes each."""
-        lengths, new = (7, 4), 3
-        ids = torch.arange(max(lengths), device=self.device) * 7 % self.vocab_size
-        rows = torch.stack([ids.roll(-row)[: max(lengths)] for row in range(2)])
-        starts = torch.tensor([max(lengths) - n for n in lengths], device=self.device)
-        rows = torch.stack([row.roll(int(start)) for row, start in zip(rows, starts, strict=True)])
-        columns = torch.arange(max(lengths), device=self.device)
-        positions = (columns - starts[:, None]).clamp(min=0)
-        cache = KvBatch(layout)
-        cache.begin(rows=2, end=max(lengths), spare=0)
-        at = max(lengths) - new
-        cache.focus(slice(0, 2), 0, 0, (columns[:at] >= starts[:, None])[:, None, :, None])
-        self.logits(cache, Pass(rows[:, :at], positions[:, :at], starts, 0, 0))
-        cache.focus(slice(0, 2), 0, at)
-        batched = self.logits(cache, Pass(rows[:, at:], positions[:, at:], starts, 0, at))
-        plain = [self.plain_logits(row[int(s) :][None])[0, -1] for row, s in zip(rows, starts, strict=True)]
-        gap = batched.double().log_softmax(-1) - torch.stack(plain).double().log_softmax(-1)
-        return float(gap.abs().max())
+    def _trial_ids(self) -> tuple[int, ...]:
+        return tuple(i * 7 % self.vocab_size for i in range(_TRIAL_TOKENS))
+
+    @torch.inference_mode()
+    def _trial(self) -> Tensor:
+        """The same by ragged passes: in two chunks, each beside another sequence."""
+        ids, cut = self._trial_ids(), _TRIAL_TOKENS // 2 + 3
+        table = self._trial_table()
+        other = tuple(reversed(ids))
+        first = [Chunk(other[:5], 0, 1), Chunk(ids[:cut], 0, 0)]
+        second = [Chunk(ids[cut:], cut, 0), Chunk(other[5:9], 5, 1)]
+        parts = [
+            self.logits(first, table, np.arange(5, 5 + cut)),
+            self.logits(second, table, np.arange(_TRIAL_TOKENS - cut)),
+        ]
+        return torch.cat(parts).double().log_softmax(-1)
+
+    @torch.inference_mode()
+    def _rows_are_alike(self) -> bool:
+        """Whether a token's logits are the same bits alone and at several places among others."""
+        if self.device.type != "cpu":
+            return False
+        ids, table = self._trial_ids(), self._trial_table()
+        alone = self.logits([Chunk(ids[:1], 0, 0)], table, np.arange(1))
+        for before in (1, 17, 38):
+            chunks = [Chunk((ids * 4)[1 : before + 1], 0, 1), Chunk(ids[:1], 0, 0), Chunk(ids[2:39], 0, 2)]
+            among = self.logits(chunks, table, np.array([0, before]))
+            if not torch.equal(among[1], alone[0]):
+                return False
+        return True
+
+    def _trial_table(self) -> NDArray[np.int32]:
+        each = -(-_TRIAL_TOKENS // PAGE)
+        pages = np.arange(3 * each, dtype=np.int32).reshape(3, each)
+        return np.minimum(pages, self.pool.keys[0].shape[0] - 1)
 
 
 class _ShapeRecorder(Cache):  # type: ignore[misc]
@@ -149,16 +180,14 @@ class _ShapeRecorder(Cache):  # type: ignore[misc]
 
     def __init__(self) -> None:
         super().__init__(layers=[])
-        self.planes: list[Shape] = []
-        self.dtype = torch.float32
+        self.layers_seen: list[LayerShape] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *_: object, **__: object
     ) -> tuple[Tensor, Tensor]:
-        if 2 * layer_idx != len(self.planes):
+        if layer_idx != len(self.layers_seen):
             raise ValueError("its layers do not fill the key-value cache in order")
-        self.planes += [(states.shape[1], states.shape[3]) for states in (key_states, value_states)]
-        self.dtype = key_states.dtype
+        self.layers_seen.append(LayerShape(key_states.shape[1], key_states.shape[3], value_states.shape[3]))
         return key_states, value_states
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -168,18 +197,25 @@ class _ShapeRecorder(Cache):  # type: ignore[misc]
         return query_length, 0
 
 
-def _attention_windows(model: PreTrainedModel) -> dict[str, int | None]:
-    """The kinds of attention in the model, each with its window in tokens (None: all)."""
-    config = model.config.get_text_config()
-    window = getattr(config, "sliding_window", None)
-    kinds = getattr(config, "layer_types", None) or [
-        "full_attention" if window is None else "sliding_attention"
-    ]
-    known = {"full_attention": None, "sliding_attention": window}
-    unknown = sorted(set(kinds) - set(known))
+def _inner(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or what adapters wrap)
+    """The model below adapters."""
+    return model.get_base_model() if "PeftModel" in {c.__name__ for c in type(model).__mro__} else model
+
+
+def _check_kind(model: PreTrainedModel) -> None:
+    """Raises UserError for kinds of layers and positions that ragged passes do not have."""
+    config = model.config.get_text_config().to_dict()
+    kinds = set(config.get("layer_types") or ["full_attention"])
+    unknown = sorted(kinds - {"full_attention", "sliding_attention"})
     if unknown:
         raise UserError(
             f"The local engine cannot run {type(model).__name__}: it has {', '.join(unknown)} layers.",
             "It runs models of full or sliding-window attention; serve others with an inference server.",
         )
-    return {kind: known[kind] for kind in dict.fromkeys(kinds)}
+    rope = config.get("rope_parameters") or {}
+    if isinstance(rope, dict) and rope.get("rope_type") in ("dynamic", "longrope"):
+        raise UserError(
+            f"The local engine cannot run {type(model).__name__}: its positions depend on the longest "
+            f"sequence ({rope['rope_type']} rope).",
+            "Serve it with an inference server.",
+        )

@@ -1,33 +1,35 @@
 """The embedded engine: samples from a Hugging Face causal language model in this process.
 
 Takes requests from any number of tasks on an event loop; gives completions. All compute and all access to
-the caches happens on one worker thread, in the order in which it was asked for, so that a batch never sees
-half-loaded weights. It waits for nothing but that thread and never retries.
+the cache happens on one worker thread, one forward pass after another; requests, new weights and
+cancellations take effect between two passes. It waits for work and for nothing else, and never retries.
 
-With the same weights, the same sequence of `generate_batch` calls gives the same tokens and
-log-probabilities, bit for bit, on one machine. `generate` forms its batches from what happens to wait, so
-rounding may differ there from run to run.
+In the batch-invariant mode a request's tokens and log-probabilities are the same bits whatever else is in
+the batch, whether its history was in the cache, and in how many parts it was computed (`EngineSettings`).
 """
 
 from __future__ import annotations
 
 import asyncio
 import copy as copying
+import threading
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
+from ludus.engines import core
 from ludus.engines.base import Request
-from ludus.engines.batch import BatchSampler, EngineStats
+from ludus.engines.core import EngineCore, EngineStats
 from ludus.engines.fingerprint import fingerprint_module
-from ludus.engines.forward import CausalForward
-from ludus.engines.kv import KvStore
+from ludus.engines.forward import RaggedForward
+from ludus.engines.pages import PAGE, PageTree
 from ludus.errors import EngineError, SyncError
-from ludus.types import Completion
+from ludus.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,13 +44,19 @@ class EngineSettings:
     context_tokens: int = 1024
     """Prompt plus completion."""
     max_batch: int = 128
-    """Requests computed together; a larger `generate_batch` is split in order."""
+    """Requests computed together; others wait."""
     cache_tokens: int = 131_072
-    """Keys and values kept between turns; beyond that the least recently used episode is recomputed."""
-    prefill_tokens: int = 1024
-    """Padded tokens of one prefill pass; a GPU likes more."""
+    """Keys and values kept, of all that runs and of what may come back; the least recently used go first."""
+    pass_tokens: int = 512
+    """Tokens of one forward pass: what decodes comes first, the rest is for prompts and observations."""
     threads: int = 0
     """Compute threads on a CPU, apart from those of the learner; 0 leaves torch its own number."""
+    batch_invariant: bool = True
+    """Same bits whatever else is in the batch. Where matrix products do not treat all rows alike (the engine
+    tries) every pass has one fixed shape, which costs speed. Only on a CPU in float32 with the kernel."""
+    recompute_on_update: bool = True
+    """New weights: compute the histories of what runs again. Else their keys and values are kept, and the
+    log-probabilities are those of a mixture of versions."""
 
 
 class LocalEngine:
@@ -71,16 +79,27 @@ class LocalEngine:
         self._model.requires_grad_(False).eval()
         self._has_tokenizer = tokenizer is not None
         self._settings = settings
-        self._version = version
-        self._forward = CausalForward(self._model)
-        self._store = KvStore(self._forward.layout, settings.cache_tokens)
-        self._sampler = BatchSampler(
-            self._forward, self._store, tokenizer, settings.context_tokens, settings.prefill_tokens
+        threads = settings.threads or torch.get_num_threads()
+        num_pages = max(-(-settings.cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
+        self._forward = RaggedForward(self._model, num_pages, settings.context_tokens, threads)
+        self._tree = PageTree(num_pages)
+        self._core = EngineCore(
+            self._forward,
+            tokenizer,
+            self._tree,
+            (settings.max_batch, settings.context_tokens),
+            max(settings.pass_tokens, settings.max_batch),
         )
-        self._worker = ThreadPoolExecutor(1, "ludus-engine", partial(_take_threads, settings.threads))
-        self._waiting: list[tuple[Request, asyncio.Future[Completion]]] = []
-        self._drain: asyncio.Task[None] | None = None
-        self._closed = False
+        self._core.version = version
+        self._invariant = settings.batch_invariant and self._forward.compiled
+        if self._invariant and not self._forward.invariant:
+            self._core.block = max(settings.pass_tokens, settings.max_batch)
+        self._histories: dict[str, tuple[int, ...]] = {}
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self._closed = self._paused = False
+        self._worker = threading.Thread(target=self._work, name="ludus-engine", daemon=True)
+        self._worker.start()
 
     @property
     def context_tokens(self) -> int:
@@ -88,44 +107,62 @@ class LocalEngine:
 
     @property
     def version(self) -> int:
-        return self._version
+        return self._core.version
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request's bits do not depend on what else is in the batch."""
+        return self._invariant
 
     async def generate(self, request: Request) -> Completion:
-        """Sample one action, together with whatever else waits when the engine is free."""
-        self._check(request)
-        future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((request, future))
-        if self._drain is None or self._drain.done():
-            self._drain = asyncio.create_task(self._serve_waiting())
-        return await future
+        """Sample one action, in passes shared with whatever else there is."""
+        (completion,) = await self.generate_batch([request])
+        return completion
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action for each request, in order, as batches of at most `max_batch`."""
+        """Sample one action for each request; they are queued in order and at once."""
         for request in requests:
             self._check(request)
-        size = self._settings.max_batch
-        parts = [requests[first : first + size] for first in range(0, len(requests), size)]
-        done = await asyncio.gather(*(self._compute(partial(self._sample, part)) for part in parts))
-        return [completion for part in done for completion in part]
+        places = [self._sequence(request) for request in requests]
+        self._post(partial(self._each, self._core.add, places))
+        try:
+            done = [await asyncio.wrap_future(future) for _, future in places]
+        except asyncio.CancelledError:
+            self._post(partial(self._each, self._core.abort, places))
+            raise
+        return done
+
+    def abort(self, episode: str) -> None:
+        """End the episode's request with what has been sampled, `finish_reason` "abort"."""
+        self._post(partial(self._abort, episode))
+
+    async def pause(self) -> None:
+        """Compute nothing more until `resume`; requests wait where they are. Returns between two passes."""
+        await self._call(partial(self._set_paused, True))
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._call(partial(self._set_paused, False))
 
     def release(self, episode: str) -> None:
-        """Forget an episode's cache, once the compute under way is done."""
+        """Forget what is kept for an episode and shared with nobody."""
         if not self._closed:
-            self._worker.submit(self._store.drop, episode)
+            self._post(partial(self._release, episode))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Copy `state` (all parameters or some, by name) into the engine's model and drop every cache.
+        """Copy `state` (all parameters or some, by name) into the engine's model between two passes.
 
-        Raises `SyncError`, with nothing changed, for an unknown name or another shape.
+        Requests under way go on; each token carries the version that sampled it. Raises `SyncError`, with
+        nothing changed, for an unknown name or another shape.
         """
-        await self._compute(partial(self._load, version, state))
+        await self._call(partial(self._load, version, state))
 
     async def fingerprint(self) -> str:
         """`fingerprint_module` of the weights in use."""
-        return await self._compute(partial(fingerprint_module, self._model))
+        return await self._call(partial(fingerprint_module, self._model))
 
     async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token at temperature 1, by one plain forward pass; 0 for the first.
+        """Log-probability of each token at temperature 1; 0 for the first.
 
         Raises `EngineError` if there are none, or more than `context_tokens`.
         """
@@ -134,19 +171,25 @@ class LocalEngine:
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
                 f"the engine takes 1 to {self.context_tokens}."
             )
-        return await self._compute(partial(self._score, tuple(token_ids)))
+        sequence, future = self._sequence(Request("", tuple(token_ids), SamplingParams()))
+        sequence.scores = [0.0]
+        self._post(partial(self._core.add, sequence))
+        await asyncio.wrap_future(future)
+        return sequence.scores
 
     async def close(self) -> None:
-        """Finish the compute under way and refuse any more."""
-        self._closed = True
-        await asyncio.to_thread(self._worker.shutdown)
-        self._store.clear()
+        """Finish the pass under way, refuse all else, and end the worker."""
+        with self._wake:
+            self._closed = True
+            self._wake.notify()
+        await asyncio.to_thread(self._worker.join)
+        self._forward.close()
 
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Counts since the start or the last reset."""
-        stats = self._sampler.stats
+        stats = self._core.stats
         if reset:
-            self._sampler.stats = EngineStats()
+            self._core.stats = EngineStats()
         return stats
 
     def _check(self, request: Request) -> None:
@@ -168,44 +211,89 @@ class LocalEngine:
                 "Use the tokenizer that belongs to the model.",
             )
 
-    async def _serve_waiting(self) -> None:
-        """Batch what waits until nothing does."""
-        await asyncio.sleep(0)
-        while batch := self._next_batch():
-            await self._serve(batch)
+    def _sequence(self, request: Request) -> tuple[core.Sequence, Future[Completion]]:
+        """A sequence whose end resolves the future; that may happen on the worker thread."""
+        future: Future[Completion] = Future()
+        limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
+        return core.Sequence(request, limit, partial(self._ended, future)), future
 
-    def _next_batch(self) -> list[tuple[Request, asyncio.Future[Completion]]]:
-        live = [place for place in self._waiting if not place[1].done()]
-        self._waiting = live[self._settings.max_batch :]
-        return live[: self._settings.max_batch]
+    def _ended(self, future: Future[Completion], sequence: core.Sequence) -> None:
+        if sequence.error is None and sequence.scores is None:
+            self._histories[sequence.request.episode] = tuple(sequence.tokens[:-1])
+        if not future.set_running_or_notify_cancel():
+            return
+        if sequence.error is not None:
+            future.set_exception(sequence.error)
+        else:
+            future.set_result(sequence.completion)
 
-    async def _serve(self, batch: Sequence[tuple[Request, asyncio.Future[Completion]]]) -> None:
-        """End each future with its completion, or with whatever error ended the batch."""
-        work = self._compute(partial(self._sample, [request for request, _ in batch]))
-        (outcome,) = await asyncio.gather(work, return_exceptions=True)
-        for place, (_, future) in enumerate(batch):
-            if future.done():
-                continue
-            if isinstance(outcome, BaseException):
-                future.set_exception(outcome)
-            else:
-                future.set_result(outcome[place])
+    def _post(self, command: Callable[[], None]) -> None:
+        """Have the worker do something between two passes. Raises EngineError once closed."""
+        with self._wake:
+            if self._closed:
+                raise EngineError("The engine is closed.")
+            self._commands.append(command)
+            self._wake.notify()
 
-    async def _compute(self, work: Callable[[], Result]) -> Result:
-        if self._closed:
-            raise EngineError("The engine is closed.")
-        return await asyncio.get_running_loop().run_in_executor(self._worker, work)
+    async def _call(self, work: Callable[[], Result]) -> Result:
+        """Have the worker do something, and wait for its result."""
+        future: Future[Result] = Future()
 
-    def _sample(self, requests: Sequence[Request]) -> list[Completion]:
+        def command() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # boundary: the cause goes to whoever asked
+                future.set_exception(error)
+
+        self._post(command)
+        return await asyncio.wrap_future(future)
+
+    def _work(self) -> None:
+        """The worker: commands, then a pass, until closed."""
+        _take_threads(self._settings.threads)
+        while True:
+            with self._wake:
+                while not (self._closed or self._commands or (self._core.busy and not self._paused)):
+                    self._wake.wait()
+                commands, self._commands = self._commands, deque()
+                closed = self._closed
+            for command in commands:
+                command()
+            if closed:
+                self._core.fail_all(EngineError("The engine is closed."))
+                return
+            if not self._paused:
+                self._step()
+
+    def _step(self) -> None:
         """The boundary to torch: what fails in there (memory, a device) becomes an `EngineError`."""
         try:
-            return self._sampler.run(requests, self._version)
-        except EngineError:
-            self._sampler.forget()
-            raise
+            self._core.step()
+        except EngineError as error:
+            self._core.fail_all(error)
         except (RuntimeError, MemoryError) as error:
-            self._sampler.forget()
-            raise EngineError(f"Inference failed on a batch of {len(requests)}: {error}") from error
+            count = len(self._core.running)
+            self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
+
+    @staticmethod
+    def _each(
+        act: Callable[[core.Sequence], None], places: Sequence[tuple[core.Sequence, Future[Completion]]]
+    ) -> None:
+        for sequence, _ in places:
+            act(sequence)
+
+    def _set_paused(self, paused: bool) -> None:
+        self._paused = paused
+
+    def _abort(self, episode: str) -> None:
+        for sequence in [*self._core.running, *self._core.waiting]:
+            if sequence.request.episode == episode:
+                self._core.abort(sequence)
+
+    def _release(self, episode: str) -> None:
+        history = self._histories.pop(episode, None)
+        if history is not None:
+            self._core.forget(history)
 
     @torch.no_grad()
     def _load(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
@@ -222,16 +310,8 @@ class LocalEngine:
                 )
         for name, tensor in state.items():
             own[name].copy_(tensor)
-        self._sampler.forget()
-        self._version = version
-
-    @torch.inference_mode()
-    def _score(self, token_ids: tuple[int, ...]) -> list[float]:
-        ids = torch.tensor([token_ids], device=self._forward.device)
-        logits = self._forward.plain_logits(ids)[0, :-1]
-        logprobs = torch.log_softmax(logits if logits.dtype == torch.float64 else logits.float(), dim=-1)
-        scores: list[float] = logprobs.gather(1, ids[0, 1:, None])[:, 0].tolist()
-        return [0.0, *scores]
+        self._core.new_weights(recompute=self._settings.recompute_on_update)
+        self._core.version = version
 
 
 def _take_threads(threads: int) -> None:

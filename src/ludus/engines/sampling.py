@@ -38,9 +38,10 @@ def seed_words(seeds: Sequence[int]) -> NDArray[np.uint64]:
     return _mix(words + _GOLDEN)
 
 
-def uniforms(words: NDArray[np.uint64], step: int) -> NDArray[np.float64]:
+def uniforms(words: NDArray[np.uint64], steps: int | NDArray[np.uint64]) -> NDArray[np.float64]:
     """One number in [0, 1) per row, `[B]`, counted by (seed word, step): 53 bits of splitmix64."""
-    offset = np.uint64((int(_GOLDEN) * (step + 1)) & _WORD)
+    counted = np.atleast_1d(np.asarray(steps, dtype=np.uint64)) + np.uint64(1)
+    offset = _GOLDEN * counted
     draws: NDArray[np.float64] = (_mix(words + offset) >> np.uint64(11)).astype(np.float64)
     return draws * 2.0**-53
 
@@ -98,8 +99,8 @@ class SamplingRules:
         )
 
 
-def sample(logits: Tensor, rules: SamplingRules, step: int) -> tuple[Tensor, Tensor]:
-    """Draw token number `step` of each action from `logits` `[B, V]`.
+def sample(logits: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+    """Draw token number `steps` (one for all, or `[B]`) of each action from `logits` `[B, V]`.
 
     Returns token ids `[B]` int64 and their log-probabilities `[B]` float32 (float64 for float64 logits). A
     greedy row takes the largest logit, the lowest id among equals.
@@ -109,20 +110,20 @@ def sample(logits: Tensor, rules: SamplingRules, step: int) -> tuple[Tensor, Ten
     if rules.all_greedy:
         tokens = logits.argmax(dim=-1)
     else:
-        tokens = _draw(logprobs, rules, step)
+        tokens = _draw(logprobs, rules, steps)
         if rules.any_greedy:
             tokens = torch.where(rules.greedy, logits.argmax(dim=-1), tokens)
     return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
 
 
-def _draw(logprobs: Tensor, rules: SamplingRules, step: int) -> Tensor:
+def _draw(logprobs: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) -> Tensor:
     """Inverse of the cumulative distribution (float64) at one uniform number per row."""
     probs = logprobs.exp()
     if rules.any_cut:
         probs = _cut(probs, rules)
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
     total = cumulative[:, -1:]
-    points = torch.from_numpy(uniforms(rules.words, step)).to(logprobs.device)[:, None]
+    points = torch.from_numpy(uniforms(rules.words, steps)).to(logprobs.device)[:, None]
     drawn = torch.searchsorted(cumulative, points * total, right=True)
     # Rounding may put a point on the total itself; the last token of positive probability is meant then.
     last = torch.searchsorted(cumulative, total.contiguous(), right=False)

@@ -72,6 +72,11 @@ class ScriptedEngine:
     def version(self) -> int:
         return self._version
 
+    @property
+    def batch_invariant(self) -> bool:
+        """False, so that a script sees the rounds of the lock-step."""
+        return False
+
     async def generate(self, request: Request) -> Completion:
         """The next line of the request's episode."""
         call = len(self.requests)

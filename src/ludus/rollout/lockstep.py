@@ -43,6 +43,11 @@ class LockstepEngine:
         """The inner engine's."""
         return self.inner.version
 
+    @property
+    def batch_invariant(self) -> bool:
+        """The inner engine's."""
+        return self.inner.batch_invariant
+
     def swap(self, leaving: str | None, joining: str | None) -> None:
         """One episode leaves and another takes its place, at once: no round can start in between."""
         if leaving is not None:

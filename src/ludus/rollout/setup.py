@@ -38,8 +38,9 @@ def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParam
 def engine_scheduler(
     world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, play: Play, ledger: Ledger
 ) -> Scheduler:
-    """A scheduler whose episodes speak to `engine`, in lock-step where the settings ask for it."""
-    lockstep = LockstepEngine(engine) if rollout.reproducible else None
+    """A scheduler whose episodes speak to `engine`, in lock-step where the settings ask for
+    repeatable runs and the engine's bits depend on what is computed together."""
+    lockstep = LockstepEngine(engine) if rollout.reproducible and not engine.batch_invariant else None
     params = sampling_params(rollout, play.temperature)
 
     def converse(job: Job) -> Conversation:

@@ -13,6 +13,7 @@ from ludus.chat.tags import TagsRenderer
 from ludus.config.schema import Config, EnvConfig, LoraConfig
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.engines.pages import PAGE
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
@@ -22,8 +23,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
-CACHE_BLOCK = 64
-"""The engine keeps an episode's cache in blocks of so many tokens."""
 SMALL_MODEL = 20_000_000
 """Parameters below which a decoding step is too short to be worth a second compute thread."""
 
@@ -98,11 +97,11 @@ def make_engine(session: Session) -> LocalEngine:
     """An embedded engine with a copy of the session's weights, and room for all episodes in flight."""
     rollout = session.config.rollout
     limit = session.model.config.to_dict().get("max_position_embeddings") or rollout.max_tokens
-    kept = -(-rollout.max_tokens // CACHE_BLOCK) * CACHE_BLOCK
     settings = EngineSettings(
         context_tokens=min(limit, rollout.max_tokens),
         max_batch=rollout.concurrency,
-        cache_tokens=rollout.concurrency * kept,
+        cache_tokens=rollout.concurrency * (rollout.max_tokens + PAGE),
+        batch_invariant=rollout.reproducible,
         threads=1 if session.model.num_parameters() < SMALL_MODEL else 0,
     )
     return LocalEngine(session.model, session.tokenizer, settings)

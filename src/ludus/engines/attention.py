@@ -1,0 +1,146 @@
+"""Attention of ragged batches over paged keys and values, as transformers plugs it in.
+
+All new tokens of all sequences stand in one row `[1, T]`. For each layer the new keys and values go into the
+pages, then each token attends to its own sequence's pages up to its position. A compiled kernel does that on
+a CPU in float32 if a compiler is at hand; torch's attention does it elsewhere, sequence by sequence.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import AttentionInterface
+
+from ludus.engines.kernel import Kernel
+from ludus.engines.pages import PAGE
+from ludus.errors import EngineError
+
+NAME = "ludus_ragged"
+"""The attention implementation's name in transformers."""
+
+
+@dataclass(frozen=True, slots=True)
+class LayerShape:
+    """Key heads, and the widths of a key and of a value."""
+
+    heads: int
+    key_width: int
+    value_width: int
+
+
+class PagePool:
+    """The memory of the pages: per layer keys `[pages, heads, width, PAGE]`, values `[.., PAGE, width]`."""
+
+    def __init__(
+        self, layers: list[LayerShape], num_pages: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.keys = [
+            torch.empty(num_pages, s.heads, s.key_width, PAGE, dtype=dtype, device=device) for s in layers
+        ]
+        self.values = [
+            torch.empty(num_pages, s.heads, PAGE, s.value_width, dtype=dtype, device=device) for s in layers
+        ]
+
+    def copy(self, source: int, target: int) -> None:
+        """Copy one page of every layer."""
+        for memory in (*self.keys, *self.values):
+            memory[target] = memory[source]
+
+
+@dataclass(frozen=True, slots=True)
+class RaggedPass:
+    """Where the T new tokens of a forward pass belong.
+
+    `slots` and `positions` `[T]` int32 name each token's row in `table` (-1: padding) and its place in its
+    sequence; `table` `[S, M]` int32 holds the pages of each slot. `parts` are the (first, last) bounds of
+    the runs of tokens of one sequence.
+    """
+
+    pool: PagePool
+    slots: NDArray[np.int32]
+    positions: NDArray[np.int32]
+    table: NDArray[np.int32]
+    parts: tuple[tuple[int, int], ...]
+    kernel: Kernel | None
+
+
+def ragged_attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,  # noqa: ANN401 (what transformers hands on, model by model)
+) -> tuple[Tensor, None]:
+    """Attend `query` `[1, Hq, T, D]` to the pages, which take `key` and `value` `[1, H, T, D]` first.
+
+    Gives `[1, T, Hq, D]`. `options` holds transformers' `scaling`, `sliding_window` and `softcap`, and
+    `ragged`, the `RaggedPass`. Raises EngineError for kinds of attention that this is not.
+    """
+    ragged: RaggedPass | None = options.get("ragged")
+    if ragged is None:
+        raise EngineError("The model does not hand the engine's pass on to its attention.")
+    if options.get("s_aux") is not None or attention_mask is not None:
+        raise EngineError("The model's attention has sinks or a mask of its own.")
+    layer: int = module.layer_idx  # type: ignore[assignment]
+    scale = options.get("scaling") or query.shape[-1] ** -0.5
+    window = options.get("sliding_window") or 0
+    softcap = options.get("softcap") or 0.0
+    keys, values = ragged.pool.keys[layer], ragged.pool.values[layer]
+    if ragged.kernel is not None:
+        new = (query[0], key[0], value[0])
+        out = ragged.kernel.attend(ragged, keys, values, new, (scale, window, softcap))
+        return out[None], None
+    if softcap:
+        raise EngineError("Soft-capped attention needs the compiled kernel, in float32 on a CPU.")
+    _write(ragged, keys, values, key[0], value[0])
+    return _attend(ragged, keys, values, query[0], scale, window)[None], None
+
+
+def register() -> None:
+    """Make the attention known to transformers under `NAME`."""
+    AttentionInterface.register(NAME, ragged_attention)
+
+
+def _write(ragged: RaggedPass, keys: Tensor, values: Tensor, key: Tensor, value: Tensor) -> None:
+    real = np.flatnonzero(ragged.slots >= 0)
+    positions = ragged.positions[real]
+    pages = torch.from_numpy(ragged.table[ragged.slots[real], positions // PAGE].astype(np.int64))
+    offsets = torch.from_numpy((positions % PAGE).astype(np.int64))
+    pages, offsets = pages.to(keys.device), offsets.to(keys.device)
+    if len(real) < len(ragged.slots):
+        index = torch.from_numpy(real).to(keys.device)
+        key, value = key[:, index], value[:, index]
+    keys[pages, :, :, offsets] = key.transpose(0, 1)
+    values[pages, :, offsets] = value.transpose(0, 1)
+
+
+def _attend(
+    ragged: RaggedPass, keys: Tensor, values: Tensor, query: Tensor, scale: float, window: int
+) -> Tensor:
+    heads, tokens, _ = query.shape
+    out = query.new_zeros(tokens, heads, values.shape[-1])
+    for first, last in ragged.parts:
+        end = int(ragged.positions[last - 1]) + 1
+        pages = torch.from_numpy(ragged.table[ragged.slots[first], : -(-end // PAGE)]).to(keys.device)
+        k = keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, :end]
+        v = values[pages].transpose(0, 1).flatten(1, 2)[:, :end]
+        count = last - first
+        mask = None
+        if count > 1 or 0 < window < end:
+            rows = torch.arange(end - count, end, device=k.device)[:, None]
+            columns = torch.arange(end, device=k.device)[None]
+            mask = columns <= rows
+            if window:
+                mask &= columns > rows - window
+        got = scaled_dot_product_attention(
+            query[None, :, first:last], k[None], v[None], mask, scale=scale, enable_gqa=k.shape[0] != heads
+        )
+        out[first:last] = got[0].transpose(0, 1)
+    return out

@@ -1,0 +1,412 @@
+"""Continuous batching: sequences join and leave between any two forward passes.
+
+Takes `Sequence`s (one action to sample, or given tokens to score). Each `step` is one forward pass: a token
+for every sequence that decodes, then, as far as the pass has room, chunks of prompts and observations in the
+order in which they came. Waits for nothing, never retries, knows no event loop; one thread calls it.
+
+A sequence is admitted when a slot is free, when its longest possible length fits the pages left, and when
+nobody else is computing a prefix of it just then: then it waits and shares.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludus.engines.base import Request
+from ludus.engines.forward import ROW_BLOCK, Chunk, RaggedForward
+from ludus.engines.pages import PAGE, Match, Node, PageTree
+from ludus.engines.sampling import SamplingRules, sample
+from ludus.engines.stopping import StopStrings
+from ludus.errors import EngineError
+from ludus.types import Completion, FinishReason
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SCORE_CHUNK = 256
+"""Tokens of one scoring chunk: each has a row of logits, which is as wide as the vocabulary."""
+
+
+_STOP_TAIL = 512
+"""Tokens in which a stop string is looked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine did, in tokens and wall-clock seconds.
+
+    `prefill_tokens` were computed as context, `cached_tokens` were found in the cache and not computed,
+    `decode_tokens` were sampled. `model_s` is the time in forward passes, `sample_s` in drawing tokens, and
+    `schedule_s` all else of the steps. `batch_tokens` sums the tokens of the passes, `recomputed_tokens`
+    those computed again after new weights.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    decode_tokens: int = 0
+    recomputed_tokens: int = 0
+    batch_tokens: int = 0
+    evicted_pages: int = 0
+    model_s: float = 0.0
+    sample_s: float = 0.0
+    schedule_s: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the context tokens that the cache served."""
+        asked = self.cached_tokens + self.prefill_tokens
+        return self.cached_tokens / asked if asked else 0.0
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way: `tokens` is its history and what has been sampled so far."""
+
+    request: Request
+    limit: int
+    done: Callable[[Sequence], None]
+    stops: StopStrings | None = None
+    scores: list[float] | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: EngineError | None = None
+    slot: int = -1
+    num_computed: int = 0
+    num_settled: int = 0
+    path: list[Node] = field(default_factory=list)
+    reserved: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.token_ids)
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the longest that this can become; the last sampled token is never computed."""
+        longest = len(self.tokens) if self.scores is not None else self.num_prompt + self.limit - 1
+        return -(-longest // PAGE)
+
+    @property
+    def completion(self) -> Completion:
+        return Completion(
+            tokens=tuple(self.tokens[self.num_prompt :]),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=self.finish or "abort",
+        )
+
+    def add(self, token: int, logprob: float, version: int) -> None:
+        """Take a sampled token, and notice the end."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.versions.append(version)
+        if token in self.request.params.stop_token_ids or (
+            self.stops is not None
+            and self.stops.completed(self.tokens[max(self.num_prompt, len(self.tokens) - _STOP_TAIL) :])
+        ):
+            self.finish = "stop"
+        elif len(self.logprobs) >= self.limit:
+            self.finish = "length"
+
+
+class EngineCore:
+    """The queue, the running sequences, and the pass that moves them all."""
+
+    def __init__(
+        self,
+        forward: RaggedForward,
+        tokenizer: PreTrainedTokenizerBase | None,
+        tree: PageTree,
+        slots: tuple[int, int],
+        pass_tokens: int,
+    ) -> None:
+        """`slots` is (sequences that run at once, the longest in tokens)."""
+        self._forward = forward
+        self._tokenizer = tokenizer
+        self._tree = tree
+        self._pass_tokens = pass_tokens
+        self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
+        self._free_slots = list(range(slots[0] - 1, -1, -1))
+        self._params = SlotParams(slots[0], forward)
+        self._reserved = 0
+        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.version = 0
+        self.stats = EngineStats()
+        self.block = ROW_BLOCK
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.waiting or self.running)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. It has been checked to fit an empty cache."""
+        sequence.stops = self._stops(sequence.request.params.stop)
+        self.waiting.append(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what fits, compute one pass, sample, and finish what is complete."""
+        begin = time.perf_counter()
+        self._admit()
+        if not self.running:
+            return
+        plan = self._plan()
+        keep, rows = _kept_rows(plan)
+        passed = time.perf_counter()
+        logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
+        computed = time.perf_counter()
+        for sequence, chunk in plan:
+            sequence.num_computed += len(chunk.ids)
+        sampled_s = self._use(plan, rows, logits)
+        prefill = sum(len(chunk.ids) for sequence, chunk in plan if chunk.start < sequence.num_prompt)
+        stats = self.stats
+        self.stats = replace(
+            stats,
+            steps=stats.steps + 1,
+            prefill_tokens=stats.prefill_tokens + prefill,
+            decode_tokens=stats.decode_tokens + len(rows),
+            batch_tokens=stats.batch_tokens + sum(len(chunk.ids) for _, chunk in plan),
+            evicted_pages=self._tree.num_evicted,
+            model_s=stats.model_s + computed - passed,
+            sample_s=stats.sample_s + sampled_s,
+            schedule_s=stats.schedule_s + passed - begin,
+        )
+        self._finish_ended(plan)
+        ended = time.perf_counter() - computed - sampled_s
+        self.stats = replace(self.stats, schedule_s=self.stats.schedule_s + ended)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence with what it has."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.running:
+            self._leave(sequence)
+        else:
+            return
+        sequence.finish = "abort"
+        sequence.done(sequence)
+
+    def fail_all(self, error: EngineError) -> None:
+        """End everything with an error; the cache may hold anything and is dropped."""
+        sequences = [*self.running, *self.waiting]
+        for sequence in self.running[:]:
+            self._leave(sequence)
+        self.waiting.clear()
+        self._tree.clear()
+        for sequence in sequences:
+            sequence.error = error
+            sequence.done(sequence)
+
+    def forget(self, tokens: tuple[int, ...]) -> None:
+        """Drop what is kept at the end of a history and nowhere else used."""
+        self._tree.forget(tokens)
+
+    def new_weights(self, *, recompute: bool) -> None:
+        """Keys and values are of older weights from here on: compute them again, or keep them."""
+        if not recompute:
+            return
+        self._tree.clear()
+        again = sum(sequence.num_computed for sequence in self.running)
+        for sequence in self.running:
+            sequence.num_computed = sequence.num_settled = 0
+        self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + again)
+
+    def _admit(self) -> None:
+        """Move sequences from the queue to free slots, oldest first; those that wait for a prefix stay."""
+        stay: deque[Sequence] = deque()
+        while self.waiting and self._free_slots:
+            sequence = self.waiting.popleft()
+            match = Match([]) if sequence.scores is not None else self._tree.match(tuple(sequence.tokens))
+            if match.wait:
+                stay.append(sequence)
+                continue
+            path = self._tree.hold(match)
+            if not self._reserve(sequence, sequence.num_pages - len(path)):
+                self._tree.release(path)
+                stay.append(sequence)
+                break
+            self._enter(sequence, path, match)
+        stay.extend(self.waiting)
+        self.waiting = stay
+
+    def _reserve(self, sequence: Sequence, pages: int) -> bool:
+        if self._tree.num_available - self._reserved < pages:
+            return False
+        sequence.reserved = pages
+        self._reserved += pages
+        return True
+
+    def _enter(self, sequence: Sequence, path: list[Node], match: Match) -> None:
+        """Give a sequence its slot and the pages of its history."""
+        sequence.slot = self._free_slots.pop()
+        self._params.put(sequence.slot, sequence.request)
+        self._table[sequence.slot, : len(path)] = [node.page for node in path]
+        sequence.path = path
+        sequence.num_computed = sequence.num_settled = match.num_tokens
+        if match.source is not None and not match.owned:
+            source = match.source.page
+            self._take(sequence, listed=True)
+            self._forward.pool.copy(source, path[-1].page)
+        while len(path) * PAGE < len(sequence.tokens):
+            self._take(sequence, listed=sequence.scores is None)
+        self.running.append(sequence)
+        self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + match.num_tokens)
+
+    def _take(self, sequence: Sequence, *, listed: bool) -> None:
+        """One more of the sequence's reserved pages; those of a prompt are announced to others."""
+        at = len(sequence.path)
+        tokens = tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]) if listed else ()
+        node = self._tree.take(sequence.path, tokens, listed=listed)
+        sequence.reserved -= 1
+        self._reserved -= 1
+        self._table[sequence.slot, at] = node.page
+
+    def _plan(self) -> list[tuple[Sequence, Chunk]]:
+        """What the next pass computes: every sequence that decodes, then prompts by age."""
+        plan: list[tuple[Sequence, Chunk]] = []
+        room = self._pass_tokens
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            if len(sequence.tokens) - sequence.num_computed > 1:
+                prefills.append(sequence)
+                continue
+            at = sequence.num_computed
+            plan.append((sequence, Chunk((sequence.tokens[at],), at, sequence.slot)))
+            room -= 1
+        for sequence in prefills:
+            at = sequence.num_computed
+            most = room if sequence.scores is None else min(room, _SCORE_CHUNK)
+            ids = tuple(sequence.tokens[at : at + max(0, most)])
+            if ids:
+                plan.append((sequence, Chunk(ids, at, sequence.slot)))
+                room -= len(ids)
+        return plan
+
+    def _use(self, plan: list[tuple[Sequence, Chunk]], rows: list[Sequence], logits: Tensor) -> float:
+        """Give the sequences their tokens or scores; returns the seconds that it took."""
+        begin = time.perf_counter()
+        if rows:
+            slots = np.array([sequence.slot for sequence in rows])
+            steps = np.array([len(sequence.logprobs) for sequence in rows], dtype=np.uint64)
+            tokens, logprobs = sample(logits[: len(rows)], self._params.rules(slots), steps)
+            if not torch.isfinite(logprobs).all():
+                raise EngineError("The model's logits are not finite.", "Its weights have diverged.")
+            for sequence, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
+                sequence.add(token, logprob, self.version)
+        at = len(rows)
+        for sequence, chunk in plan:
+            if sequence.scores is not None:
+                at += self._score(sequence, chunk, logits[at : at + len(chunk.ids)])
+        return time.perf_counter() - begin
+
+    @staticmethod
+    def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:
+        """The log-probabilities of the tokens after each of the chunk's; returns the rows used."""
+        after = sequence.tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.ids)]
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        logprobs = torch.log_softmax(logits[: len(after)], dim=-1)
+        index = torch.tensor(after, device=logits.device)[:, None]
+        assert sequence.scores is not None
+        sequence.scores.extend(logprobs.gather(1, index)[:, 0].tolist())
+        return len(chunk.ids)
+
+    def _finish_ended(self, plan: list[tuple[Sequence, Chunk]]) -> None:
+        for sequence, _ in plan:
+            if sequence.scores is not None:
+                if sequence.num_computed == len(sequence.tokens):
+                    self._leave(sequence)
+                    sequence.done(sequence)
+                continue
+            self._settle(sequence)
+            if sequence.finish is not None:
+                self._leave(sequence)
+                sequence.done(sequence)
+            elif sequence.num_computed == len(sequence.path) * PAGE:
+                self._take(sequence, listed=False)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Let others find what has been computed: whole pages, the end of the prompt, and at the end all."""
+        ended = sequence.finish is not None or sequence.num_computed == sequence.num_prompt
+        while sequence.num_settled < sequence.num_computed:
+            place = sequence.num_settled // PAGE
+            until = min((place + 1) * PAGE, sequence.num_computed)
+            if until % PAGE and not ended:
+                return
+            tokens = tuple(sequence.tokens[place * PAGE : until])
+            self._tree.settle(sequence.path, place, tokens)
+            self._table[sequence.slot, place] = sequence.path[place].page
+            if until % PAGE:
+                return
+            sequence.num_settled = until
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self._tree.release(sequence.path)
+        self._reserved -= sequence.reserved
+        sequence.path, sequence.slot, sequence.reserved = [], -1, 0
+
+    def _stops(self, stop: tuple[str, ...]) -> StopStrings | None:
+        if not stop or self._tokenizer is None:
+            return None
+        if stop not in self._stop_strings:
+            self._stop_strings[stop] = StopStrings(self._tokenizer, stop)
+        return self._stop_strings[stop]
+
+
+class SlotParams:
+    """The sampling parameters of the running sequences, by slot."""
+
+    def __init__(self, num_slots: int, forward: RaggedForward) -> None:
+        self._forward = forward
+        self._requests: list[Request | None] = [None] * num_slots
+        self._known: tuple[bytes, SamplingRules] | None = None
+
+    def put(self, slot: int, request: Request) -> None:
+        """A new request has this slot."""
+        self._requests[slot] = request
+        self._known = None
+
+    def rules(self, slots: np.ndarray) -> SamplingRules:
+        """The rules of these slots; kept as long as the same ones are asked for."""
+        key = slots.tobytes()
+        if self._known is None or self._known[0] != key:
+            params = [request.params for slot in slots if (request := self._requests[slot]) is not None]
+            self._known = (key, SamplingRules.of(params, self._forward.vocab_size, self._forward.device))
+        return self._known[1]
+
+
+def _kept_rows(plan: list[tuple[Sequence, Chunk]]) -> tuple[np.ndarray, list[Sequence]]:
+    """The tokens of the pass whose logits are needed, and the sequences that sample from the first of them.
+
+    A sequence samples where the chunk ends with its last token; one that is scored needs every row.
+    """
+    last: list[int] = []
+    scored: list[int] = []
+    rows: list[Sequence] = []
+    at = 0
+    for sequence, chunk in plan:
+        if sequence.scores is not None:
+            scored.extend(range(at, at + len(chunk.ids)))
+        elif chunk.start + len(chunk.ids) == len(sequence.tokens):
+            last.append(at + len(chunk.ids) - 1)
+            rows.append(sequence)
+        at += len(chunk.ids)
+    return np.array([*last, *scored], dtype=np.int64), rows

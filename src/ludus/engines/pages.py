@@ -1,0 +1,231 @@
+"""Which page of the cache holds what: a radix tree of token pages, shared by whoever has the same prefix.
+
+A page holds the keys and values of up to `PAGE` consecutive tokens. A node of the tree is one page; the path
+from the root to it spells a prefix. Sequences that run hold their path; pages that nobody holds stay until
+memory is short and then go, least recently used first. Members of a group, episodes that come back for
+their next turn, branches of a tree and prompts with a common beginning all find each other here.
+
+A page is written from left to right only, so a prefix of it may be read while its owner goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+PAGE = 16
+"""Tokens of one page; the compiled kernel has the same number."""
+
+
+@dataclass(slots=True, eq=False)
+class Node:
+    """One page. `tokens` are those that others may find here; `ready` once they are computed.
+
+    `refs` counts the running sequences that hold it. A node that is not `listed` is its owner's alone.
+    """
+
+    page: int
+    tokens: tuple[int, ...]
+    parent: Node | None
+    ready: bool = False
+    refs: int = 1
+    listed: bool = False
+    used: int = 0
+    children: dict[tuple[int, ...], Node] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Match:
+    """What of a history is there: whole pages, then `num_copied` tokens of `source` (taken over if `owned`).
+
+    `wait` says that somebody computes more of it at this moment.
+    """
+
+    nodes: list[Node]
+    source: Node | None = None
+    num_copied: int = 0
+    owned: bool = False
+    wait: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that need not be computed."""
+        return PAGE * len(self.nodes) + self.num_copied
+
+
+def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
+    """Length of the common prefix of two token sequences."""
+    length = min(len(left), len(right))
+    if left[:length] == right[:length]:
+        return length
+    return next(i for i in range(length) if left[i] != right[i])
+
+
+class PageTree:
+    """Hands out the pages 0 to `num_pages - 1`, and finds those that hold a prefix."""
+
+    def __init__(self, num_pages: int) -> None:
+        self.num_pages = num_pages
+        self.num_evicted = 0
+        self._free = list(range(num_pages - 1, -1, -1))
+        self._root = Node(-1, (), None, ready=True)
+        self._idle: dict[Node, None] = {}
+        self._clock = 0
+
+    @property
+    def num_available(self) -> int:
+        """Pages that are free or can be freed."""
+        return len(self._free) + len(self._idle)
+
+    @property
+    def num_held(self) -> int:
+        """Pages held by sequences that run."""
+        return self.num_pages - self.num_available
+
+    def match(self, tokens: tuple[int, ...]) -> Match:
+        """The longest prefix that is there, short of the last token, whose logits are needed."""
+        limit = len(tokens) - 1
+        node, at, found = self._root, 0, Match([])
+        while at + PAGE <= limit:
+            child = node.children.get(tokens[at : at + PAGE])
+            if child is None:
+                break
+            if not child.ready:
+                found.wait = True
+                return found
+            found.nodes.append(child)
+            node, at = child, at + PAGE
+        rest = tokens[at : min(at + PAGE, limit)]
+        for child in node.children.values():
+            shared = common_prefix(child.tokens, rest)
+            if shared > found.num_copied:
+                found.source, found.num_copied = child, shared
+        source = found.source
+        if source is not None:
+            found.wait = not source.ready
+            whole = found.num_copied == len(source.tokens) < PAGE
+            found.owned = whole and source.refs == 0
+        return found
+
+    def hold(self, match: Match) -> list[Node]:
+        """Take the pages of a match; the path so far. The copy of `source` is the caller's to make."""
+        path = [*match.nodes, match.source] if match.owned and match.source is not None else match.nodes
+        for node in path:
+            if node.refs == 0:
+                self._idle.pop(node)
+            node.refs += 1
+        return list(path)
+
+    def take(self, path: list[Node], tokens: tuple[int, ...], *, listed: bool) -> Node:
+        """Add a page to a path, found by others under `tokens` if `listed` and nobody has that already.
+
+        Raises IndexError if no page is left: reserve before.
+        """
+        if not self._free:
+            self._evict()
+        parent = path[-1] if path else self._root
+        node = Node(self._free.pop(), tokens, parent)
+        attached = parent is self._root or parent.listed
+        if listed and attached and len(parent.tokens) in (0, PAGE) and tokens not in parent.children:
+            parent.children[tokens] = node
+            node.listed = True
+        path.append(node)
+        return node
+
+    def settle(self, path: list[Node], place: int, tokens: tuple[int, ...]) -> None:
+        """`tokens` of a path's page are computed: let others find them there.
+
+        If somebody else's page holds the same, a full page of the path is exchanged for that.
+        """
+        node = path[place]
+        parent = path[place - 1] if place else self._root
+        if not (parent is self._root or parent.listed) or node.children:
+            node.ready = node.ready or node.tokens == tokens
+            return
+        known = parent.children.get(tokens)
+        if known is node:
+            node.ready = True
+            return
+        if known is None:
+            self._unlist(node)
+            node.tokens, node.parent, node.ready, node.listed = tokens, parent, True, True
+            parent.children[tokens] = node
+        elif len(tokens) == PAGE and known.ready and node.refs == 1:
+            self._unlist(node)
+            self._free.append(node.page)
+            if known.refs == 0:
+                self._idle.pop(known)
+            known.refs += 1
+            path[place] = known
+
+    def release(self, path: list[Node]) -> None:
+        """Let go of a path; what others can find stays as long as there is room."""
+        self._clock += 1
+        for node in reversed(path):
+            node.refs -= 1
+            node.used = self._clock
+            if node.refs:
+                continue
+            if node.listed and node.ready:
+                self._idle[node] = None
+            else:
+                self._drop(node)
+
+    def forget(self, tokens: tuple[int, ...]) -> None:
+        """Drop the end of a history that nobody holds and nobody shares: an episode that is over."""
+        node, at = self._root, 0
+        while at < len(tokens):
+            rest = tokens[at : at + PAGE]
+            child = node.children.get(rest)
+            if child is None:
+                short = [c for c in node.children.values() if len(c.tokens) == common_prefix(c.tokens, rest)]
+                child = max(short, key=lambda c: len(c.tokens), default=None)
+            if child is None:
+                break
+            node, at = child, at + len(child.tokens)
+        while node.parent is not None and node.refs == 0 and not node.children:
+            above = node.parent
+            self._idle.pop(node, None)
+            self._drop(node)
+            node = above
+
+    def clear(self) -> None:
+        """Let nobody find anything any more; sequences that run keep their pages."""
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            stack.extend(node.children.values())
+            node.listed = node.ready = False
+            node.children = {}
+            if node.refs == 0:
+                self._idle.pop(node, None)
+                self._free.append(node.page)
+        self._root.children = {}
+
+    def _evict(self) -> None:
+        """Free the least recently used eighth of what nobody holds, leaves first."""
+        ordered = sorted(self._idle, key=lambda n: n.used)
+        count = max(1, len(ordered) // 8)
+        while count and ordered:
+            kept = []
+            for node in ordered:
+                if count and not node.children:
+                    self._idle.pop(node)
+                    self._drop(node)
+                    self.num_evicted += 1
+                    count -= 1
+                else:
+                    kept.append(node)
+            if len(kept) == len(ordered):
+                return
+            ordered = kept
+
+    def _drop(self, node: Node) -> None:
+        self._unlist(node)
+        self._free.append(node.page)
+
+    @staticmethod
+    def _unlist(node: Node) -> None:
+        if node.listed and node.parent is not None:
+            del node.parent.children[node.tokens]
+            node.listed = False

@@ -1,0 +1,353 @@
+"""Continuous batching: what is shared, cut, cancelled, evicted or updated changes no token of others."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+
+from ludus.engines import kernel
+from ludus.engines.attention import LayerShape, PagePool, RaggedPass, _attend, _write
+from ludus.engines.base import Request
+from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.engines.pages import PAGE, PageTree
+from ludus.types import Completion, SamplingParams
+
+VOCAB = 300
+SMALL = EngineSettings(context_tokens=256, max_batch=32, cache_tokens=4096, pass_tokens=64)
+
+
+def build(seed=0, **changes):
+    shape = {
+        "vocab_size": VOCAB,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "initializer_range": 0.3,
+    }
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return Qwen3ForCausalLM(Qwen3Config(**(shape | changes))).eval()
+
+
+def tokens(source, low, high):
+    return tuple(source.randrange(VOCAB) for _ in range(source.randint(low, high)))
+
+
+def alone(model, requests, version=0):
+    """What each request gives with an engine of its own."""
+
+    async def one(request):
+        engine = LocalEngine(model, settings=SMALL, version=version)
+        try:
+            return await engine.generate(request)
+        finally:
+            await engine.close()
+
+    return [asyncio.run(one(request)) for request in requests]
+
+
+def varied_requests(count, seed=0):
+    """Requests of unlike lengths; some are greedy, some share prefixes, some come back with more."""
+    source = random.Random(seed)
+    system = tokens(source, 40, 40)
+    requests = []
+    for i in range(count):
+        history = system[: source.choice((0, 16, 23, 40))] + tokens(source, 3, 90)
+        if requests and source.random() < 0.3:
+            history = source.choice(requests).token_ids[:100] + tokens(source, 1, 9)
+        params = SamplingParams(
+            seed=i,
+            temperature=source.choice((0.0, 0.7, 1.0)),
+            top_k=source.choice((0, 20)),
+            max_new_tokens=source.randint(1, 40),
+            stop_token_ids=tuple(range(source.choice((0, 3)))),
+        )
+        requests.append(Request(f"e{i}", history, params))
+    return requests
+
+
+def test_bits_do_not_depend_on_the_company():
+    model = build()
+    requests = varied_requests(40)
+    expected = alone(model, requests)
+
+    async def crowd():
+        engine = LocalEngine(model, settings=SMALL)
+        source = random.Random(1)
+
+        async def late(request):
+            await asyncio.sleep(source.random() * 0.2)
+            return await engine.generate(request)
+
+        answers = await asyncio.gather(*map(late, requests))
+        again = await engine.generate_batch(requests)
+        assert engine.batch_invariant
+        assert engine.stats().cached_tokens > 0
+        await engine.close()
+        return answers, again
+
+    answers, again = asyncio.run(crowd())
+    assert answers == expected
+    assert again == expected
+
+
+def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
+    model = build()
+    requests = varied_requests(60, seed=3)
+    expected = alone(model, requests)
+    tiny = replace(SMALL, cache_tokens=512, max_batch=6)
+
+    async def crowd():
+        engine = LocalEngine(model, settings=tiny)
+        source = random.Random(2)
+
+        async def play(request):
+            await asyncio.sleep(source.random() * 0.2)
+            task = asyncio.create_task(engine.generate(request))
+            if source.random() < 0.3:
+                await asyncio.sleep(source.random() * 0.1)
+                task.cancel()
+            try:
+                return await task
+            except asyncio.CancelledError:
+                return None
+
+        answers = await asyncio.gather(*map(play, requests))
+        stats, held = engine.stats(), engine._tree.num_held
+        await engine.close()
+        return answers, stats, held
+
+    answers, stats, held = asyncio.run(crowd())
+    assert stats.evicted_pages > 0
+    assert held == 0
+    finished = [(a, e) for a, e in zip(answers, expected, strict=True) if a is not None]
+    assert len(finished) > 30
+    assert all(a == e for a, e in finished)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_weights_that_change_under_way_drop_no_request_and_mark_each_token(recompute):
+    old, new = build(0), build(1)
+    settings = replace(SMALL, recompute_on_update=recompute)
+    requests = [
+        Request(f"e{i}", tokens(random.Random(i), 20, 60), SamplingParams(temperature=0, max_new_tokens=60))
+        for i in range(6)
+    ]
+
+    async def run():
+        engine = LocalEngine(old, settings=settings)
+        tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
+        while engine.stats().decode_tokens < 60:
+            await asyncio.sleep(0)
+        await engine.load_weights(1, dict(new.named_parameters()))
+        answers = await asyncio.gather(*tasks)
+        stats = engine.stats()
+        await engine.close()
+        return answers, stats
+
+    answers, stats = asyncio.run(run())
+    assert (stats.recomputed_tokens > 0) == recompute
+    exact = True
+    for request, answer in zip(requests, answers, strict=True):
+        assert len(answer.tokens) == 60
+        assert set(answer.versions) == {0, 1}
+        assert list(answer.versions) == sorted(answer.versions)
+        cut = answer.versions.index(1)
+        history = request.token_ids + answer.tokens
+        for model, part in ((old, slice(0, cut)), (new, slice(cut, None))):
+            with torch.no_grad():
+                logits = model(torch.tensor([history])).logits[0, len(request.token_ids) - 1 : -1]
+            fresh = logits.log_softmax(-1).gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+            gap = float((fresh[part] - torch.tensor(answer.logprobs)[part]).abs().max())
+            exact &= gap < 1e-4
+    # Kept keys and values are those of the old weights: then the later log-probabilities are a mixture.
+    assert exact == recompute
+
+
+def test_an_aborted_request_gives_what_it_has_and_goes_on_later():
+    model = build()
+    request = Request("e", tokens(random.Random(0), 30, 30), SamplingParams(seed=3, max_new_tokens=80))
+    (whole,) = alone(model, [request])
+
+    async def run():
+        engine = LocalEngine(model, settings=SMALL)
+        task = asyncio.create_task(engine.generate(request))
+        while engine.stats().decode_tokens < 10:
+            await asyncio.sleep(0)
+        await engine.pause()
+        engine.abort("e")
+        await engine.resume()
+        part = await task
+        await engine.close()
+        return part
+
+    part = asyncio.run(run())
+    assert isinstance(part, Completion)
+    assert part.finish_reason == "abort"
+    assert 10 <= len(part.tokens) < 80
+    assert part.tokens == whole.tokens[: len(part.tokens)]
+    assert part.logprobs == whole.logprobs[: len(part.tokens)]
+
+
+def test_a_paused_engine_computes_nothing_and_resumes():
+    async def run():
+        engine = LocalEngine(build(), settings=SMALL)
+        await engine.pause()
+        task = asyncio.create_task(engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=4))))
+        await asyncio.sleep(0.05)
+        assert engine.stats().steps == 0
+        await engine.resume()
+        assert len((await task).tokens) == 4
+        await engine.close()
+
+    asyncio.run(run())
+
+
+def test_a_long_prompt_does_not_stall_what_decodes():
+    model = build(max_position_embeddings=2048)
+    settings = EngineSettings(context_tokens=1100, max_batch=8, cache_tokens=4096, pass_tokens=64)
+
+    async def run():
+        engine = LocalEngine(model, settings=settings)
+        short = asyncio.create_task(
+            engine.generate(Request("s", (1, 2, 3), SamplingParams(temperature=0, max_new_tokens=20)))
+        )
+        while engine.stats().decode_tokens < 2:
+            await asyncio.sleep(0)
+        long = asyncio.create_task(
+            engine.generate(Request("l", tuple(range(1, 251)) * 4, SamplingParams(max_new_tokens=2)))
+        )
+        await asyncio.wait((short, long), return_when=asyncio.FIRST_COMPLETED)
+        order = (short.done(), long.done())
+        await long
+        await engine.close()
+        return order
+
+    # 1,000 tokens take 16 passes of 63; the 18 tokens that the short one lacks take 18.
+    assert asyncio.run(run()) in {(False, True), (True, False)}
+
+
+def test_scores_are_the_same_bits_as_those_of_sampling():
+    model = build()
+    request = varied_requests(1, seed=5)[0]
+    request = replace(request, params=SamplingParams(seed=1, max_new_tokens=30))
+
+    async def run():
+        engine = LocalEngine(model, settings=SMALL)
+        answer = await engine.generate(request)
+        scores = await engine.score(request.token_ids + answer.tokens)
+        await engine.close()
+        return answer, scores
+
+    answer, scores = asyncio.run(run())
+    assert tuple(scores[-len(answer.tokens) :]) == answer.logprobs
+
+
+@pytest.mark.parametrize("window", [0, 20])
+def test_the_kernel_agrees_with_torch(window):
+    """Ragged lengths, grouped heads, pages out of order, padding."""
+    source = np.random.default_rng(0)
+    shape, pages, query_heads = LayerShape(2, 16, 16), 40, 6
+    compiled = kernel.make_kernel([shape], 16, 256, threads=2)
+    if compiled is None:
+        pytest.skip("no compiler at hand")
+    pools = [PagePool([shape], pages, torch.float32, torch.device("cpu")) for _ in range(2)]
+    table = source.permutation(pages).astype(np.int32).reshape(4, 10)
+    torch.manual_seed(0)
+    done = np.zeros(4, dtype=int)
+    for _ in range(4):
+        counts = source.integers(1, 30, size=4)
+        bounds = np.cumsum([0, *counts])
+        slots = np.append(np.repeat(np.arange(4), counts), [-1, -1]).astype(np.int32)
+        positions = np.append(
+            np.concatenate([d + np.arange(c) for d, c in zip(done, counts, strict=True)]), [0, 0]
+        )
+        parts = tuple(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
+        query = torch.randn(query_heads, len(slots), 16)
+        key, value = torch.randn(2, len(slots), 16), torch.randn(2, len(slots), 16)
+        passes = [RaggedPass(p, slots, positions.astype(np.int32), table, parts, None) for p in pools]
+        got = compiled.attend(
+            passes[0], pools[0].keys[0], pools[0].values[0], (query, key, value), (0.3, window, 0.0)
+        )
+        _write(passes[1], pools[1].keys[0], pools[1].values[0], key, value)
+        expected = _attend(passes[1], pools[1].keys[0], pools[1].values[0], query, 0.3, window)
+        assert torch.allclose(got, expected, atol=1e-5)
+        assert (got[-2:] == 0).all()
+        done += counts
+    compiled.close()
+
+
+def test_without_a_compiler_the_engine_does_the_same(monkeypatch):
+    model = build()
+    requests = [replace(r, params=replace(r.params, temperature=0.0)) for r in varied_requests(12)]
+    expected = alone(model, requests)
+    monkeypatch.setattr(kernel, "_library", lambda: None)
+
+    async def run():
+        engine = LocalEngine(model, settings=SMALL)
+        assert not engine.batch_invariant
+        answers = await engine.generate_batch(requests)
+        await engine.close()
+        return answers
+
+    for answer, other in zip(asyncio.run(run()), expected, strict=True):
+        assert answer.tokens == other.tokens
+        assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_the_kernel_is_compiled_once_and_a_compiler_that_fails_is_no_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernel.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(kernel.shutil, "which", lambda name: "/bin/false")
+    kernel._library.cache_clear()
+    try:
+        assert kernel.make_kernel([LayerShape(1, 8, 8)], 8, 64, 1) is None
+        assert not list(tmp_path.rglob("*.so"))
+    finally:
+        kernel._library.cache_clear()
+
+
+def test_widths_that_the_kernel_does_not_have_go_to_torch():
+    model = LlamaForCausalLM(
+        LlamaConfig(vocab_size=VOCAB, hidden_size=20, intermediate_size=32, num_hidden_layers=1,
+                    num_attention_heads=2, num_key_value_heads=2)
+    ).eval()  # fmt: skip
+    engine = LocalEngine(model, settings=SMALL)
+    assert not engine.batch_invariant
+    assert (
+        len(asyncio.run(engine.generate(Request("e", (1, 2), SamplingParams(max_new_tokens=3)))).tokens) == 3
+    )
+
+
+def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
+    tree = PageTree(8)
+    history = tuple(range(40))
+    path = tree.hold(tree.match(history))
+    assert path == []
+    for at in range(0, 40, PAGE):
+        tree.take(path, history[at : at + PAGE], listed=True)
+    assert tree.match((*history, 99)).wait  # announced, not computed
+    for place in range(3):
+        tree.settle(path, place, history[place * PAGE : (place + 1) * PAGE])
+    found = tree.match((*history[:37], 7, 8))
+    assert (len(found.nodes), found.num_copied, found.owned, found.wait) == (2, 5, False, False)
+    tree.release(path)
+    assert tree.num_held == 0
+    back = tree.match((*history, 50, 51))
+    assert (back.num_tokens, back.owned) == (40, True)
+    other: list = []
+    for at in range(7):  # more than is free: the oldest leaf goes, then what is above it
+        tree.take(other, (100 + at,) * PAGE, listed=False)
+    assert tree.num_evicted == 2
+    assert tree.match((*history, 50)).num_tokens == PAGE
+    tree.take(other, (), listed=False)
+    with pytest.raises(IndexError):
+        tree.take(other, (), listed=False)
