@@ -4,7 +4,7 @@ export OMP_NUM_THREADS := 1
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: demo test lint types unit learning fault smollm2 all-tests cold-start learning-table mask-table clean
+.PHONY: setup demo test lint types unit learning fault smollm2 all-tests cold-start learning-table mask-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import ensurepip' 2>/dev/null || \
@@ -16,8 +16,10 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
+setup: $(VENV)/.ready
+
 demo: $(VENV)/.ready
-	$(VENV)/bin/ludus train search
+	env -u OMP_NUM_THREADS $(VENV)/bin/ludus train search
 
 test: lint types unit
 

@@ -108,7 +108,7 @@ def report_mask(paths: dict[str, list[Path]]) -> None:
             low, high = 100 * gap.interval.low, 100 * gap.interval.high
             print(
                 f"| {label(first)} | {rate} | {over_seeds(masked)} | {over_seeds(unmasked)} | "
-                f"{100 * gap.mean:+.1f} [{low:+.1f}, {high:+.1f}] |"
+                f"{100 * gap.difference:+.1f} [{low:+.1f}, {high:+.1f}] |"
             )
 
 

@@ -73,8 +73,10 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_resume(tmp_path, cap
     save_model(build_tiny(ScratchConfig(num_layers=2), tokenizer, seed=0), tokenizer, other)
     before = {p: p.read_bytes() for p in folder.rglob("*.safetensors")}
     capsys.readouterr()
-    said = refused(capsys, "train", "--resume", str(folder), "--model.path", str(other))
-    assert "architecture" in said
+    assert "model.path" in refused(capsys, "train", "--resume", str(folder), "--model.path", str(other))
+    settings = folder / "config.toml"
+    settings.write_text(settings.read_text("utf-8").replace("[model]", f'[model]\npath = "{other}"', 1))
+    assert "architecture" in refused(capsys, "train", "--resume", str(folder), "--training.steps", "3")
     assert before == {p: p.read_bytes() for p in folder.rglob("*.safetensors")}
 
 

@@ -28,7 +28,7 @@ from small_runs import Silent, config, lasting_files, words
 def run(folder: Path, **changes: str) -> Silent:
     reporter = Silent()
     settings = config(folder, **changes)
-    made = new_run(settings, "search")
+    made = new_run(settings, "search", "rl")
     with locked(made):
         train(open_session(settings), made, reporter)
     return reporter
@@ -139,7 +139,7 @@ def test_a_run_cut_in_the_middle_and_resumed_equals_the_uninterrupted_one(finish
                 raise Stop
 
     settings = config(folder)
-    with locked(new_run(settings, "search")), pytest.raises(Stop):
+    with locked(new_run(settings, "search", "rl")), pytest.raises(Stop):
         train(open_session(settings), RunFolder(folder), Cutting())
     assert main(["train", "--resume", str(folder)]) == 0
     first, second = lasting_files(finished), lasting_files(folder)

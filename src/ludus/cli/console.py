@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -14,14 +15,17 @@ from rich.text import Text
 from ludus.cli.tables import how_sampled, rate
 from ludus.cli.terminal import bars, make_console, say
 from ludus.cli.transcripts import print_transcript
+from ludus.config.load import load_config
 from ludus.config.schema import Config
+from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.checkpoint import list_checkpoints
-from ludus.training.run import RunFolder
+from ludus.training.resume import changes, steps_done, value_text
+from ludus.training.run import RunFolder, recipe_of, resume_command, save_config
 from ludus.training.session import Session, open_session
-from ludus.training.sft import make_session, run_sft
+from ludus.training.sft import FineTuning, make_session, open_fine_tuning, run_sft
 from ludus.training.start import Comparison, make_trackers
 from ludus.training.start import train as train_run
 
@@ -78,6 +82,8 @@ def train(config: Config, folder: RunFolder, session: Session | None) -> None:
         reporter = ProgressReporter(progress, config.training.steps, steps_done(folder))
         comparisons = train_run(session, folder, reporter)
     console.print(comparison_table(comparisons))
+    if any(other_conditions(pair) for pair in comparisons):
+        say(console, "! Before and after were played with different settings of rollout.", "yellow")
     print_examples(console, folder, comparisons)
     print_commands(console, folder, config)
 
@@ -87,10 +93,49 @@ def sft(session: Session, folder: RunFolder) -> Path:
     config = session.config
     console = make_console()
     say(console, f"Run folder: {folder.path}")
-    checkpoint = fine_tune(session, folder, console)
-    recipe = config.env.name if config.env.name.isidentifier() else "RECIPE.toml"
-    say(console, f"Checkpoint: {checkpoint}\nUse it: ludus train {recipe} --model {checkpoint}")
+    tuning = open_fine_tuning(session, folder)
+    save_config(folder, config)
+    checkpoint = fine_tune(tuning, console)
+    say(console, f"Checkpoint: {checkpoint}\nUse it: {use_command(folder, config, checkpoint)}")
     return checkpoint
+
+
+def say_complete(folder: RunFolder, config: Config) -> None:
+    """That nothing is left to train or to evaluate, and what to type next."""
+    console = make_console()
+    say(console, f"The run is complete: all its {config.training.steps} steps are done and evaluated.")
+    print_commands(console, folder, config)
+
+
+def say_complete_sft(folder: RunFolder, config: Config) -> None:
+    """That nothing is left to fine-tune, and what to type next."""
+    console = make_console()
+    steps = config.sft.steps
+    checkpoint = list_checkpoints(folder.checkpoints)[-1][1]
+    say(console, f"The fine-tuning is complete: all its {steps} steps are done.\nCheckpoint: {checkpoint}")
+    say(console, f"  continue it:  {resume_command(folder)} --sft.steps {2 * steps}")
+    say(console, f"  use it:       {use_command(folder, config, checkpoint)}")
+
+
+def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
+    """What trains a fine-tuned checkpoint: the recipe of its run, and where its world differs from that."""
+    recipe = recipe_of(folder) or config.env.name
+    try:
+        base = load_config(recipe)
+    except ConfigError:  # not a recipe, or no longer there
+        recipe, base = str(folder.config), config
+    words = ["ludus", "train", recipe, "--model", str(checkpoint)]
+    if base.model.from_scratch:
+        words += ["--model.from_scratch", "false"]
+    if base.run.folder is not None and recipe == str(folder.config):
+        words += ["--run.folder", "none"]
+    for change in changes(base, config):
+        if change.key.startswith("env."):
+            words += [
+                f"--{change.key}",
+                change.new if isinstance(change.new, str) else value_text(change.new),
+            ]
+    return shlex.join(words)
 
 
 def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
@@ -100,23 +145,23 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     found = list_checkpoints(nested.checkpoints)
     if found and found[-1][0] >= config.sft.steps:
         return found[-1][1]
-    return fine_tune(make_session(plain_trackers(config)), nested, console)
+    return fine_tune(open_fine_tuning(make_session(plain_trackers(config)), nested), console)
 
 
-def fine_tune(session: Session, folder: RunFolder, console: Console) -> Path:
+def fine_tune(tuning: FineTuning, console: Console) -> Path:
     """Run the SFT loop under a progress bar."""
-    config = session.config
+    config = tuning.session.config
     with bars(console) as progress:
-        task = progress.add_task("fine-tuning", total=config.sft.steps, numbers="")
+        task = progress.add_task("fine-tuning", total=config.sft.steps, completed=tuning.done, numbers="")
 
         def on_step(step: int, metrics: Mapping[str, float]) -> None:
             speed = metrics["batch/total_tokens"] / max(1e-9, metrics["time/step_s"])
             numbers = f"loss {metrics['loss/total']:.3f}  {speed:,.0f} tokens/s"
             progress.update(task, completed=step, numbers=numbers)
 
-        trackers = make_trackers(config, folder, steps_done(folder))
+        trackers = make_trackers(config, tuning.folder, tuning.done)
         try:
-            return run_sft(session, folder, trackers, on_step)
+            return run_sft(tuning, trackers, on_step)
         finally:
             for tracker in trackers:
                 tracker.close()
@@ -127,21 +172,29 @@ def plain_trackers(config: Config) -> Config:
     return config.model_copy(update={"run": config.run.model_copy(update={"trackers": ["jsonl"]})})
 
 
-def steps_done(folder: RunFolder) -> int:
-    """The step of the newest checkpoint, 0 without one."""
-    found = list_checkpoints(folder.checkpoints)
-    return found[-1][0] if found else 0
-
-
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """Held-out success before and after training, with 95 % intervals."""
     table = Table(title="Held-out success, with 95 % intervals")
     for column in ("tasks", "sampling", "number", "before training", "after training"):
         table.add_column(column)
     for pair in comparisons:
-        plan = pair.before.plan
-        table.add_row(plan.split, how_sampled(plan), str(plan.num_tasks), rate(pair.before), rate(pair.after))
+        plan = pair.after.plan
+        before = rate(pair.before) if pair.before else "not evaluated"
+        table.add_row(plan.split, how_sampled(plan), number(pair), before, rate(pair.after))
     return table
+
+
+def number(pair: Comparison) -> str:
+    """How many tasks were played, before and after where those differ."""
+    after = len(pair.after.task_ids)
+    before = len(pair.before.task_ids) if pair.before else after
+    return str(after) if before == after else f"{before} before, {after} after"
+
+
+def other_conditions(pair: Comparison) -> bool:
+    """Whether the two evaluations are known to have been played under different conditions."""
+    before = pair.before.plan.conditions if pair.before else None
+    return before is not None and before != pair.after.plan.conditions
 
 
 def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Comparison]) -> None:
@@ -149,11 +202,11 @@ def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Co
     if not comparisons:
         return
     before, after = comparisons[0].before, comparisons[0].after
-    chosen = choose_examples(before, after)
-    old = records_of(folder, before, chosen[:1])
+    chosen = choose_examples(before or after, after)
+    old = records_of(folder, before, chosen[:1]) if before else {}
     new = records_of(folder, after, chosen)
-    for number, task_id in enumerate(chosen):
-        if number == 0:
+    for task_id in chosen:
+        if task_id in old:
             console.rule("before training")
             print_transcript(console, old[task_id].trajectory)
             console.rule("after training: the same task")
@@ -163,17 +216,21 @@ def print_examples(console: Console, folder: RunFolder, comparisons: Sequence[Co
 
 
 def choose_examples(before: Evaluation, after: Evaluation, num: int = 3) -> list[str]:
-    """Task ids: first one that was mended, then others, of different families where there are any."""
+    """Task ids: first one that was mended, then others, of different families where there are any.
+
+    Only of tasks that both evaluations played.
+    """
     now = dict(zip(after.task_ids, after.successes, strict=True))
+    was = {t: s for t, s in zip(before.task_ids, before.successes, strict=True) if t in now}
     family = dict(zip(before.task_ids, before.families, strict=True))
-    mended = [t for t, s in zip(before.task_ids, before.successes, strict=True) if now[t] > s]
-    chosen = mended[:1] or list(before.task_ids[:1])
+    mended = [t for t, s in was.items() if now[t] > s]
+    chosen = mended[:1] or list(was)[:1]
     seen = {family[t] for t in chosen}
-    for task_id in [*mended, *before.task_ids]:
+    for task_id in [*mended, *was]:
         if len(chosen) < num and family[task_id] not in seen:
             chosen.append(task_id)
             seen.add(family[task_id])
-    spare = [t for t in before.task_ids if t not in chosen]
+    spare = [t for t in was if t not in chosen]
     return chosen + spare[: num - len(chosen)]
 
 

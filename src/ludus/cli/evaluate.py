@@ -195,7 +195,7 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     if (args.out or config.run.folder) and out.config.is_file():
         return out
     settings = config.run.model_copy(update={"folder": args.out or config.run.folder})
-    return new_run(config.model_copy(update={"run": settings}), "eval")
+    return new_run(config.model_copy(update={"run": settings}), "eval", "eval")
 
 
 async def play(player: Player, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:

@@ -54,8 +54,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except LudusError as error:
         _print_error(error)
         return error.exit_code
-    except KeyboardInterrupt:
-        print("\nInterrupted. A training run goes on with `ludus train --resume FOLDER`.", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:  # a run that was interrupted says how it goes on
+        print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever reads has enough; Python would complain at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import recipe_stem, run_config
 from ludus.cli.terminal import silence_libraries
-from ludus.cli.train import configured
-from ludus.errors import UserError
+from ludus.cli.train import HowToResume, configured, resumed_folder
+
+if TYPE_CHECKING:
+    from ludus.training.run import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -27,21 +30,35 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start or resume a fine-tuning run."""
     from ludus.cli import console
-    from ludus.training.run import RunFolder, locked, new_run, save_config
+    from ludus.training.run import locked, new_run
     from ludus.training.sft import make_session
 
     silence_libraries()
     if args.resume is not None:
-        if args.recipe or args.model or args.from_scratch:
-            raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
-        folder = RunFolder(args.resume)
-        config = run_config(folder, overrides)
-        session = make_session(config)
-    else:
-        config = configured(args, overrides)
-        session = make_session(config)
-        folder = new_run(config, f"{recipe_stem(args.recipe)}-sft")
-    with locked(folder):
-        save_config(folder, config)
+        return resume(resumed_folder(args), overrides)
+    config = configured(args, overrides)
+    session = make_session(config)
+    folder = new_run(config, f"{recipe_stem(args.recipe)}-sft", "sft", args.recipe)
+    with locked(folder), HowToResume(folder):
         console.sft(session, folder)
+    return 0
+
+
+def resume(folder: RunFolder, overrides: Sequence[str]) -> int:
+    """Go on with a fine-tuning run, unless it is complete."""
+    from ludus.cli import console
+    from ludus.training.resume import check_kind, check_resume, is_complete
+    from ludus.training.run import locked
+    from ludus.training.sft import make_session
+
+    check_kind(folder, "sft")
+    with locked(folder):
+        config = run_config(folder, overrides)
+        check_resume(folder, config, "sft")
+        if is_complete(folder, config, "sft"):
+            console.say_complete_sft(folder, config)
+            return 0
+        session = make_session(config)
+        with HowToResume(folder):
+            console.sft(session, folder)
     return 0

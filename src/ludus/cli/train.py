@@ -10,11 +10,16 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import recipe_config, recipe_stem, run_config
+from ludus.cli.arguments import check_run, recipe_config, recipe_stem, run_config
 from ludus.cli.terminal import silence_libraries
 from ludus.config.schema import Config
-from ludus.errors import UserError
+from ludus.errors import LudusError, UserError
+
+if TYPE_CHECKING:
+    from ludus.training.run import RunFolder
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -30,24 +35,71 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start or resume a run."""
     from ludus.cli import console
-    from ludus.training.run import RunFolder, locked, new_run, save_config
+    from ludus.training.run import locked, new_run
     from ludus.training.start import prepare
 
     silence_libraries()
     if args.resume is not None:
-        if args.recipe or args.model or args.from_scratch:
-            raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
-        folder = RunFolder(args.resume)
-        config = run_config(folder, overrides)
-        session = prepare(config)
-    else:
-        config = configured(args, overrides)
-        session = prepare(config)
-        folder = new_run(config, recipe_stem(args.recipe))
-    with locked(folder):
-        save_config(folder, config)
+        return resume(resumed_folder(args), overrides)
+    config = configured(args, overrides)
+    session = prepare(config)
+    folder = new_run(config, recipe_stem(args.recipe), "rl", args.recipe)
+    with locked(folder), HowToResume(folder):
         console.train(config, folder, session)
     return 0
+
+
+def resume(folder: RunFolder, overrides: Sequence[str]) -> int:
+    """Go on with a run, unless it is complete."""
+    from ludus.cli import console
+    from ludus.training.resume import check_kind, check_resume, is_complete
+    from ludus.training.run import locked
+    from ludus.training.start import prepare
+
+    check_kind(folder, "rl")
+    with locked(folder):
+        config = run_config(folder, overrides)
+        check_resume(folder, config, "rl")
+        if is_complete(folder, config, "rl"):
+            console.say_complete(folder, config)
+            return 0
+        session = prepare(config)
+        with HowToResume(folder):
+            console.train(config, folder, session)
+    return 0
+
+
+def resumed_folder(args: argparse.Namespace) -> RunFolder:
+    """The folder of --resume. Raises UserError where it is no run, or more than settings are given."""
+    from ludus.training.run import RunFolder
+
+    if args.recipe or args.model or args.from_scratch:
+        raise UserError("--resume takes everything from the run folder.", "Leave recipe and model out.")
+    folder = RunFolder(args.resume)
+    check_run(folder)
+    return folder
+
+
+class HowToResume:
+    """Whatever ends the run inside says how it goes on: an error in its hint, an interrupt in its text."""
+
+    def __init__(self, folder: RunFolder) -> None:
+        from ludus.training.run import resume_command
+
+        self._hint = f"The run goes on with: {resume_command(folder)}"
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if isinstance(error, LudusError):
+            error.hint = f"{error.hint} {self._hint}".strip()
+        elif isinstance(error, KeyboardInterrupt):
+            error.args = (self._hint,)
+        elif error is not None:
+            error.add_note(self._hint)
 
 
 def configured(args: argparse.Namespace, overrides: Sequence[str]) -> Config:

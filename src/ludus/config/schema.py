@@ -228,8 +228,9 @@ class RunConfig(Section):
     """Where the run is written; None makes `runs/NAME-N`."""
     seed: int = Field(0, ge=0)
     threads: int = Field(0, ge=0)
-    """Compute threads of the learner; 0 takes one per core, at most 4. Other busy processes make more threads
-    slower. The embedded engine takes as many, but only one for a model below 20 million parameters."""
+    """Compute threads of the learner; 0 takes one per core (or OMP_NUM_THREADS), at most 4. Beside other busy
+    processes one is faster. The embedded engine takes as many, but only one for a model below 20 million
+    parameters."""
     trackers: list[str] = ["jsonl"]
     save_rollouts: bool = True
 

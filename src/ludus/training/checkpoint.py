@@ -87,11 +87,9 @@ def save_checkpoint(
 
 def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
     """Put the moments back into `optimiser`; gives the rest. Raises UserError where they do not belong."""
-    from safetensors.torch import load_file
-
     try:
         data = json.loads((folder / "trainer" / "state.json").read_text("utf-8"))
-        moments = load_file(folder / "trainer" / "optimiser.safetensors")
+        moments = _read_tensors(folder / "trainer" / "optimiser.safetensors")
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder} holds no state of a trainer to resume from: {error}.",
@@ -104,25 +102,45 @@ def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:
-    """Copy a checkpoint's weights into `model`. Raises UserError for another architecture."""
-    from safetensors.torch import load_file
+    """Copy a checkpoint's weights into `model`.
 
+    Raises UserError for another architecture or other adapters, StorageError for a broken file.
+    """
     adapter = folder / "adapter_model.safetensors"
     if adapter.is_file():
-        from peft import set_peft_model_state_dict
-
-        set_peft_model_state_dict(model, load_file(adapter))
+        _load_adapters(folder, model, _read_tensors(adapter))
         return
     stored: dict[str, torch.Tensor] = {}
     for part in sorted(folder.glob("model*.safetensors")):
-        stored |= load_file(part)
-    _check_fits(folder, model, stored)
+        stored |= _read_tensors(part)
+    _check_fits(folder, dict(model.named_parameters()), stored)
     model.load_state_dict(stored, strict=False)
     model.tie_weights()
 
 
-def _check_fits(folder: Path, model: PreTrainedModel, stored: Mapping[str, torch.Tensor]) -> None:
-    own = {name: p.shape for name, p in model.named_parameters()}
+def _load_adapters(folder: Path, model: PreTrainedModel, stored: dict[str, torch.Tensor]) -> None:
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+
+    if not isinstance(model, PeftModel):
+        raise UserError(
+            f"The checkpoint {folder} holds adapters, and the model has none.",
+            "Resume with the model.lora that the run was started with.",
+        )
+    _check_fits(folder, get_peft_model_state_dict(model), stored)
+    set_peft_model_state_dict(model, stored)
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise StorageError(f"{path} is broken: {error}.", "Remove its checkpoint, and resume.") from error
+
+
+def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
+    own = {name: p.shape for name, p in model.items()}
     theirs = {name: tensor.shape for name, tensor in stored.items()}
     odd = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
     if odd:

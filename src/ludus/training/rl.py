@@ -21,7 +21,7 @@ from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine
 from ludus.envs.base import World
 from ludus.errors import ConfigError
-from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, evaluate, save_evaluation
+from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, evaluate, plans, save_evaluation
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.setup import Play, engine_scheduler
@@ -129,8 +129,8 @@ class RlLoop:
         episodes = await scheduler.run(jobs, self.reporter.episode)
         return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
-    async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
-        """Evaluate the engine's present weights, and keep result and rollouts."""
+    async def evaluate(self, plan: EvaluationPlan, name: str | None = None) -> Evaluation:
+        """Evaluate the engine's present weights; keep result and rollouts under `name` (None: the plan's)."""
         session = self.session
         play = Play("evaluate", plan.temperature, plan.seed)
         scheduler = engine_scheduler(
@@ -140,11 +140,14 @@ class RlLoop:
         result, episodes = await evaluate(
             scheduler, session.world.tasks(plan.split), plan, self.reporter.episode
         )
-        save_evaluation(self.folder.evaluations, result, episodes)
+        save_evaluation(self.folder.evaluations, result, episodes, name)
         return result
 
     async def evaluate_during(self, step: int) -> dict[str, float]:
-        """The metrics of an evaluation, on the steps that have one."""
+        """The metrics of an evaluation, on the steps that have one.
+
+        Where its name is that of another evaluation, the one after training, it is kept as `NAME-during`.
+        """
         settings = self.session.config.evaluation
         if step % settings.every:
             return {}
@@ -157,7 +160,8 @@ class RlLoop:
             step=step,
             conditions=Conditions.of(self.session.config),
         )
-        return (await self.evaluate(plan)).metrics()
+        taken = any(p.name == plan.name and p != plan for p in plans(self.session.config, step))
+        return (await self.evaluate(plan, f"{plan.name}-during" if taken else None)).metrics()
 
     def record(
         self, step: int, credits: Sequence[Credit], metrics: dict[str, float], clock: StepTimings

@@ -1,7 +1,7 @@
 """The run folder: what a run is, and everything it writes.
 
 config.toml            the resolved configuration
-run.json               versions, platform, git state, seed, command line
+run.json               kind (rl, sft), recipe, versions, platform, git state, seed, command line
 log.txt                one merged log of all parts
 metrics.jsonl          one line per step; a repeated run gives the same bytes
 timings.jsonl          seconds and rates; never the same twice
@@ -18,6 +18,7 @@ import importlib.metadata
 import json
 import logging
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, Literal, cast, get_args
 
 from ludus.config.load import config_from_toml
 from ludus.config.schema import Config
@@ -33,6 +35,9 @@ from ludus.errors import LudusError, StorageError, UserError
 from ludus.rollout.store import replaced_file
 
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
+
+Kind = Literal["rl", "sft", "eval"]
+"""What made a run folder: `ludus train`, `ludus sft` or `ludus eval`."""
 
 log = logging.getLogger("ludus")
 
@@ -80,24 +85,25 @@ class RunFolder:
         return config_from_toml(self.config.read_text("utf-8"), str(self.config))
 
 
-def new_run(config: Config, name: str) -> RunFolder:
+def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) -> RunFolder:
     """Make the folder of a new run and write its configuration and manifest.
 
-    Takes `run.folder`, or the next free `runs/NAME-N`. Raises UserError where the folder exists and is not
-    empty: nothing is ever overwritten.
+    `recipe` is the recipe as it was given. Takes `run.folder`, or the next free `runs/NAME-N`. Raises
+    UserError where the folder exists and is not empty: nothing is ever overwritten.
     """
     path = Path(config.run.folder) if config.run.folder else _next_free(Path("runs"), name)
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UserError(
-            f"The run folder {path} exists and is not empty.",
-            f"Choose another with --run.folder, or continue it with `ludus train --resume {path}`.",
-        )
+        other = "Choose another with --run.folder"
+        if (path / "config.toml").is_file():
+            other += f", or go on with what is there: {resume_command(RunFolder(path))}"
+        raise UserError(f"The run folder {path} exists and is not empty.", other)
+    manifest = {"kind": kind, "recipe": recipe} | _manifest(config)
     unfinished = path.with_name(f".{path.name}.new")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
         (unfinished / "config.toml").write_text(to_toml(config), "utf-8")
-        (unfinished / "run.json").write_text(json.dumps(_manifest(config), indent=1) + "\n", "utf-8")
+        (unfinished / "run.json").write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
         unfinished.rename(path)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -112,6 +118,26 @@ def save_config(folder: RunFolder, config: Config) -> None:
     if folder.load_config() != config:
         with replaced_file(folder.config) as file:
             file.write(to_toml(config).encode())
+
+
+def kind_of(folder: RunFolder) -> Kind:
+    """What made the folder. Raises StorageError where its manifest does not say."""
+    kind = _read_json(folder.path / "run.json").get("kind")
+    if kind not in get_args(Kind):
+        raise StorageError(f"{folder.path / 'run.json'} does not say what kind of run it is.")
+    return cast(Kind, kind)
+
+
+def recipe_of(folder: RunFolder) -> str | None:
+    """The recipe that the run was started with, as it was given; None where that is not known."""
+    recipe = _read_json(folder.path / "run.json").get("recipe")
+    return None if recipe is None else str(recipe)
+
+
+def resume_command(folder: RunFolder) -> str:
+    """What to type to go on with a run."""
+    command = "sft" if kind_of(folder) == "sft" else "train"
+    return f"ludus {command} --resume {shlex.quote(str(folder.path))}"
 
 
 @contextmanager
@@ -151,6 +177,17 @@ def locked(folder: RunFolder) -> Iterator[None]:
 def _next_free(shelf: Path, name: str) -> Path:
     taken = {path.name for path in shelf.glob(f"{name}-*")} if shelf.is_dir() else set()
     return next(shelf / f"{name}-{n}" for n in range(1, len(taken) + 2) if f"{name}-{n}" not in taken)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no such file. Raises StorageError where it is broken."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} cannot be read: {error}.") from error
+    return data if isinstance(data, dict) else {}
 
 
 def _manifest(config: Config) -> dict[str, object]:

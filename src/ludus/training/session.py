@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -46,11 +47,10 @@ def set_up_compute(config: Config) -> None:
     torch.use_deterministic_algorithms(config.rollout.reproducible, warn_only=True)
 
 
+@functools.cache
 def default_threads() -> int:
-    """One thread per core that this process may use, at most 4."""
-    import os
-
-    return max(1, min(4, len(os.sched_getaffinity(0))))
+    """What torch would take (one thread per core, or OMP_NUM_THREADS where that is set), at most 4."""
+    return min(4, torch.get_num_threads())
 
 
 def open_session(config: Config, weights: Path | None = None) -> Session:

@@ -65,15 +65,35 @@ def make_session(config: Config) -> Session:
     return Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer))
 
 
-def run_sft(session: Session, folder: RunFolder, trackers: list[Tracker], on_step: OnStep) -> Path:
-    """Fine-tune from the newest checkpoint in `folder`, or from the start; gives the last checkpoint."""
+@dataclass(frozen=True)
+class FineTuning:
+    """A session that is to be fine-tuned from step `done` on; `last` is the checkpoint of that step."""
+
+    session: Session
+    folder: RunFolder
+    optimiser: Optimiser
+    done: int
+    last: Path
+
+
+def open_fine_tuning(session: Session, folder: RunFolder) -> FineTuning:
+    """Bring session and optimiser to the newest checkpoint in `folder`, if there is one; writes nothing."""
+    settings = session.config.sft
+    if settings.dialogues is not None:
+        read_dialogues(Path(settings.dialogues))
+    optimiser = Optimiser(session.model, OptimiserSettings.of(settings, settings.steps))
+    done, last = _restore(session, optimiser, folder)
+    return FineTuning(session, folder, optimiser, done, last)
+
+
+def run_sft(tuning: FineTuning, trackers: list[Tracker], on_step: OnStep) -> Path:
+    """Fine-tune to the last step; gives its checkpoint."""
+    session, folder, optimiser, last = tuning.session, tuning.folder, tuning.optimiser, tuning.last
     settings = session.config.sft
     session.model.train()
-    optimiser = Optimiser(session.model, OptimiserSettings.of(settings, settings.steps))
-    begin, last = _restore(session, optimiser, folder)
-    batches = islice(_batches(session, settings), begin, None)
+    batches = islice(_batches(session, settings), tuning.done, None)
     scorer = Scorer(session.model)
-    for step in range(begin + 1, settings.steps + 1):
+    for step in range(tuning.done + 1, settings.steps + 1):
         clock = time.perf_counter()
         metrics = sft_step(scorer, optimiser, next(batches), settings.microbatch_tokens)
         for tracker in trackers:

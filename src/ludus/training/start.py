@@ -18,13 +18,13 @@ from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, rea
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
-from ludus.evaluation.evaluate import Evaluation, check_size, load_evaluation, plans
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_size, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.training.checkpoint import list_checkpoints, load_trainer, load_weights
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.rl import Reporter, RlLoop, task_order
-from ludus.training.run import RunFolder
+from ludus.training.run import RunFolder, save_config
 from ludus.training.scoring import Scorer, Scores
 from ludus.training.session import Session, make_engine, open_session
 from ludus.training.sync import WeightSync
@@ -39,9 +39,13 @@ PROBE_TOKENS = 64
 
 @dataclass(frozen=True)
 class Comparison:
-    """Evaluations of one plan before and after training."""
+    """Evaluations before and after training: one split, one way of sampling.
 
-    before: Evaluation
+    `before` is None where there is none. The two have other numbers of tasks, or other conditions, where
+    the run was resumed with other settings.
+    """
+
+    before: Evaluation | None
     after: Evaluation
 
 
@@ -115,7 +119,10 @@ def training_algorithm(config: Config) -> Algorithm:
 def build_loop(
     session: Session, folder: RunFolder, algorithm: Algorithm, reporter: Reporter
 ) -> tuple[RlLoop, int]:
-    """The parts of the loop, brought to the newest checkpoint; and the step of that checkpoint."""
+    """The parts of the loop, brought to the newest checkpoint; and the step of that checkpoint.
+
+    Nothing in the folder changes before all of them are there.
+    """
     config = session.config
     scorers = _scorers(session, algorithm)
     model = session.model
@@ -128,7 +135,6 @@ def build_loop(
         load_weights(path, model)
         ledger = Ledger.restore(load_trainer(path, optimiser).ledger)
         log.info("resumed from %s", path)
-    _forget_after(folder, done)
     settings = LearnerSettings(
         microbatch_tokens=config.training.microbatch_tokens,
         epochs=config.training.epochs,
@@ -137,12 +143,15 @@ def build_loop(
     )
     scorer = Scorer(model, config.rollout.temperature or 1.0)
     engine = make_engine(session)
+    probe = _probe(session)
+    save_config(folder, config)
+    _forget_after(folder, done)
     loop = RlLoop(
         session=session,
         folder=folder,
         engine=engine,
         learner=Learner(scorer, optimiser, algorithm, settings, scorers),
-        sync=WeightSync(model, engine, _probe(session), config.training.sync_tolerance),
+        sync=WeightSync(model, engine, probe, config.training.sync_tolerance),
         algorithm=algorithm,
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
@@ -160,17 +169,28 @@ def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]
 async def _run(loop: RlLoop, done: int) -> list[Comparison]:
     config = loop.session.config
     await loop.sync.publish(done)
-    before = [await loop.evaluate(plan) for plan in plans(config, 0)] if done == 0 else []
+    if done == 0:
+        for plan in plans(config, 0):
+            await _evaluate_once(loop, plan)
     await loop.run(done)
-    after = [await loop.evaluate(plan) for plan in plans(config, config.training.steps)]
-    if not before:
-        before = load_evaluations(loop.folder, config)
+    after = [await _evaluate_once(loop, plan) for plan in plans(config, config.training.steps)]
+    before = [kept_evaluation(loop.folder, plan) for plan in plans(config, 0)]
     return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
 
 
-def load_evaluations(folder: RunFolder, config: Config) -> list[Evaluation]:
-    """The evaluations that were made before training."""
-    return [load_evaluation(folder.evaluations / f"{plan.name}.json") for plan in plans(config, 0)]
+async def _evaluate_once(loop: RlLoop, plan: EvaluationPlan) -> Evaluation:
+    """Play a plan, unless there is an evaluation of its name: that one stays, whatever it holds."""
+    kept = kept_evaluation(loop.folder, plan)
+    if kept is None:
+        return await loop.evaluate(plan)
+    log.info("%s is there already and is not played again", plan.name)
+    return kept
+
+
+def kept_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
+    """The evaluation of a plan's name in the run folder, None where there is none."""
+    path = folder.evaluations / f"{plan.name}.json"
+    return load_evaluation(path) if path.is_file() else None
 
 
 def _scorers(session: Session, algorithm: Algorithm) -> dict[str, TokenScorer]:

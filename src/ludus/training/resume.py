@@ -1,0 +1,102 @@
+"""Whether a run can go on with what is asked: decided before anything in its folder changes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from ludus.config.schema import Config
+from ludus.config.toml import toml_value
+from ludus.errors import UserError
+from ludus.evaluation.evaluate import plans
+from ludus.training.checkpoint import list_checkpoints
+from ludus.training.run import Kind, RunFolder, kind_of, resume_command
+
+_KEPT = ("model.", "env.", "run.seed", "run.folder")
+_FREE = ("model.device",)
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A setting by its dotted name, with its value in one configuration and in another."""
+
+    key: str
+    old: object
+    new: object
+
+
+def changes(old: Config, new: Config) -> list[Change]:
+    """The settings that differ, in the order of the schema; a section that is none on one side is one."""
+    return list(_changes(old.model_dump(), new.model_dump(), ""))
+
+
+def steps_done(folder: RunFolder) -> int:
+    """The step of the newest checkpoint, 0 without one."""
+    found = list_checkpoints(folder.checkpoints)
+    return found[-1][0] if found else 0
+
+
+def check_kind(folder: RunFolder, kind: Kind) -> None:
+    """Raise UserError for a folder of another kind of run."""
+    found = kind_of(folder)
+    if found == kind:
+        return
+    if found == "eval":
+        raise UserError(f"{folder.path} holds evaluations, and no run to go on with.", "Start a run instead.")
+    name = "a fine-tuning run" if found == "sft" else "a run of reinforcement learning"
+    raise UserError(f"{folder.path} is {name}.", f"Go on with it: {resume_command(folder)}")
+
+
+def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
+    """Raise UserError where the run in `folder` cannot go on with `config`.
+
+    It keeps its model, world, seed and folder, and its cold start once there is one; and it has no fewer
+    steps than are done.
+    """
+    kept: tuple[str, ...] = _KEPT
+    if kind == "rl" and list_checkpoints(folder.path / "cold_start" / "checkpoints"):
+        kept = (*kept, "sft.")
+    found = [
+        c for c in changes(folder.load_config(), config) if c.key.startswith(kept) and c.key not in _FREE
+    ]
+    if found:
+        has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
+        raise UserError(
+            f"A resumed run keeps its model, cold start, world, seed and folder: {folder.path} has {has}.",
+            "Leave the setting out, or start a new run with it.",
+        )
+    key, steps = ("training", config.training.steps) if kind == "rl" else ("sft", config.sft.steps)
+    done = steps_done(folder)
+    if steps < done:
+        raise UserError(
+            f"{key}.steps is {steps}, and {done} steps of the run {folder.path} are done.",
+            f"Give more than {done} to train on.",
+        )
+
+
+def is_complete(folder: RunFolder, config: Config, kind: Kind) -> bool:
+    """Whether all steps are done and, after reinforcement learning, evaluated."""
+    if kind == "sft":
+        return steps_done(folder) == config.sft.steps
+    steps = config.training.steps
+    if steps_done(folder) != steps:
+        return False
+    return all((folder.evaluations / f"{plan.name}.json").is_file() for plan in plans(config, steps))
+
+
+def value_text(value: object) -> str:
+    """A setting's value as the command line takes it."""
+    if value is None:
+        return "none"
+    if isinstance(value, Mapping):
+        return toml_value({key: inner for key, inner in value.items() if inner is not None})
+    return toml_value(value)
+
+
+def _changes(old: Mapping[str, object], new: Mapping[str, object], prefix: str) -> Iterator[Change]:
+    for name in dict.fromkeys([*old, *new]):
+        before, after = old.get(name), new.get(name)
+        if isinstance(before, Mapping) and isinstance(after, Mapping):
+            yield from _changes(before, after, f"{prefix}{name}.")
+        elif before != after:
+            yield Change(f"{prefix}{name}", before, after)
