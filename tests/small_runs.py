@@ -57,9 +57,10 @@ class Silent:
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.alarms: list[str] = []
         self.episodes = 0
+        self.phases: list[str] = []
 
-    def phase(self, name: str, total: int) -> None:
-        """Nothing to show."""
+    def phase(self, name: str, total: int | None) -> None:
+        self.phases.append(name)
 
     def episode(self, episode) -> None:
         self.episodes += 1

@@ -41,8 +41,8 @@ class ProgressReporter:
         self._tokens = 0
         self._held_out = ""
 
-    def phase(self, name: str, total: int) -> None:
-        """Start the bar of a phase anew."""
+    def phase(self, name: str, total: int | None) -> None:
+        """Start the bar of a phase anew; without a total it moves until the next phase."""
         if self._phase is not None:
             self._progress.remove_task(self._phase)
         self._phase = self._progress.add_task(name, total=total, numbers="")

@@ -41,8 +41,8 @@ log = logging.getLogger("ludus.rl")
 class Reporter(Protocol):
     """Whoever watches a run: a progress bar, a test."""
 
-    def phase(self, name: str, total: int) -> None:
-        """A phase of `total` episodes begins."""
+    def phase(self, name: str, total: int | None) -> None:
+        """A phase of `total` episodes begins; None where it is not of episodes."""
         ...
 
     def episode(self, episode: Episode) -> None:
@@ -89,6 +89,7 @@ class RlLoop:
         with clock.phase("rollout"):
             credits = await self.sample(step, order)
         rows = training_rows(credits, mask_observations=self.session.config.training.mask_observations)
+        self.reporter.phase(f"step {step}: learning", None)
         with clock.phase("learn"):
             learned = self.learner.train(rows, seed=step)
         with clock.phase("sync"):
