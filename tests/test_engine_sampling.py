@@ -16,7 +16,8 @@ CPU = torch.device("cpu")
 
 def draw(logits, params, step=0):
     rules = SamplingRules.of(params, logits.shape[1], CPU)
-    return sample(logits, rules, step)
+    drawn = sample(logits, rules, step)
+    return drawn.tokens, drawn.logprobs
 
 
 def chi_square(counts, probabilities):
@@ -67,9 +68,9 @@ def test_select_keeps_each_rows_randomness_and_parameters():
     params = [SamplingParams(temperature=t, seed=s, top_k=k) for t, s, k in
               [(0.0, 1, 0), (1.0, 2, 3), (2.0, 3, 0), (0.7, 4, 5), (1.0, 5, 0)]]  # fmt: skip
     rules = SamplingRules.of(params, 30, CPU)
-    tokens, _ = sample(logits, rules, 4)
+    tokens = sample(logits, rules, 4).tokens
     order = [4, 0, 3]
-    chosen, _ = sample(logits[order], rules.select(order), 4)
+    chosen = sample(logits[order], rules.select(order), 4).tokens
     assert chosen.tolist() == tokens[order].tolist()
 
 

@@ -8,11 +8,12 @@ from functools import cache
 
 from ludus.chat.render import TemplateRenderer
 from ludus.chat.tokenizer import train_tokenizer
+from ludus.engines.base import seed_for
 from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
-from ludus.rollout.conversation import EngineConversation, seed_for
+from ludus.rollout.conversation import EngineConversation
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.lockstep import LockstepEngine

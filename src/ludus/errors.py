@@ -46,6 +46,10 @@ class EngineError(LudusError):
     part = "engine"
 
 
+class EngineBusy(EngineError):
+    """The engine has as many requests as it takes: come again later."""
+
+
 class WorldError(LudusError):
     """An environment could not start or broke: an infrastructure failure, which may be retried."""
 

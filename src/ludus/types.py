@@ -154,32 +154,55 @@ class StepResult:
 
 
 @dataclass(frozen=True, slots=True)
+class Guide:
+    """What an action must look like: a JSON schema, a regular expression, or a grammar in Lark's notation."""
+
+    kind: Literal["json_schema", "regex", "lark"]
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one action is sampled.
 
-    `temperature` 0 is greedy. Log-probabilities are of the tempered distribution, before `top_p` and `top_k`
-    cut it. `seed` fixes the randomness of this request alone: token `t` of the action uses the random number
-    counted by (seed, t), whatever else is in the batch. `stop` strings end the action after the token that
-    completes them; no token is removed.
+    `temperature` 0 is greedy. The tempered distribution is cut by `top_k` (0: not), then `top_p`, then
+    `min_p` (tokens below that share of the likeliest one's probability go; arXiv:2407.01082). `seed` fixes
+    the randomness of this request alone: token `t` of the action uses the random number counted by (seed,
+    t), whatever else is in the batch. `stop` strings end the action after the token that completes them; no
+    token is removed. `guide` allows only tokens that keep to a schema, an expression or a grammar.
     """
 
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
+    min_p: float = 0.0
     max_new_tokens: int = 256
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    guide: Guide | None = None
+
+    @property
+    def cuts(self) -> bool:
+        """Whether some tokens cannot be sampled although their probability is above 0."""
+        cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
+        return self.guide is not None or (self.temperature > 0 and cut)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """Sampled tokens with the natural log-probability and the weight version of each."""
+    """Sampled tokens with the natural log-probability and the weight version of each.
+
+    `logprobs` are of the plain distribution: tempered (a greedy action's: at temperature 1), over the whole
+    vocabulary. `cut_logprobs` are of what was sampled from, after `top_k`, `top_p`, `min_p` and `guide`, and
+    empty for a request that cuts nothing, as the two are then the same.
+    """
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason
+    cut_logprobs: tuple[float, ...] = ()
 
 
 SegmentKind = Literal["prompt", "action", "observation"]

@@ -102,6 +102,7 @@ class RolloutConfig(Section):
     temperature: float = Field(1.0, ge=0)
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
+    min_p: float = Field(0.0, ge=0, le=1)
     max_turns: int = Field(6, ge=1)
     """Assistant turns of one episode."""
     max_new_tokens: int = Field(64, ge=1)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ludus.types import Completion, SamplingParams
@@ -12,17 +13,71 @@ if TYPE_CHECKING:
     import torch
 
 
+BASE = ""
+"""The adapter of a request that wants none."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One action to sample.
 
     `token_ids` is the whole history; the engine finds by itself what it has already computed. `episode`
-    names the episode, so that its cache can be kept and later released.
+    names the episode, so that its cache can be kept and later released. What is not done after `timeout_s`
+    ends with what it has, `finish_reason` "abort". `adapter` names loaded adapters; None is what the engine
+    uses by default, and `BASE` the model without any.
     """
 
     episode: str
     token_ids: tuple[int, ...]
     params: SamplingParams
+    timeout_s: float | None = None
+    adapter: str | None = None
+
+
+def copies(request: Request, n: int) -> list[Request]:
+    """`n` requests like this one: the first is it, the others have seeds and episodes of their own."""
+    return [request] + [
+        replace(
+            request,
+            episode=f"{request.episode}/{i}",
+            params=replace(request.params, seed=seed_for(request.params.seed, i)),
+        )
+        for i in range(1, n)
+    ]
+
+
+def seed_for(*parts: object) -> int:
+    """A 63-bit seed that depends on nothing but its parts."""
+    text = "/".join(map(str, parts))
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStats:
+    """What the engine did, in tokens and wall-clock seconds.
+
+    `prefill_tokens` were computed as context, `cached_tokens` were found in the cache and not computed,
+    `decode_tokens` were sampled. `model_s` is the time in forward passes, `sample_s` in drawing tokens, and
+    `schedule_s` all else of the steps. `batch_tokens` sums the tokens of the passes, `recomputed_tokens`
+    those computed again after new weights.
+    """
+
+    steps: int = 0
+    prefill_tokens: int = 0
+    cached_tokens: int = 0
+    decode_tokens: int = 0
+    recomputed_tokens: int = 0
+    batch_tokens: int = 0
+    evicted_pages: int = 0
+    model_s: float = 0.0
+    sample_s: float = 0.0
+    schedule_s: float = 0.0
+
+    @property
+    def hit_rate(self) -> float:
+        """Share of the context tokens that the cache served."""
+        asked = self.cached_tokens + self.prefill_tokens
+        return self.cached_tokens / asked if asked else 0.0
 
 
 class Engine(Protocol):
@@ -62,8 +117,12 @@ class Engine(Protocol):
         """A digest of the weights in use, equal for equal weights."""
         ...
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
-        """Log-probability of each token given those before it; 0 for the first."""
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        """Log-probability of each token given those before it, at temperature 1; 0 for the first."""
+        ...
+
+    def stats(self, *, reset: bool = False) -> EngineStats:
+        """Counts since the start or the last reset."""
         ...
 
     async def close(self) -> None: ...

@@ -10,6 +10,7 @@ nobody else is computing a prefix of it just then: then it waits and shares.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import deque
 from collections.abc import Callable
@@ -20,8 +21,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ludus.engines.base import Request
+from ludus.engines.base import EngineStats, Request
 from ludus.engines.forward import ROW_BLOCK, Chunk, RaggedForward
+from ludus.engines.guided import GuideState
 from ludus.engines.pages import PAGE, Match, Node, PageTree
 from ludus.engines.sampling import SamplingRules, sample
 from ludus.engines.stopping import StopStrings
@@ -39,34 +41,6 @@ _STOP_TAIL = 512
 """Tokens in which a stop string is looked for."""
 
 
-@dataclass(frozen=True, slots=True)
-class EngineStats:
-    """What the engine did, in tokens and wall-clock seconds.
-
-    `prefill_tokens` were computed as context, `cached_tokens` were found in the cache and not computed,
-    `decode_tokens` were sampled. `model_s` is the time in forward passes, `sample_s` in drawing tokens, and
-    `schedule_s` all else of the steps. `batch_tokens` sums the tokens of the passes, `recomputed_tokens`
-    those computed again after new weights.
-    """
-
-    steps: int = 0
-    prefill_tokens: int = 0
-    cached_tokens: int = 0
-    decode_tokens: int = 0
-    recomputed_tokens: int = 0
-    batch_tokens: int = 0
-    evicted_pages: int = 0
-    model_s: float = 0.0
-    sample_s: float = 0.0
-    schedule_s: float = 0.0
-
-    @property
-    def hit_rate(self) -> float:
-        """Share of the context tokens that the cache served."""
-        asked = self.cached_tokens + self.prefill_tokens
-        return self.cached_tokens / asked if asked else 0.0
-
-
 @dataclass(slots=True, eq=False)
 class Sequence:
     """One request on its way: `tokens` is its history and what has been sampled so far."""
@@ -74,13 +48,17 @@ class Sequence:
     request: Request
     limit: int
     done: Callable[[Sequence], None]
+    adapter: str = ""
     stops: StopStrings | None = None
+    guide: GuideState | None = None
     scores: list[float] | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    cut_logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     error: EngineError | None = None
+    deadline: float = math.inf
     slot: int = -1
     num_computed: int = 0
     num_settled: int = 0
@@ -89,6 +67,8 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
+        if self.request.timeout_s is not None:
+            self.deadline = time.monotonic() + self.request.timeout_s
 
     @property
     def num_prompt(self) -> int:
@@ -107,20 +87,32 @@ class Sequence:
             logprobs=tuple(self.logprobs),
             versions=tuple(self.versions),
             finish_reason=self.finish or "abort",
+            cut_logprobs=tuple(self.cut_logprobs) if self.request.params.cuts else (),
         )
 
-    def add(self, token: int, logprob: float, version: int) -> None:
+    def add(self, token: int, logprob: float, cut_logprob: float, version: int) -> None:
         """Take a sampled token, and notice the end."""
         self.tokens.append(token)
         self.logprobs.append(logprob)
+        self.cut_logprobs.append(cut_logprob)
         self.versions.append(version)
-        if token in self.request.params.stop_token_ids or (
-            self.stops is not None
-            and self.stops.completed(self.tokens[max(self.num_prompt, len(self.tokens) - _STOP_TAIL) :])
+        if (
+            token in self.request.params.stop_token_ids
+            or self._guided_to_the_end(token)
+            or (
+                self.stops is not None
+                and self.stops.completed(self.tokens[max(self.num_prompt, len(self.tokens) - _STOP_TAIL) :])
+            )
         ):
             self.finish = "stop"
-        elif len(self.logprobs) >= self.limit:
+        elif self.finish is None and len(self.logprobs) >= self.limit:
             self.finish = "length"
+
+    def _guided_to_the_end(self, token: int) -> bool:
+        if self.guide is None:
+            return False
+        self.guide.advance(token)
+        return self.guide.ended
 
 
 class EngineCore:
@@ -147,6 +139,7 @@ class EngineCore:
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.version = 0
+        self.adapter_versions: dict[str, int] = {}
         self.stats = EngineStats()
         self.block = ROW_BLOCK
 
@@ -154,6 +147,12 @@ class EngineCore:
     def busy(self) -> bool:
         """Whether a step would do anything."""
         return bool(self.waiting or self.running)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds to the earliest deadline, at least 0; None without one."""
+        earliest = min((s.deadline for s in (*self.running, *self.waiting)), default=math.inf)
+        return None if earliest == math.inf else max(0.0, earliest - time.monotonic())
 
     def add(self, sequence: Sequence) -> None:
         """Queue a sequence. It has been checked to fit an empty cache."""
@@ -214,26 +213,40 @@ class EngineCore:
             sequence.error = error
             sequence.done(sequence)
 
-    def forget(self, tokens: tuple[int, ...]) -> None:
+    def forget(self, tokens: tuple[int, ...], adapter: str) -> None:
         """Drop what is kept at the end of a history and nowhere else used."""
-        self._tree.forget(tokens)
+        self._tree.forget(tokens, adapter)
 
-    def new_weights(self, *, recompute: bool) -> None:
-        """Keys and values are of older weights from here on: compute them again, or keep them."""
+    def new_weights(self, version: int, *, recompute: bool, adapter: str | None = None) -> None:
+        """All tokens from here on (those of one adapter) are of `version`.
+
+        Keys and values are of older weights: compute them again, or keep them.
+        """
+        if adapter is None:
+            self.version = version
+        else:
+            self.adapter_versions[adapter] = version
         if not recompute:
             return
-        self._tree.clear()
-        again = sum(sequence.num_computed for sequence in self.running)
-        for sequence in self.running:
+        self._tree.clear(adapter)
+        stale = [s for s in self.running if adapter is None or s.adapter == adapter]
+        again = sum(sequence.num_computed for sequence in stale)
+        for sequence in stale:
             sequence.num_computed = sequence.num_settled = 0
         self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + again)
+
+    def expire(self) -> None:
+        """End what is past its deadline, with what it has."""
+        now = time.monotonic()
+        for sequence in [s for s in (*self.running, *self.waiting) if s.deadline <= now]:
+            self.abort(sequence)
 
     def _admit(self) -> None:
         """Move sequences from the queue to free slots, oldest first; those that wait for a prefix stay."""
         stay: deque[Sequence] = deque()
         while self.waiting and self._free_slots:
             sequence = self.waiting.popleft()
-            match = Match([]) if sequence.scores is not None else self._tree.match(tuple(sequence.tokens))
+            match = self._match(sequence)
             if match.wait:
                 stay.append(sequence)
                 continue
@@ -245,6 +258,12 @@ class EngineCore:
             self._enter(sequence, path, match)
         stay.extend(self.waiting)
         self.waiting = stay
+
+    def _match(self, sequence: Sequence) -> Match:
+        """What the cache has; a sequence that is scored computes all, for it needs every row of logits."""
+        if sequence.scores is not None:
+            return Match([])
+        return self._tree.match(tuple(sequence.tokens), sequence.adapter)
 
     def _reserve(self, sequence: Sequence, pages: int) -> bool:
         if self._tree.num_available - self._reserved < pages:
@@ -273,7 +292,7 @@ class EngineCore:
         """One more of the sequence's reserved pages; those of a prompt are announced to others."""
         at = len(sequence.path)
         tokens = tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]) if listed else ()
-        node = self._tree.take(sequence.path, tokens, listed=listed)
+        node = self._tree.take(sequence.path, tokens, listed=listed, adapter=sequence.adapter)
         sequence.reserved -= 1
         self._reserved -= 1
         self._table[sequence.slot, at] = node.page
@@ -288,14 +307,14 @@ class EngineCore:
                 prefills.append(sequence)
                 continue
             at = sequence.num_computed
-            plan.append((sequence, Chunk((sequence.tokens[at],), at, sequence.slot)))
+            plan.append((sequence, Chunk((sequence.tokens[at],), at, sequence.slot, sequence.adapter)))
             room -= 1
         for sequence in prefills:
             at = sequence.num_computed
             most = room if sequence.scores is None else min(room, _SCORE_CHUNK)
             ids = tuple(sequence.tokens[at : at + max(0, most)])
             if ids:
-                plan.append((sequence, Chunk(ids, at, sequence.slot)))
+                plan.append((sequence, Chunk(ids, at, sequence.slot, sequence.adapter)))
                 room -= len(ids)
         return plan
 
@@ -305,16 +324,32 @@ class EngineCore:
         if rows:
             slots = np.array([sequence.slot for sequence in rows])
             steps = np.array([len(sequence.logprobs) for sequence in rows], dtype=np.uint64)
-            tokens, logprobs = sample(logits[: len(rows)], self._params.rules(slots), steps)
-            if not torch.isfinite(logprobs).all():
+            draw = sample(logits[: len(rows)], self._params.rules(slots), steps, self._allowed(rows))
+            if not torch.isfinite(draw.logprobs).all():
                 raise EngineError("The model's logits are not finite.", "Its weights have diverged.")
-            for sequence, token, logprob in zip(rows, tokens.tolist(), logprobs.tolist(), strict=True):
-                sequence.add(token, logprob, self.version)
+            drawn = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
+            for sequence, token, logprob, cut in zip(rows, *drawn, strict=True):
+                version = self.adapter_versions.get(sequence.adapter, self.version)
+                sequence.add(token, logprob, cut, version)
         at = len(rows)
         for sequence, chunk in plan:
             if sequence.scores is not None:
                 at += self._score(sequence, chunk, logits[at : at + len(chunk.ids)])
         return time.perf_counter() - begin
+
+    def _allowed(self, rows: list[Sequence]) -> Tensor | None:
+        """What guides leave to these rows; a row whose guide breaks ends with the error, and alone."""
+        states = [sequence.guide for sequence in rows]
+        if all(state is None for state in states):
+            return None
+        allowed = np.ones((len(rows), self._forward.vocab_size), dtype=bool)
+        for i, (sequence, state) in enumerate(zip(rows, states, strict=True)):
+            try:
+                if state is not None:
+                    allowed[i] = state.allowed(self._forward.vocab_size)
+            except EngineError as error:
+                sequence.error, sequence.finish, sequence.guide = error, "abort", None
+        return torch.from_numpy(allowed).to(self._forward.device)
 
     @staticmethod
     def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:

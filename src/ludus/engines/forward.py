@@ -18,6 +18,7 @@ from torch import Tensor
 from transformers import Cache
 
 from ludus.engines import attention
+from ludus.engines.adapters import DEFAULT, AdapterBank, is_peft
 from ludus.engines.attention import LayerShape, PagePool, RaggedPass
 from ludus.engines.kernel import Kernel, make_kernel
 from ludus.engines.pages import PAGE
@@ -36,11 +37,12 @@ _TRIAL_TOKENS = 40
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one sequence: their ids, the position of the first, and the row of the page table."""
+    """New tokens of one sequence: ids, the position of the first, the row of the page table, the adapter."""
 
     ids: tuple[int, ...]
     start: int
     slot: int
+    adapter: str = ""
 
 
 class RaggedForward:
@@ -61,6 +63,8 @@ class RaggedForward:
         name = type(model).__name__
         try:
             plain, layers = self._plain_trial()
+            self.adapters = AdapterBank(model)
+            self._default = DEFAULT if DEFAULT in self.adapters.names else ""
             self._kernel = self._make_kernel(layers, max_tokens, threads)
             self.pool = PagePool(layers, num_pages, self.dtype, self.device)
             attention.register()
@@ -108,6 +112,8 @@ class RaggedForward:
         rows = np.zeros(-(-len(keep) // block) * block, dtype=np.int64)
         rows[: len(keep)] = keep
         index = torch.from_numpy(rows).to(self.device)
+        names = [chunk.adapter for chunk in chunks]
+        self.adapters.select([*names, *names[-1:]], [*counts.tolist(), padded - total], padded, self.device)
         output = self.model(
             input_ids=torch.from_numpy(ids).to(self.device),
             position_ids=torch.from_numpy(positions.astype(np.int64))[None].to(self.device),
@@ -147,8 +153,9 @@ class RaggedForward:
         ids, cut = self._trial_ids(), _TRIAL_TOKENS // 2 + 3
         table = self._trial_table()
         other = tuple(reversed(ids))
-        first = [Chunk(other[:5], 0, 1), Chunk(ids[:cut], 0, 0)]
-        second = [Chunk(ids[cut:], cut, 0), Chunk(other[5:9], 5, 1)]
+        mine = self._default
+        first = [Chunk(other[:5], 0, 1), Chunk(ids[:cut], 0, 0, mine)]
+        second = [Chunk(ids[cut:], cut, 0, mine), Chunk(other[5:9], 5, 1)]
         parts = [
             self.logits(first, table, np.arange(5, 5 + cut)),
             self.logits(second, table, np.arange(_TRIAL_TOKENS - cut)),
@@ -199,7 +206,7 @@ class _ShapeRecorder(Cache):  # type: ignore[misc]
 
 def _inner(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or what adapters wrap)
     """The model below adapters."""
-    return model.get_base_model() if "PeftModel" in {c.__name__ for c in type(model).__mro__} else model
+    return model.get_base_model() if is_peft(model) else model
 
 
 def _check_kind(model: PreTrainedModel) -> None:

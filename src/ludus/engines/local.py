@@ -23,12 +23,14 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from ludus.engines import core
-from ludus.engines.base import Request
-from ludus.engines.core import EngineCore, EngineStats
+from ludus.engines.adapters import DEFAULT, is_peft
+from ludus.engines.base import BASE, EngineStats, Request
+from ludus.engines.core import EngineCore
 from ludus.engines.fingerprint import fingerprint_module
 from ludus.engines.forward import RaggedForward
+from ludus.engines.guided import GuideCompiler
 from ludus.engines.pages import PAGE, PageTree
-from ludus.errors import EngineError, SyncError
+from ludus.errors import EngineBusy, EngineError, SyncError
 from ludus.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -54,6 +56,8 @@ class EngineSettings:
     batch_invariant: bool = True
     """Same bits whatever else is in the batch. Where matrix products do not treat all rows alike (the engine
     tries) every pass has one fixed shape, which costs speed. Only on a CPU in float32 with the kernel."""
+    max_requests: int = 0
+    """Requests under way and waiting; more are refused with `EngineBusy`. 0 is no limit."""
     recompute_on_update: bool = True
     """New weights: compute the histories of what runs again. Else their keys and values are kept, and the
     log-probabilities are those of a mixture of versions."""
@@ -77,7 +81,10 @@ class LocalEngine:
     ) -> None:
         self._model = copying.deepcopy(model) if copy else model
         self._model.requires_grad_(False).eval()
-        self._has_tokenizer = tokenizer is not None
+        self._tokenizer = tokenizer
+        self._guides: GuideCompiler | None = None
+        self._default = DEFAULT if is_peft(model) else BASE
+        self._open: set[Future[Completion]] = set()
         self._settings = settings
         threads = settings.threads or torch.get_num_threads()
         num_pages = max(-(-settings.cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
@@ -94,7 +101,7 @@ class LocalEngine:
         self._invariant = settings.batch_invariant and self._forward.compiled
         if self._invariant and not self._forward.invariant:
             self._core.block = max(settings.pass_tokens, settings.max_batch)
-        self._histories: dict[str, tuple[int, ...]] = {}
+        self._histories: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._commands: deque[Callable[[], None]] = deque()
         self._wake = threading.Condition()
         self._closed = self._paused = False
@@ -120,9 +127,14 @@ class LocalEngine:
         return completion
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
-        """Sample one action for each request; they are queued in order and at once."""
+        """Sample one action for each request; they are queued in order and at once.
+
+        Raises EngineError for a request that can never be served, EngineBusy where there are too many.
+        """
         for request in requests:
-            self._check(request)
+            _check(request, self.context_tokens, self._forward.vocab_size)
+            self._check_served(request)
+        self._check_room(len(requests))
         places = [self._sequence(request) for request in requests]
         self._post(partial(self._each, self._core.add, places))
         try:
@@ -161,17 +173,31 @@ class LocalEngine:
         """`fingerprint_module` of the weights in use."""
         return await self._call(partial(fingerprint_module, self._model))
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def load_adapter(
+        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
+    ) -> None:
+        """Take LoRA factors by PEFT's names as the adapter `name`, beside others; tokens carry its `version`.
+
+        `scaling` is alpha over rank. Raises `SyncError`, with nothing changed, where they do not fit.
+        """
+        await self._call(partial(self._load_adapter, name, version, state, scaling))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Its requests under way fail."""
+        await self._call(partial(self._unload_adapter, name))
+
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """Log-probability of each token at temperature 1; 0 for the first.
 
         Raises `EngineError` if there are none, or more than `context_tokens`.
         """
+        self._check_adapter(adapter)
         if not 0 < len(token_ids) <= self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
                 f"the engine takes 1 to {self.context_tokens}."
             )
-        sequence, future = self._sequence(Request("", tuple(token_ids), SamplingParams()))
+        sequence, future = self._sequence(Request("", tuple(token_ids), SamplingParams(), adapter=adapter))
         sequence.scores = [0.0]
         self._post(partial(self._core.add, sequence))
         await asyncio.wrap_future(future)
@@ -192,34 +218,42 @@ class LocalEngine:
             self._core.stats = EngineStats()
         return stats
 
-    def _check(self, request: Request) -> None:
-        length, limit = len(request.token_ids), self.context_tokens
-        if not 0 < length < limit:
+    def _check_served(self, request: Request) -> None:
+        if (request.params.stop or request.params.guide) and self._tokenizer is None:
             raise EngineError(
-                f"Episode {request.episode} has a prompt of {length} tokens, "
-                f"but the engine takes 1 to {limit - 1} (context_tokens is {limit}).",
-                "Shorten the history or give the engine a larger context.",
+                "Stop strings and guides need a tokenizer.", "Give the engine one, or use stop_token_ids."
             )
-        if request.params.max_new_tokens < 1:
-            raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
-        if request.params.stop and not self._has_tokenizer:
-            raise EngineError("Stop strings need a tokenizer.", "Give the engine one, or use stop_token_ids.")
-        if not 0 <= min(request.token_ids) <= max(request.token_ids) < self._forward.vocab_size:
-            raise EngineError(
-                f"Episode {request.episode} has token ids outside the model's vocabulary "
-                f"of {self._forward.vocab_size}.",
-                "Use the tokenizer that belongs to the model.",
+        self._check_adapter(request.adapter)
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        if adapter and adapter not in self._forward.adapters.names:
+            known = ", ".join(sorted(self._forward.adapters.names)) or "none"
+            raise EngineError(f"There is no adapter {adapter!r}; loaded: {known}.")
+
+    def _check_room(self, num: int) -> None:
+        limit = self._settings.max_requests
+        if limit and len(self._open) + num > limit:
+            raise EngineBusy(
+                f"The engine has {len(self._open)} requests and takes {limit} at most (max_requests).",
+                "Try again when some are done.",
             )
 
     def _sequence(self, request: Request) -> tuple[core.Sequence, Future[Completion]]:
         """A sequence whose end resolves the future; that may happen on the worker thread."""
         future: Future[Completion] = Future()
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
-        return core.Sequence(request, limit, partial(self._ended, future)), future
+        adapter = self._default if request.adapter is None else request.adapter
+        sequence = core.Sequence(request, limit, partial(self._ended, future), adapter)
+        if request.params.guide is not None and self._tokenizer is not None:
+            self._guides = self._guides or GuideCompiler(self._tokenizer)
+            sequence.guide = self._guides.start(request.params.guide, request.params.stop_token_ids)
+        self._open.add(future)
+        return sequence, future
 
     def _ended(self, future: Future[Completion], sequence: core.Sequence) -> None:
+        self._open.discard(future)
         if sequence.error is None and sequence.scores is None:
-            self._histories[sequence.request.episode] = tuple(sequence.tokens[:-1])
+            self._histories[sequence.request.episode] = (sequence.adapter, tuple(sequence.tokens[:-1]))
         if not future.set_running_or_notify_cancel():
             return
         if sequence.error is not None:
@@ -254,7 +288,9 @@ class LocalEngine:
         while True:
             with self._wake:
                 while not (self._closed or self._commands or (self._core.busy and not self._paused)):
-                    self._wake.wait()
+                    self._wake.wait(self._core.patience)
+                    if self._core.patience == 0:
+                        break
                 commands, self._commands = self._commands, deque()
                 closed = self._closed
             for command in commands:
@@ -262,6 +298,7 @@ class LocalEngine:
             if closed:
                 self._core.fail_all(EngineError("The engine is closed."))
                 return
+            self._core.expire()
             if not self._paused:
                 self._step()
 
@@ -293,7 +330,7 @@ class LocalEngine:
     def _release(self, episode: str) -> None:
         history = self._histories.pop(episode, None)
         if history is not None:
-            self._core.forget(history)
+            self._core.forget(history[1], history[0])
 
     @torch.no_grad()
     def _load(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
@@ -310,8 +347,40 @@ class LocalEngine:
                 )
         for name, tensor in state.items():
             own[name].copy_(tensor)
-        self._core.new_weights(recompute=self._settings.recompute_on_update)
-        self._core.version = version
+        self._core.new_weights(version, recompute=self._settings.recompute_on_update)
+
+    @torch.no_grad()
+    def _load_adapter(
+        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
+    ) -> None:
+        self._forward.adapters.load(name, state, scaling)
+        self._core.new_weights(version, recompute=self._settings.recompute_on_update, adapter=name)
+
+    def _unload_adapter(self, name: str) -> None:
+        for sequence in [*self._core.running, *self._core.waiting]:
+            if sequence.adapter == name:
+                sequence.error = EngineError(f"The adapter {name!r} was unloaded.")
+                self._core.abort(sequence)
+        self._forward.adapters.unload(name)
+        self._core.new_weights(0, recompute=True, adapter=name)
+
+
+def _check(request: Request, limit: int, vocab_size: int) -> None:
+    """Raise EngineError for a request that no engine of this context and vocabulary can serve."""
+    length = len(request.token_ids)
+    if not 0 < length < limit:
+        raise EngineError(
+            f"Episode {request.episode} has a prompt of {length} tokens, "
+            f"but the engine takes 1 to {limit - 1} (context_tokens is {limit}).",
+            "Shorten the history or give the engine a larger context.",
+        )
+    if request.params.max_new_tokens < 1:
+        raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
+        raise EngineError(
+            f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
+            "Use the tokenizer that belongs to the model.",
+        )
 
 
 def _take_threads(threads: int) -> None:

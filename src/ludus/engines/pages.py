@@ -68,7 +68,7 @@ class PageTree:
         self.num_pages = num_pages
         self.num_evicted = 0
         self._free = list(range(num_pages - 1, -1, -1))
-        self._root = Node(-1, (), None, ready=True)
+        self._roots: dict[str, Node] = {}
         self._idle: dict[Node, None] = {}
         self._clock = 0
 
@@ -82,10 +82,14 @@ class PageTree:
         """Pages held by sequences that run."""
         return self.num_pages - self.num_available
 
-    def match(self, tokens: tuple[int, ...]) -> Match:
+    def root(self, adapter: str) -> Node:
+        """Where the prefixes begin that are computed with this adapter."""
+        return self._roots.setdefault(adapter, Node(-1, (), None, ready=True, listed=True))
+
+    def match(self, tokens: tuple[int, ...], adapter: str = "") -> Match:
         """The longest prefix that is there, short of the last token, whose logits are needed."""
         limit = len(tokens) - 1
-        node, at, found = self._root, 0, Match([])
+        node, at, found = self.root(adapter), 0, Match([])
         while at + PAGE <= limit:
             child = node.children.get(tokens[at : at + PAGE])
             if child is None:
@@ -116,17 +120,16 @@ class PageTree:
             node.refs += 1
         return list(path)
 
-    def take(self, path: list[Node], tokens: tuple[int, ...], *, listed: bool) -> Node:
+    def take(self, path: list[Node], tokens: tuple[int, ...], *, listed: bool, adapter: str = "") -> Node:
         """Add a page to a path, found by others under `tokens` if `listed` and nobody has that already.
 
         Raises IndexError if no page is left: reserve before.
         """
         if not self._free:
             self._evict()
-        parent = path[-1] if path else self._root
+        parent = path[-1] if path else self.root(adapter)
         node = Node(self._free.pop(), tokens, parent)
-        attached = parent is self._root or parent.listed
-        if listed and attached and len(parent.tokens) in (0, PAGE) and tokens not in parent.children:
+        if listed and parent.listed and len(parent.tokens) in (0, PAGE) and tokens not in parent.children:
             parent.children[tokens] = node
             node.listed = True
         path.append(node)
@@ -138,8 +141,8 @@ class PageTree:
         If somebody else's page holds the same, a full page of the path is exchanged for that.
         """
         node = path[place]
-        parent = path[place - 1] if place else self._root
-        if not (parent is self._root or parent.listed) or node.children:
+        parent = path[place - 1] if place else node.parent
+        if parent is None or not parent.listed or node.children:
             node.ready = node.ready or node.tokens == tokens
             return
         known = parent.children.get(tokens)
@@ -171,9 +174,9 @@ class PageTree:
             else:
                 self._drop(node)
 
-    def forget(self, tokens: tuple[int, ...]) -> None:
+    def forget(self, tokens: tuple[int, ...], adapter: str = "") -> None:
         """Drop the end of a history that nobody holds and nobody shares: an episode that is over."""
-        node, at = self._root, 0
+        node, at = self.root(adapter), 0
         while at < len(tokens):
             rest = tokens[at : at + PAGE]
             child = node.children.get(rest)
@@ -189,9 +192,10 @@ class PageTree:
             self._drop(node)
             node = above
 
-    def clear(self) -> None:
-        """Let nobody find anything any more; sequences that run keep their pages."""
-        stack = list(self._root.children.values())
+    def clear(self, adapter: str | None = None) -> None:
+        """Let nobody find anything any more (of one adapter, or all); what runs keeps its pages."""
+        roots = list(self._roots) if adapter is None else [adapter]
+        stack = [node for name in roots for node in self.root(name).children.values()]
         while stack:
             node = stack.pop()
             stack.extend(node.children.values())
@@ -200,7 +204,8 @@ class PageTree:
             if node.refs == 0:
                 self._idle.pop(node, None)
                 self._free.append(node.page)
-        self._root.children = {}
+        for name in roots:
+            self.root(name).children = {}
 
     def _evict(self) -> None:
         """Free the least recently used eighth of what nobody holds, leaves first."""

@@ -3,8 +3,9 @@
 Token `t` of an action uses the uniform number counted by (the request's seed, t) and nothing else, so
 what a row draws does not depend on its neighbours, on their number or on its place in the batch.
 
-The recorded log-probability is that of the tempered distribution, before top-k and top-p cut it. A
-greedy row (temperature 0) records the log-probability at temperature 1.
+Two log-probabilities are recorded: of the tempered distribution over the whole vocabulary, and of what is
+left of it after guide, top-k, top-p and min-p, from which is sampled. A greedy row (temperature 0) records
+both at temperature 1, with nothing but the guide cut.
 """
 
 from __future__ import annotations
@@ -51,14 +52,17 @@ class SamplingRules:
     """The sampling parameters of a batch as arrays.
 
     `words` `[B]` uint64; `temperature` `[B, 1]` (1 on greedy rows), `top_k` `[B, 1]` (the vocabulary where
-    there is no limit) and `top_p` `[B, 1]` float64; `greedy` `[B]` bool.
+    there is no limit), `top_p` and `min_p` `[B, 1]` float64; `greedy` and `cut`
+    (by any of the three) `[B]` bool.
     """
 
     words: NDArray[np.uint64]
     temperature: Tensor
     top_k: Tensor
     top_p: Tensor
+    min_p: Tensor
     greedy: Tensor
+    cut: Tensor
     all_greedy: bool
     any_greedy: bool
     any_cut: bool
@@ -67,6 +71,7 @@ class SamplingRules:
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRules:
         greedy = [p.temperature == 0 for p in params]
+        cut = [p.temperature > 0 and (p.top_k > 0 or p.top_p < 1 or p.min_p > 0) for p in params]
 
         def column(values: Sequence[float], dtype: torch.dtype) -> Tensor:
             return torch.tensor(values, dtype=dtype, device=device)[:, None]
@@ -76,10 +81,12 @@ class SamplingRules:
             temperature=column([p.temperature or 1.0 for p in params], torch.float32),
             top_k=column([p.top_k if p.top_k > 0 else vocab_size for p in params], torch.int64),
             top_p=column([p.top_p for p in params], torch.float64),
+            min_p=column([p.min_p for p in params], torch.float64),
             greedy=torch.tensor(greedy, device=device),
+            cut=torch.tensor(cut, device=device),
             all_greedy=all(greedy),
             any_greedy=any(greedy),
-            any_cut=any(p.top_k > 0 or p.top_p < 1 for p in params if p.temperature > 0),
+            any_cut=any(cut),
             any_tempered=any(p.temperature not in (0, 1) for p in params),
         )
 
@@ -91,7 +98,9 @@ class SamplingRules:
             temperature=self.temperature[index],
             top_k=self.top_k[index],
             top_p=self.top_p[index],
+            min_p=self.min_p[index],
             greedy=self.greedy[index],
+            cut=self.cut[index],
             all_greedy=self.all_greedy,
             any_greedy=self.any_greedy,
             any_cut=self.any_cut,
@@ -99,44 +108,70 @@ class SamplingRules:
         )
 
 
-def sample(logits: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) -> tuple[Tensor, Tensor]:
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """Token ids `[B]` int64, and their log-probabilities `[B]` in the plain and in the cut distribution."""
+
+    tokens: Tensor
+    logprobs: Tensor
+    cut_logprobs: Tensor
+
+
+def sample(
+    logits: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64], allowed: Tensor | None = None
+) -> Draw:
     """Draw token number `steps` (one for all, or `[B]`) of each action from `logits` `[B, V]`.
 
-    Returns token ids `[B]` int64 and their log-probabilities `[B]` float32 (float64 for float64 logits). A
-    greedy row takes the largest logit, the lowest id among equals.
+    `allowed` `[B, V]` bool are the tokens that a guide leaves. Log-probabilities are float32 (float64 for
+    float64 logits). A greedy row takes the largest logit, the lowest id among equals.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logprobs = torch.log_softmax(logits / rules.temperature if rules.any_tempered else logits, dim=-1)
-    if rules.all_greedy:
-        tokens = logits.argmax(dim=-1)
-    else:
-        tokens = _draw(logprobs, rules, steps)
-        if rules.any_greedy:
-            tokens = torch.where(rules.greedy, logits.argmax(dim=-1), tokens)
-    return tokens, logprobs.gather(1, tokens[:, None])[:, 0]
-
-
-def _draw(logprobs: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) -> Tensor:
-    """Inverse of the cumulative distribution (float64) at one uniform number per row."""
+    best = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
+    if rules.all_greedy and allowed is None:
+        tokens = best.argmax(dim=-1)
+        plain = _at(logprobs, tokens)
+        return Draw(tokens, plain, plain)
     probs = logprobs.exp()
+    if allowed is not None:
+        probs = probs.masked_fill(~allowed, 0.0)
     if rules.any_cut:
-        probs = _cut(probs, rules)
+        probs = torch.where(rules.cut[:, None], _cut(probs, rules), probs.double())
     cumulative = probs.cumsum(dim=-1, dtype=torch.float64)
+    tokens = _draw(cumulative, rules, steps)
+    if rules.any_greedy:
+        tokens = torch.where(rules.greedy, best.argmax(dim=-1), tokens)
+    plain = _at(logprobs, tokens)
+    if allowed is None and not rules.any_cut:
+        return Draw(tokens, plain, plain)
+    share = _at(probs, tokens).double() / cumulative[:, -1]
+    changed = rules.cut if allowed is None else rules.cut | ~allowed.all(dim=-1)
+    return Draw(tokens, plain, torch.where(changed, share.log().to(plain.dtype), plain))
+
+
+def _at(values: Tensor, tokens: Tensor) -> Tensor:
+    return values.gather(1, tokens[:, None])[:, 0]
+
+
+def _draw(cumulative: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) -> Tensor:
+    """Inverse of the cumulative distribution `[B, V]` (float64) at one uniform number per row."""
     total = cumulative[:, -1:]
-    points = torch.from_numpy(uniforms(rules.words, steps)).to(logprobs.device)[:, None]
+    points = torch.from_numpy(uniforms(rules.words, steps)).to(cumulative.device)[:, None]
     drawn = torch.searchsorted(cumulative, points * total, right=True)
     # Rounding may put a point on the total itself; the last token of positive probability is meant then.
     last = torch.searchsorted(cumulative, total.contiguous(), right=False)
     # Logits that are not finite sort nowhere; their token is any, and its log-probability tells.
-    return torch.minimum(drawn, last)[:, 0].clamp(max=logprobs.shape[1] - 1)
+    return torch.minimum(drawn, last)[:, 0].clamp(max=cumulative.shape[1] - 1)
 
 
 def _cut(probs: Tensor, rules: SamplingRules) -> Tensor:
-    """Keep the `top_k` likeliest tokens, then the fewest of those whose share reaches `top_p`; `[B, V]`."""
+    """Keep the `top_k` likeliest tokens, of those the fewest whose share reaches `top_p`, and of those the
+    ones with at least `min_p` times the probability of the likeliest; `[B, V]` float64."""
     ranked, order = probs.double().sort(dim=-1, descending=True, stable=True)
     rank = torch.arange(probs.shape[1], device=probs.device)
     ranked = ranked.masked_fill(rank >= rules.top_k, 0.0)
     ranked = ranked / ranked.sum(dim=-1, keepdim=True)
     before = ranked.cumsum(dim=-1) - ranked
-    ranked = ranked.masked_fill((before >= rules.top_p) & (rank > 0), 0.0)
+    too_unlikely = (before >= rules.top_p) | (ranked < rules.min_p * ranked[:, :1])
+    ranked = ranked.masked_fill(too_unlikely & (rank > 0), 0.0)
     return torch.zeros_like(ranked).scatter_(1, order, ranked)

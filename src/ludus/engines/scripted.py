@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ludus.engines.base import Request
+from ludus.engines.base import EngineStats, Request
 from ludus.errors import EngineError, UserError
 from ludus.types import Completion
 
@@ -118,9 +118,13 @@ class ScriptedEngine:
         """That of the weights last loaded."""
         return self._digest
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """-1 for each token but the first."""
         return [0.0, *[_LOGPROB] * (len(token_ids) - 1)] if token_ids else []
+
+    def stats(self, *, reset: bool = False) -> EngineStats:
+        """Nothing: a script computes nothing."""
+        return EngineStats()
 
     async def close(self) -> None:
         self.closed = True

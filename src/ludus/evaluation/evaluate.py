@@ -32,6 +32,7 @@ class Conditions:
     tool_parser: str
     top_p: float
     top_k: int
+    min_p: float
     max_turns: int
     max_new_tokens: int
     max_tokens: int
@@ -49,6 +50,7 @@ class Conditions:
             tool_parser=env.tool_parser,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            min_p=rollout.min_p,
             max_turns=rollout.max_turns,
             max_new_tokens=rollout.max_new_tokens,
             max_tokens=rollout.max_tokens,

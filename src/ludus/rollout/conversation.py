@@ -6,14 +6,13 @@ renderer made, and never turns its own text back into ids.
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludus.chat.render import Renderer
-from ludus.engines.base import Engine, Request
+from ludus.engines.base import Engine, Request, seed_for
 from ludus.errors import EngineError
 from ludus.tools.base import Tool
 from ludus.types import Action, Completion, Message, SamplingParams, Segment, StopReason
@@ -42,12 +41,6 @@ class Conversation(Protocol):
     def close(self) -> None:
         """Give back what was kept for this episode."""
         ...
-
-
-def seed_for(*parts: object) -> int:
-    """A 63-bit seed that depends on nothing but its parts."""
-    text = "/".join(map(str, parts))
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass

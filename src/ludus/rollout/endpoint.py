@@ -32,8 +32,9 @@ from ludus.chat.parse import PARSERS, ToolCallParser
 from ludus.chat.parse_draft import Malformed
 from ludus.chat.parse_json import call_of, decode
 from ludus.config.schema import RolloutConfig
+from ludus.engines.base import seed_for
 from ludus.errors import ConfigError, EngineError, UserError
-from ludus.rollout.conversation import Conversation, seed_for
+from ludus.rollout.conversation import Conversation
 from ludus.rollout.scheduler import ConversationFactory, Job
 from ludus.rollout.setup import Play, sampling_params
 from ludus.tools.base import Tool, ToolSchema
@@ -228,6 +229,8 @@ class Endpoint:
             body["tools"] = tools
         if params.top_k > 0:
             body["top_k"] = params.top_k
+        if params.min_p > 0:
+            body["min_p"] = params.min_p
         if params.stop:
             body["stop"] = params.stop
         body |= self.settings.extra

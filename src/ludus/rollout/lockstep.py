@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ludus.engines.base import Engine, Request
+from ludus.engines.base import Engine, EngineStats, Request
 from ludus.errors import EngineError
 from ludus.types import Completion
 
@@ -48,6 +48,10 @@ class LockstepEngine:
         """The inner engine's."""
         return self.inner.batch_invariant
 
+    def stats(self, *, reset: bool = False) -> EngineStats:
+        """The inner engine's."""
+        return self.inner.stats(reset=reset)
+
     def swap(self, leaving: str | None, joining: str | None) -> None:
         """One episode leaves and another takes its place, at once: no round can start in between."""
         if leaving is not None:
@@ -81,9 +85,9 @@ class LockstepEngine:
         """The inner engine's."""
         return await self.inner.fingerprint()
 
-    async def score(self, token_ids: Sequence[int]) -> list[float]:
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """The inner engine's."""
-        return await self.inner.score(token_ids)
+        return await self.inner.score(token_ids, adapter=adapter)
 
     async def close(self) -> None:
         """End the rounds that run, then close the inner engine."""

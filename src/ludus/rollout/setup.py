@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from ludus.chat.render import Renderer
 from ludus.config.schema import RolloutConfig
-from ludus.engines.base import Engine
+from ludus.engines.base import Engine, seed_for
 from ludus.envs.base import World
-from ludus.rollout.conversation import Conversation, EngineConversation, seed_for
+from ludus.rollout.conversation import Conversation, EngineConversation
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.lockstep import LockstepEngine
@@ -31,6 +31,7 @@ def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParam
         temperature=temperature,
         top_p=rollout.top_p,
         top_k=rollout.top_k,
+        min_p=rollout.min_p,
         max_new_tokens=rollout.max_new_tokens,
     )
 

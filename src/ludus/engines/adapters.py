@@ -1,0 +1,164 @@
+"""LoRA adapters side by side on one model, unmerged: each token of a pass has its own, or none.
+
+`y = W x + scaling * B (A x)` (Hu et al., arXiv:2106.09685) is added by hooks on the linear layers, to the
+rows whose request asks for that adapter. The base weights stay as they are: no small update is lost in them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from ludus.errors import SyncError, UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DEFAULT = "default"
+"""The adapter that came with the model."""
+_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+
+
+@dataclass(frozen=True, slots=True)
+class LowRank:
+    """The two factors of one layer: `down` `[rank, in]`, `up` `[out, rank]`."""
+
+    down: Tensor
+    up: Tensor
+    scaling: float
+
+
+class AdapterBank:
+    """The adapters of one model, by name. `model` may be a PEFT model; its adapter is then `DEFAULT`.
+
+    Raises UserError for a PEFT model with anything but LoRA of linear layers.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._layers: dict[str, nn.Linear] = {}
+        self._pairs: dict[str, dict[str, LowRank]] = {}
+        self._active: list[tuple[dict[str, LowRank], Tensor | None]] = []
+        self._hooked: set[str] = set()
+        own = dict(_lora_layers(model))
+        for name, module in model.named_modules():
+            plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
+            if isinstance(module, nn.Linear) and ".lora_" not in name:
+                self._layers[plain] = module
+        if own:
+            self._put(DEFAULT, own)
+            model.disable_adapter_layers()
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The adapters that are there."""
+        return frozenset(self._pairs)
+
+    def load(self, name: str, state: Mapping[str, Tensor], scaling: float) -> None:
+        """Take an adapter, or a new version, by PEFT's names. Raises SyncError where it does not fit."""
+        factors: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in state.items():
+            match = _NAME.fullmatch(key)
+            if match is None or match[1] not in self._layers:
+                raise SyncError(f"The adapter {name} has a tensor for no linear layer of the model: {key}.")
+            factors.setdefault(match[1], {})[match[2]] = tensor
+        pairs = {}
+        for layer, parts in factors.items():
+            module = self._layers[layer]
+            pairs[layer] = _pair(name, layer, parts, module, scaling)
+        if not pairs:
+            raise SyncError(f"The adapter {name} holds no tensors.")
+        self._put(name, pairs)
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter."""
+        self._pairs.pop(name, None)
+
+    def select(self, names: Sequence[str], counts: Sequence[int], total: int, device: torch.device) -> None:
+        """Say for the next pass which runs of tokens, `counts` long, use which adapter ("": none)."""
+        self._active = []
+        used = dict.fromkeys(name for name in names if name)
+        if len(used) == 1 and len(set(names)) == 1:
+            self._active = [(self._pairs[names[0]], None)]
+            return
+        for name in used:
+            mask = torch.zeros(total, 1, dtype=torch.bool)
+            at = 0
+            for other, count in zip(names, counts, strict=True):
+                mask[at : at + count] = other == name
+                at += count
+            self._active.append((self._pairs[name], mask.to(device)))
+
+    def _put(self, name: str, pairs: dict[str, LowRank]) -> None:
+        for layer in pairs:
+            if layer not in self._hooked:
+                self._hooked.add(layer)
+                self._layers[layer].register_forward_hook(_Hook(self, layer))
+        self._pairs[name] = pairs
+
+    def added(self, layer: str, x: Tensor, y: Tensor) -> Tensor:
+        """What the layer gives with the adapters of this pass."""
+        for pairs, mask in self._active:
+            pair = pairs.get(layer)
+            if pair is not None:
+                extra = linear(linear(x, pair.down), pair.up) * pair.scaling
+                y = y + extra if mask is None else torch.where(mask, y + extra, y)
+        return y
+
+
+@dataclass(frozen=True, slots=True)
+class _Hook:
+    bank: AdapterBank
+    layer: str
+
+    def __call__(self, module: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> Tensor:
+        return self.bank.added(self.layer, args[0], output)
+
+
+def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, scaling: float) -> LowRank:
+    shape = tuple(module.weight.shape)
+    if parts.keys() != {"A", "B"}:
+        raise SyncError(f"The adapter {name} lacks a half of {layer}.")
+    down, up = parts["A"], parts["B"]
+    if down.shape[1] != shape[1] or up.shape[0] != shape[0] or down.shape[0] != up.shape[1]:
+        raise SyncError(
+            f"The adapter {name} has {tuple(up.shape)} x {tuple(down.shape)} for {layer}, which is {shape}."
+        )
+    like = module.weight
+    return LowRank(down.detach().to(like, copy=True), up.detach().to(like, copy=True), scaling)
+
+
+def _lora_layers(model: PreTrainedModel) -> Iterator[tuple[str, LowRank]]:
+    """The factors of a PEFT model's own adapter: its tensors, not copies, so that updates reach them."""
+    if not is_peft(model):
+        return
+    from peft.tuners.lora import Linear
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    for name, module in model.named_modules():
+        if not isinstance(module, BaseTunerLayer):
+            continue
+        active = module.active_adapters
+        plain = type(module) is Linear and len(active) == 1 and not module.lora_variant
+        if not plain or name.endswith("lm_head"):
+            raise UserError(
+                f"The embedded engine runs plain LoRA of linear layers, and {name} is adapted otherwise.",
+                "Leave the output layer out of the targets; use neither DoRA nor several active adapters.",
+            )
+        (adapter,) = active
+        yield (
+            name.removeprefix("base_model.model."),
+            LowRank(
+                module.lora_A[adapter].weight, module.lora_B[adapter].weight, float(module.scaling[adapter])
+            ),
+        )
+
+
+def is_peft(model: object) -> bool:
+    """Whether this is a model with adapters, without importing PEFT."""
+    return "PeftModel" in {c.__name__ for c in type(model).__mro__}

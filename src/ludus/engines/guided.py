@@ -1,0 +1,90 @@
+"""Guided sampling: which tokens an action may go on with, to keep to a schema, an expression or a grammar.
+
+The automata are llguidance's (the extra `guided`). A guide changes the distribution that is sampled from:
+the completion's `cut_logprobs` are of what the guide left, its `logprobs` of the model's own distribution.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from ludus.errors import EngineError, UserError
+from ludus.types import Guide
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class GuideState:
+    """How far one action has come in its guide."""
+
+    def __init__(self, matcher: Any, stop_token_ids: tuple[int, ...]) -> None:  # noqa: ANN401 (untyped)
+        self._matcher = matcher
+        self._stops = stop_token_ids
+
+    @property
+    def ended(self) -> bool:
+        """Whether the guide leaves nothing more to say."""
+        return bool(self._matcher.is_stopped())
+
+    def advance(self, token: int) -> None:
+        """Take a sampled token. Raises EngineError for one that the guide does not allow."""
+        if token not in self._stops and not self._matcher.consume_token(token):
+            raise EngineError(f"The guide broke off: {_first_line(self._matcher.get_error())}.")
+
+    def allowed(self, vocab_size: int) -> np.ndarray:
+        """The tokens that may come next, `[vocab_size]` bool; where the action may end, its stop ids too."""
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.unpackbits(words, count=min(vocab_size, 8 * len(words)), bitorder="little").astype(bool)
+        allowed = np.zeros(vocab_size, dtype=bool)
+        allowed[: len(bits)] = bits
+        if self._matcher.is_accepting():
+            allowed[list(self._stops)] = True
+        if not allowed.any():
+            raise EngineError("The guide leaves no token to go on with, and the request has no stop token.")
+        return allowed
+
+
+class GuideCompiler:
+    """Makes the states of guides for one tokenizer. Raises UserError where the extra `guided` is missing."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        if importlib.util.find_spec("llguidance") is None:
+            raise UserError("A guide needs llguidance.", "Install it with: pip install 'ludus[guided]'")
+        import llguidance
+        import llguidance.hf
+
+        self._library = llguidance
+        self._tokenizer = llguidance.hf.from_tokenizer(tokenizer)
+        self._known: dict[Guide, Any] = {}
+
+    def start(self, guide: Guide, stop_token_ids: tuple[int, ...]) -> GuideState:
+        """The state of an action that begins. Raises EngineError for a guide that is none."""
+        if guide not in self._known:
+            self._known[guide] = self._compile(guide)
+        return GuideState(self._known[guide].deep_copy(), stop_token_ids)
+
+    def _compile(self, guide: Guide) -> Any:  # noqa: ANN401 (the library has no types)
+        made = self._library.LLMatcher
+        make = {
+            "json_schema": made.grammar_from_json_schema,
+            "regex": made.grammar_from_regex,
+            "lark": made.grammar_from_lark,
+        }[guide.kind]
+        try:
+            matcher = made(self._tokenizer, make(guide.text))
+            problem = matcher.get_error()
+        except ValueError as error:
+            problem = str(error)
+        if problem:
+            raise EngineError(
+                f"The {guide.kind.replace('_', ' ')} of the guide is wrong: {_first_line(problem)}."
+            )
+        return matcher
+
+
+def _first_line(text: str) -> str:
+    return text.strip().splitlines()[0].rstrip(".") if text.strip() else "no reason given"
