@@ -18,10 +18,11 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from ludus.chat.control import AddedToken, ControlGuard, control_ids, make_guard
+from ludus.chat.guides import GUIDES_EXIST, hermes_guide
 from ludus.chat.parse import PARSERS, ToolCallParser, detect
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolSchema
-from ludus.types import Action, FinishReason, Message, Segment
+from ludus.types import Action, FinishReason, Guide, Message, Segment
 
 _MARK = "zqxMARKxqz"
 _ASK: list[dict[str, str]] = [{"role": "user", "content": "q"}]
@@ -53,6 +54,8 @@ class Tokenizer(Protocol):
         skip_special_tokens: bool = ...,
         clean_up_tokenization_spaces: bool = ...,
     ) -> str: ...
+
+    def get_added_vocab(self) -> dict[str, int]: ...
 
     def apply_chat_template(self, conversation: Sequence[Any], **kwargs: Any) -> Any: ...  # noqa: ANN401
 
@@ -89,6 +92,10 @@ class Renderer(Protocol):
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
         """The tokens that the model should have sampled to say `message` (demonstrations only)."""
+        ...
+
+    def guide(self, tools: Sequence[Tool]) -> Guide:
+        """What an action is like whose calls can all be executed. Raises UserError where there is none."""
         ...
 
 
@@ -167,6 +174,12 @@ class TemplateRenderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """The template's tokens with the generation prompt."""
         return self._encode(self.text(messages, tools, generate=True))
+
+    def guide(self, tools: Sequence[Tool]) -> Guide:
+        """`hermes_guide`. Raises UserError for a template that writes calls in another way."""
+        if self._parse.name != "hermes":
+            raise UserError(f"There are no guided tool calls in the format {self._parse.name}.", GUIDES_EXIST)
+        return hermes_guide([tool.schema for tool in tools], self.tokenizer)
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
         """Read text, thinking and calls of an action."""

@@ -15,11 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ludus.chat.control import ControlGuard, make_guard
+from ludus.chat.guides import GUIDES_EXIST
 from ludus.chat.parse import PARSERS
 from ludus.chat.render import Tokenizer, decode_exactly
 from ludus.errors import ConfigError, UserError
 from ludus.tools.base import Tool
-from ludus.types import Action, FinishReason, Message
+from ludus.types import Action, FinishReason, Guide, Message
 
 _HOW = (
     "Think inside <think> and </think>. To look something up, write <search> query </search>; what is "
@@ -60,6 +61,10 @@ class TagsRenderer:
         how = _HOW if tools else _HOW_WITHOUT_TOOLS
         said = "\n".join(self.guard.message(message)["content"] for message in messages)
         return tuple(self.tokenizer.encode(f"{how}\n{said}\n", add_special_tokens=True))
+
+    def guide(self, tools: Sequence[Tool]) -> Guide:
+        """Raises UserError: the tags hold free text, so that nothing is left to guide."""
+        raise UserError("There are no guided tool calls in the tags of Search-R1.", GUIDES_EXIST)
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
         """The first search or answer after the thinking."""

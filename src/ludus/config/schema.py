@@ -103,6 +103,9 @@ class RolloutConfig(Section):
     top_p: float = Field(1.0, gt=0, le=1)
     top_k: int = Field(0, ge=0)
     min_p: float = Field(0.0, ge=0, le=1)
+    guided_tools: bool = False
+    """Only calls that can be executed are sampled. It changes the distribution that is sampled from, which training does not correct.
+    Needs the `guided` extra and a template with calls in Hermes' format."""
     max_turns: int = Field(6, ge=1)
     """Assistant turns of one episode."""
     max_new_tokens: int = Field(64, ge=1)

@@ -33,6 +33,7 @@ class Conditions:
     top_p: float
     top_k: int
     min_p: float
+    guided_tools: bool
     max_turns: int
     max_new_tokens: int
     max_tokens: int
@@ -51,6 +52,7 @@ class Conditions:
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             min_p=rollout.min_p,
+            guided_tools=rollout.guided_tools,
             max_turns=rollout.max_turns,
             max_new_tokens=rollout.max_new_tokens,
             max_tokens=rollout.max_tokens,

@@ -58,6 +58,7 @@ class EngineConversation:
     max_tokens: int
     episode: str
     seed: int
+    guided: bool = False
     _segments: list[Segment] = field(init=False, default_factory=list)
     _tokens: list[int] = field(init=False, default_factory=list)
     _turn: int = field(init=False, default=0)
@@ -77,6 +78,8 @@ class EngineConversation:
         if len(tokens) >= self._budget:
             return StopReason.PROMPT_TOO_LONG
         self._append(Segment("prompt", tokens))
+        if self.guided:
+            self.params = replace(self.params, guide=self.renderer.guide(tools))
         return None
 
     async def act(self) -> Action | StopReason:

@@ -43,6 +43,8 @@ def engine_scheduler(
     repeatable runs and the engine's bits depend on what is computed together."""
     lockstep = LockstepEngine(engine) if rollout.reproducible and not engine.batch_invariant else None
     params = sampling_params(rollout, play.temperature)
+    if rollout.guided_tools:
+        renderer.guide(())
 
     def converse(job: Job) -> Conversation:
         key = job.key
@@ -53,6 +55,7 @@ def engine_scheduler(
             max_tokens=rollout.max_tokens,
             episode=episode_name(key),
             seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
+            guided=rollout.guided_tools,
         )
 
     return scheduler(world, converse, rollout, ledger, lockstep)
