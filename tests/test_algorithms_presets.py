@@ -91,7 +91,6 @@ def test_a_setting_that_is_off_or_zero_overrides_the_preset():
         ("aggregation", "token-mean", "token_mean"),
         ("kl", "k3k2grad", "k3_k2grad"),
         ("correction", "TIS", "tis"),
-        ("loss", "", ""),
     ],
 )
 def test_an_unknown_name_is_refused_with_the_nearest(key, value, nearest):
@@ -99,6 +98,11 @@ def test_an_unknown_name_is_refused_with_the_nearest(key, value, nearest):
     assert f"algorithm.{key} = {value!r}" in error.message
     assert "Did you mean" in error.hint
     assert nearest in error.hint.split("?")[0]
+
+
+def test_a_name_like_no_other_gets_the_list_and_no_guess():
+    for value in ("", "banana"):
+        assert refused(loss=value).hint.startswith("There are: ppo_clip")
 
 
 @pytest.mark.parametrize(

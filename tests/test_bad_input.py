@@ -14,6 +14,7 @@ from ludus.config.schema import ScratchConfig
 from ludus.engines.loading import build_tiny, load_tokenizer, save_model
 from ludus.training.session import model_path
 from small_runs import config, words
+from tiny_run import WORLD
 
 
 def refused(capsys, *arguments: str) -> str:
@@ -131,4 +132,55 @@ def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own
     assert "the shop is closed" in said
     assert Path(tmp_path / "r" / "log.txt").read_text().rstrip().endswith("the shop is closed") or (
         "the shop is closed" in Path(tmp_path / "r" / "log.txt").read_text().splitlines()[-1]
+    )
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "expected"),
+    [
+        (
+            "def look(item: str)",
+            "def look(item)",
+            "line {look}: TypeError: tool look: parameter 'item' needs a",
+        ),
+        ("def look(item: str) -> str:", "def look(item: str) -> str", "line {look}: expected ':'."),
+        (
+            "    weight = settings",
+            "    weight = 1 / 0\n    weight = settings",
+            "ZeroDivisionError: division by zero",
+        ),
+        ('f"{split}:{name}"', 'f"{split}"', "Two tasks of the split 'test' share the id 'test'."),
+        (
+            'Task(\n        f"{split}:{name}"',
+            'Task(\n        name[0] if split == "train" else name',
+            "'train' share",
+        ),
+    ],
+)
+def test_a_world_file_with_a_mistake_is_one_sentence(tmp_path, capsys, old, new, expected):
+    source = WORLD.read_text().replace(old, new)
+    assert source != WORLD.read_text()
+    world = tmp_path / "mine.py"
+    world.write_text(source)
+    number = next(i for i, line in enumerate(source.splitlines(), start=1) if "def look" in line)
+    cold = model_path(config(tmp_path / "x"))
+    words = ["--env.name", str(world), "--run.folder", str(tmp_path / "r"), "--evaluation.tasks", "4"]
+    words += ["--model.path", cold, "--evaluation.tasks_during", "4", "--training.tasks_per_step", "4"]
+    words += ["--evaluation.splits", '["test"]']
+    said = refused(capsys, "train", "search", *words)
+    assert any(expected.replace("{look}", str(n)) in said for n in (number, number - 1))
+    assert not (tmp_path / "r").exists()
+
+
+def test_a_model_that_cannot_be_found_is_told_without_jargon(capsys, monkeypatch):
+    from huggingface_hub import HfApi
+
+    def offline(*arguments, **options):
+        raise OSError("[Errno -2] Name or service not known")
+
+    monkeypatch.setattr(HfApi, "model_info", offline)
+    said = refused(capsys, "train", "search", "--model", "nobody/none")
+    assert said == (
+        "ludus: There is no folder 'nobody/none' here, and the model hub cannot be reached: "
+        "Name or service not known. Check the spelling of the folder, or the network.\n"
     )

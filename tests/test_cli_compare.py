@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, save_evaluation
-from ludus.evaluation.stats import mcnemar
+from ludus.evaluation.stats import mcnemar, wilson
 from tiny_run import ludus, refused
 
 CONDITIONS = Conditions("w", "{}", "chat", "auto", 1.0, 0, 6, 64, 640, 3, 2000)
@@ -61,6 +61,9 @@ def test_folders_are_paired_by_their_newest_own_evaluations(tmp_path):
     saved(b, [1, 1, 1, 1], step=5, temperature=1.0)
     greedy, warm = row(ludus("compare", tmp_path / "a", tmp_path / "b"))
     assert greedy[1:5] == ["greedy", "4", "50.0%", "75.0%"]
+    said = ludus("compare", tmp_path / "a", tmp_path / "b").out
+    assert "paired: step-000010-test-greedy of A with step-000005-test-greedy of B" in said
+    assert "paired: step-000010-test-t1 of A with step-000005-test-t1 of B" in said
     assert warm[1:5] == ["temperature 1", "4", "75.0%", "100.0%"]
 
 
@@ -84,8 +87,9 @@ def test_the_evaluations_of_a_run_can_be_compared(tiny_run):
         ("a.json", "other.json", "the two runs differ in 4 tasks, for example 't0'"),
         ("one.json", "one_too.json", "One task says nothing"),
         ("a.json", "a.json", "A and B are both"),
-        ("a.json", "empty", "A is a folder and B a file"),
-        ("a.json", "none.json", "is not an evaluation"),
+        ("a.json", "empty", "a.json is a file, and "),
+        ("a.json", "none.json", "none.json. Check the path"),
+        ("nowhere", "a.json", "There is no evaluation and no run at"),
         ("a.json", "words.json", "is not an evaluation"),
         ("empty", "runs", "There are no evaluations in"),
         ("runs", "others", "no evaluation in common"),
@@ -104,3 +108,9 @@ def test_what_cannot_be_compared_is_refused(tmp_path, a, b, expected):
     saved(tmp_path / "runs" / "evaluations", [0, 1])
     saved(tmp_path / "others" / "evaluations", [0, 1], temperature=1.0)
     assert expected in refused("compare", tmp_path / a, tmp_path / b)
+
+
+def test_where_no_task_differs_the_interval_is_not_of_width_zero(tmp_path):
+    a, b = saved(tmp_path / "a", [0] * 50), saved(tmp_path / "b", [0] * 50)
+    high = wilson(0, 50).high
+    assert row(ludus("compare", a, b))[0][5] == f"+0.0% [{-high:+.1%}, {high:+.1%}]"

@@ -2,8 +2,9 @@
 
 import tomllib
 
-from ludus.algorithms.presets import resolve
-from ludus.config import config_from_toml, list_settings, load_config
+from ludus.algorithms.presets import PRESETS, resolve
+from ludus.config import config_from_toml, describe, list_settings, load_config
+from ludus.diagnostics.trackers import TRACKERS
 from ludus.recipes import list_recipes
 from tiny_run import ludus, refused
 
@@ -55,7 +56,21 @@ def test_keys_of_one_section():
     assert all(line.startswith(("model.scratch.", "    ")) for line in lines)
     assert len(lines) > 5
     assert "There is no section 'modl'" in refused("config", "--keys", "modl")
-    assert "takes no recipe" in refused("config", "search", "--keys")
+
+
+def test_keys_of_a_recipe_show_its_values_beside_the_defaults():
+    lines = ludus("config", "search", "--keys", "--training.tasks_per_step", "5").out.splitlines()
+    assert "training.tasks_per_step = 5   # a whole number, at least 1; the default is 12" in lines
+    assert "evaluation.samples = 1   # a whole number, at least 1" in lines
+    adapters = ludus("config", "--keys", "model", "--model.lora.rank", "4").out
+    assert "model.lora.rank = 4   # a whole number, at least 1; the default is 16" in adapters
+
+
+def test_every_setting_is_explained_and_the_help_says_where():
+    assert [setting.key for setting in list_settings() if not setting.doc] == []
+    assert all(name in describe("algorithm.preset").doc for name in PRESETS)
+    assert all(name in describe("run.trackers").doc for name in TRACKERS)
+    assert "ludus config search --keys" in ludus("config", "--help").out
 
 
 def test_a_run_folder_gives_its_own_configuration(tiny_run):

@@ -4,11 +4,14 @@ import gzip
 import json
 import subprocess
 import sys
+import warnings
 
 import pytest
+import torch
 
 from chat_server import Reply, error, say, serving
 from ludus.config import load_config
+from ludus.engines.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.evaluation.stats import pass_at_k, pass_hat_k
 from ludus.rollout.store import read_rollouts
@@ -169,10 +172,15 @@ def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline
         (("TINY", "--endpoint", "ftp://h", "--model", "m"), "is no web address"),
         (("TINY", "--endpoint", "http://h", "--model", "m", "--env.rendering", "tags"), "env.rendering"),
         (("TINY", "--model", "./nope"), "./nope"),
+        (("TINY", "--model", "RUN"), "is a run folder, not a model. Give its newest checkpoint: "),
+        (("TINY", "--model", "RUN"), "/checkpoints/step-000002\n"),
         (("--run", "RUN", "--baseline", "none"), "keeps its tools"),
         (("--run", "RUN", "--evaluation.splits", '["tset"]'), "no split 'tset'"),
         (("--run", "RUN", "--evaluation.splits", "[]"), "nothing to evaluate"),
-        (("--run", "RUN", "--evaluation.tasks", "9"), "has 8 tasks, and 9 are asked for"),
+        (
+            ("--run", "RUN", "--evaluation.tasks", "9"),
+            "has 8 tasks, and 9 are asked for. Tasks by split: train 12, validation 4, test 8.",
+        ),
         (("--run", "RUN", "--out", "full"), "exists and is not empty"),
     ],
 )
@@ -230,3 +238,56 @@ def test_who_evaluates_an_endpoint_needs_no_torch(tmp_path):
         command = [sys.executable, "-c", program, *map(str, words)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.stdout.splitlines()[-1] == "False 0", done
+
+
+def test_the_first_line_says_what_is_measured(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    words = ("--evaluation.tasks", "5", "--evaluation.splits", '["test"]')
+    assert ludus("eval", "--run", run, *words).out.splitlines()[0] == (
+        f"Evaluating step 2 of {run} in the world prices: split test; 5 tasks a split, 1 attempts a task; "
+        "greedy and temperature 1."
+    )
+
+
+def test_another_number_of_tasks_is_in_the_name(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    before = contents(run / "evaluations")
+    words = ("--evaluation.tasks", "5", "--evaluation.temperatures", "[0.0]")
+    assert "step-000002-test-greedy-5-tasks: saved." in ludus("eval", "--run", run, *words).out
+    assert "step-000002-test-greedy-5-tasks: reproduces" in ludus("eval", "--run", run, *words).out
+    after = contents(run / "evaluations")
+    assert {name: after[name] for name in before} == before
+    assert len(load_evaluation(run / "evaluations" / "step-000002-test-greedy-5-tasks.json").task_ids) == 5
+
+
+def test_several_attempts_at_one_task_say_nothing_about_others(tiny_run, tmp_path):
+    words = ("--evaluation.tasks", "1", "--evaluation.samples", "2", "--evaluation.temperatures", "[0.0]")
+    said = ludus("eval", "--run", copy_run(tiny_run, tmp_path), *words)
+    assert said.code == 0, said
+    assert "[0.0%, 100.0%]" in said.out
+
+
+def test_a_checkpoint_of_adapters_is_base_and_adapters(tiny_run, tmp_path):
+    pytest.importorskip("peft")
+    recipe, base = make_recipe(tmp_path), tiny_run / "checkpoints" / "step-000002"
+    one = ("--training.steps", "1", "--training.learning_rate", "0.05", "--evaluation.temperatures", "[0.0]")
+    words = ("--model", base, "--model.lora.rank", "4", "--run.folder", tmp_path / "run", *one)
+    with warnings.catch_warnings(record=True) as caught:
+        assert ludus("train", recipe, *words).code == 0
+    assert [str(w.message) for w in caught if w.category is FutureWarning] == []
+    adapters = tmp_path / "run" / "checkpoints" / "step-000001"
+    model, untrained = load_model(str(adapters), device="cpu"), load_model(str(base), device="cpu")
+    assert model.state_dict().keys() == untrained.state_dict().keys()
+    moved = [n for n, p in model.named_parameters() if not torch.equal(p, untrained.get_parameter(n))]
+    assert moved
+    assert all("proj" in name for name in moved)
+    again = ("--model", adapters, "--run.folder", tmp_path / "again", *one)
+    assert ludus("train", recipe, *again).code == 0
+    shelf = "evaluations/step-00000{}-test-greedy.json"
+    before = load_evaluation(tmp_path / "again" / shelf.format(0))
+    assert before.successes == load_evaluation(tmp_path / "run" / shelf.format(1)).successes
+    named = adapters / "adapter_config.json"
+    named.write_text(named.read_text().replace(str(base), "/no/base"))
+    said = refused("train", recipe, "--model", adapters, "--run.folder", tmp_path / "third")
+    assert "holds adapters only" in said
+    assert "'/no/base'" in said

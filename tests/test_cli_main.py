@@ -116,9 +116,15 @@ def test_bad_input_is_one_sentence(words, expected, tmp_path, monkeypatch):
 
 
 def test_an_unknown_command_names_those_there_are():
-    said = ludus("trian")
-    assert said.code == 2
-    assert "train" in said.err
+    assert "There is no command 'trian'. Did you mean `ludus train`? " in refused("trian")
+    assert "Did you mean" not in refused("banana")
+    assert "eval" in refused("--training.steps", "3", "banana")
+
+
+def test_without_a_command_the_help_is_printed():
+    said = ludus()
+    assert (said.code, said.err) == (0, "")
+    assert said.out == ludus("--help").out
 
 
 def test_a_recipe_of_ones_own_is_a_file(tmp_path):

@@ -6,12 +6,13 @@ from dataclasses import replace
 import pytest
 
 from ludus.cli.curves import find_curves, sparkline
+from ludus.cli.transcripts import marked_messages
 from ludus.cli.words import alarm_words, ledger_words, loss_words
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.store import read_rollouts, rollouts_path, write_rollouts
-from ludus.types import Failure, StopReason
+from ludus.types import Failure, StopReason, Trajectory
 from tiny_run import WORLD, copy_run, ludus, refused
 
 
@@ -300,3 +301,9 @@ def test_bad_input_is_one_sentence(words, expected, tiny_run, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty").mkdir()
     assert expected in refused("show", *(tiny_run if word == "RUN" else word for word in words))
+
+
+def test_an_action_without_words_is_shown_as_nothing():
+    messages = ({"role": "user", "content": "q"}, {"role": "assistant", "content": ""})
+    silent = Trajectory("t", 0, (), messages, StopReason.EMPTY_ANSWER)
+    assert list(marked_messages(silent)) == [("prompt", "q"), ("action", "(nothing)")]

@@ -149,6 +149,8 @@ def test_a_key_like_no_other_gets_the_names_of_its_section():
     (line,) = refusal("--env.num_docs", "3")
     assert "env.rendering" in line
     assert "go under env.settings" in line
+    for far in ("model.rope_theta", "eval.n", "training.precision"):
+        assert "the nearest" not in refusal(f"--{far}", "3")[0]
     (line,) = refusal("--zzz", "3")
     assert "the sections are model, env, rollout" in line
 
@@ -181,6 +183,8 @@ def test_every_key_of_an_unknown_section_is_named(tmp_path):
         ("algorithm.std_ddof", "2", "one of 0, 1 or none"),
         ("run.trackers", '"jsonl"', 'a list of text such as ["a", "b"]'),
         ("run.trackers", "[1]", 'a list of text such as ["a", "b"]'),
+        ("evaluation.temperatures", '[0.5, "x"]', "a list of numbers such as [0.0, 1.0]"),
+        ("evaluation.temperatures", '"warm"', "a list of numbers such as [0.0, 1.0]"),
         ("model.lora", "3", "a table or none"),
     ],
 )

@@ -121,7 +121,7 @@ def test_the_same_seed_gives_the_same_bytes(finished, tmp_path):
 def test_who_watches_a_run_hears_what_it_is_doing(tmp_path):
     phases = run(tmp_path / "run", training__steps="2").phases
     about = [name for name in phases if name.startswith("step 2")]
-    assert about[:2] == ["step 2: rollout", "step 2: learning"]
+    assert about[:2] == ["step 2: episodes", "step 2: learning"]
 
 
 def test_another_seed_gives_other_rollouts(finished, tmp_path):

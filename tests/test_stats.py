@@ -229,3 +229,14 @@ def test_t_interval_covers_the_true_mean_with_three_seeds():
     draws = np.random.default_rng(7).normal(loc=0.3, scale=0.05, size=(1000, 3))
     covered = sum(0.3 in t_interval(row.tolist()).interval for row in draws)
     assert 0.93 < covered / 1000 < 0.97
+
+
+def test_values_that_are_all_the_same_do_not_give_a_width_of_zero():
+    none, every = (bootstrap_mean([value] * 40, seed=0).interval for value in (0.0, 1.0))
+    assert (none.low, none.high) == pytest.approx((0, wilson(0, 40).high))
+    assert (every.low, every.high) == pytest.approx((wilson(40, 40).low, 1))
+    half = bootstrap_mean([0.5] * 40, seed=0).interval
+    assert (half.low, half.high) == pytest.approx((0.5 - none.high / 2, 0.5 + none.high / 2))
+    tasks = [str(i) for i in range(40)]
+    gained = paired_difference(dict.fromkeys(tasks, 1.0), dict.fromkeys(tasks, 0.0), seed=0).interval
+    assert (gained.low, gained.high) == pytest.approx((1 - 2 * none.high, 1))

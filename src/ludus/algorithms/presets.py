@@ -162,7 +162,6 @@ def _check_name(key: str, value: str, names: Iterable[str]) -> None:
     known = list(names)
     if value in known:
         return
-    near = difflib.get_close_matches(value, known, n=1, cutoff=0.0)[0]
-    raise ConfigError(
-        f"algorithm.{key} = {value!r} is not known.", f"Did you mean {near!r}? There are: {', '.join(known)}."
-    )
+    near = difflib.get_close_matches(value.lower(), known, n=1, cutoff=0.5)
+    guess = f"Did you mean {near[0]!r}? " if near else ""
+    raise ConfigError(f"algorithm.{key} = {value!r} is not known.", f"{guess}There are: {', '.join(known)}.")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,16 @@ if TYPE_CHECKING:
     from ludus.evaluation.evaluate import Evaluation
     from ludus.evaluation.stats import PairedDifference
 
-Pair = tuple["Evaluation", "Evaluation"]
+
+@dataclass(frozen=True)
+class Stored:
+    """An evaluation and the name of its file."""
+
+    name: str
+    result: Evaluation
+
+
+Pair = tuple[Stored, Stored]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -37,27 +46,35 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     no_settings(overrides, "compare")
     pairs = find_pairs(args.a, args.b)
-    differences = [compare(a, b) for a, b in pairs]
+    differences = [compare(a.result, b.result) for a, b in pairs]
     console = make_console()
     say(console, f"A: {args.a}\nB: {args.b}")
+    for a, b in pairs:
+        say(console, f"paired: {a.name} of A with {b.name} of B")
     console.print(comparison_table(pairs, differences))
-    for text in dict.fromkeys(text for pair in pairs for text in odd_conditions(*pair)):
+    for text in dict.fromkeys(
+        text for pair in pairs for text in odd_conditions(pair[0].result, pair[1].result)
+    ):
         say(console, f"note: {text}", "yellow")
     return 0
 
 
 def find_pairs(a: Path, b: Path) -> list[Pair]:
     """The evaluations that belong together. Raises UserError where there are none."""
-    from ludus.evaluation.evaluate import load_evaluation
-
+    for path in (a, b):
+        if not path.exists():
+            raise UserError(
+                f"There is no evaluation and no run at {path}.", "Check the path; runs lie under runs/."
+            )
     if a.resolve() == b.resolve():
         raise UserError(
             f"A and B are both {a}.", "Name two folders, or two files of one folder's evaluations/."
         )
     if a.is_dir() != b.is_dir():
-        raise UserError("A is a folder and B a file, or the other way round.", "Give two of a kind.")
+        kinds = ("a folder", "a file") if a.is_dir() else ("a file", "a folder")
+        raise UserError(f"{a} is {kinds[0]}, and {b} is {kinds[1]}.", "Give two of a kind.")
     if not a.is_dir():
-        return [(load_evaluation(a), load_evaluation(b))]
+        return [(_load(a), _load(b))]
     in_a, in_b = newest_evaluations(a), newest_evaluations(b)
     pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
     if not pairs:
@@ -72,20 +89,24 @@ Key = tuple[str, float, int, int]
 """Split, temperature, attempts and number of tasks."""
 
 
-def newest_evaluations(folder: Path) -> dict[Key, Evaluation]:
-    """The evaluations of a folder: of each kind the run's own before others, then the newest."""
+def _load(path: Path) -> Stored:
     from ludus.evaluation.evaluate import load_evaluation
 
+    return Stored(path.stem, load_evaluation(path))
+
+
+def newest_evaluations(folder: Path) -> dict[Key, Stored]:
+    """The evaluations of a folder: of each kind the run's own before others, then the newest."""
     shelf = folder / "evaluations"
     files = sorted(shelf.glob("*.json")) or sorted(folder.glob("step-*.json"))
     if not files:
         raise UserError(f"There are no evaluations in {folder}.", f"Make some: ludus eval --run {folder}")
-    found: dict[Key, Evaluation] = {}
-    for evaluation in map(load_evaluation, files):
-        plan = evaluation.plan
+    found: dict[Key, Stored] = {}
+    for stored in map(_load, files):
+        plan = stored.result.plan
         key = (plan.split, plan.temperature, plan.samples, plan.num_tasks)
-        if key not in found or _rank(evaluation) >= _rank(found[key]):
-            found[key] = evaluation
+        if key not in found or _rank(stored.result) >= _rank(found[key].result):
+            found[key] = stored
     return found
 
 
@@ -93,7 +114,7 @@ def _rank(evaluation: Evaluation) -> tuple[bool, int]:
     return not evaluation.plan.policy, evaluation.plan.step
 
 
-def _listing(found: dict[Key, Evaluation]) -> str:
+def _listing(found: dict[Key, Stored]) -> str:
     return ", ".join(f"{split} at {temperature:g} x{samples}" for split, temperature, samples, _ in found)
 
 
@@ -138,16 +159,16 @@ def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifferen
     from ludus.cli.tables import how_sampled
 
     table = Table(title="Success by task, paired, with a 95 % interval of the difference")
-    for column in ("tasks", "sampling", "number", "A", "B", "B - A", "only A", "only B", "p (McNemar)"):
+    for column in ("split", "sampling", "tasks", "A", "B", "B - A", "only A", "only B", "p (McNemar)"):
         table.add_column(column)
     for (a, b), found in zip(pairs, differences, strict=True):
         low, high = found.interval.low, found.interval.high
         table.add_row(
-            a.plan.split,
-            how_sampled(a.plan),
+            a.result.plan.split,
+            how_sampled(a.result.plan),
             str(found.num_tasks),
-            f"{a.rate:.1%}",
-            f"{b.rate:.1%}",
+            f"{a.result.rate:.1%}",
+            f"{b.result.rate:.1%}",
             f"{found.difference:+.1%} [{low:+.1%}, {high:+.1%}]",
             _count(found.only_b),
             _count(found.only_a),

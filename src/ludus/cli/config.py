@@ -7,6 +7,7 @@ a recipe of your own. At its end stands, as comments, what the algorithm's prese
     ludus config search --algorithm.preset dapo
     ludus config --keys                 every setting, with its type, default and meaning
     ludus config --keys training        those of one section
+    ludus config search --keys          every setting, with its value in this recipe
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import Setting, is_section, list_settings, suggestion
 from ludus.config.toml import to_toml, toml_value
-from ludus.errors import ConfigError, UserError
+from ludus.errors import ConfigError
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -32,16 +33,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="SECTION",
-        help="list all settings, with their meaning",
+        help="list every setting (or those of SECTION) with type, default and meaning",
     )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print configuration or settings."""
     if args.keys is not None:
-        if args.recipe or overrides:
-            raise UserError("--keys lists settings and takes no recipe.", "Leave the recipe out.")
-        print("\n".join(key_lines(args.keys)))
+        print("\n".join(key_lines(args.keys, load_config(source(args.recipe), overrides))))
         return 0
     config = load_config(source(args.recipe), overrides)
     algorithm = resolve(config.algorithm)
@@ -63,26 +62,40 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
     for name, value in asdict(algorithm).items():
         if name not in ("name", "source"):
             origin = "set" if name in chosen else "from the preset"
-            yield f"#   {name} = {default_text(value)}   ({origin})"
+            yield f"#   {name} = {value_text(value)}   ({origin})"
 
 
-def key_lines(section: str) -> Iterator[str]:
-    """Every setting of a section (empty: of all), with type, default and meaning."""
+def key_lines(section: str, config: Config) -> Iterator[str]:
+    """Every setting of a section (empty: of all), with value, type, default and meaning."""
     if section and not is_section(section):
         raise ConfigError(f"There is no section {section!r}.", f"{suggestion(section)}.".capitalize())
     for setting in list_settings():
         if not section or setting.key.startswith(f"{section}."):
-            yield from setting_lines(setting)
+            yield from setting_lines(setting, value_of(setting, config))
 
 
-def setting_lines(setting: Setting) -> Iterator[str]:
-    """One setting: key, default, type and bounds on a line, its meaning below."""
+def value_of(setting: Setting, config: Config) -> object:
+    """A setting's value; the default in a section that is none."""
+    value: object = config.model_dump()
+    for name in setting.key.split("."):
+        if not isinstance(value, dict):
+            return setting.default
+        value = value[name]
+    return value
+
+
+def setting_lines(setting: Setting, value: object) -> Iterator[str]:
+    """One setting: key, value, type, bounds, default (where it is another) on a line, meaning below."""
     limits = f", {setting.bounds}" if setting.bounds else ""
     why = f" ({setting.why})" if setting.why else ""
-    yield f"{setting.key} = {default_text(setting.default)}   # {setting.type_text}{limits}{why}"
+    shown, default = value_text(value), value_text(setting.default)
+    other = f"; the default is {default}" if shown != default else ""
+    yield f"{setting.key} = {shown}   # {setting.type_text}{limits}{why}{other}"
     yield from (f"    {line}" for line in setting.doc.splitlines())
 
 
-def default_text(value: object) -> str:
-    """A default as TOML, none where it is None."""
+def value_text(value: object) -> str:
+    """A value as TOML, none where it is None."""
+    if isinstance(value, dict):
+        value = {name: inner for name, inner in value.items() if inner is not None}
     return "none" if value is None else toml_value(value)

@@ -175,7 +175,7 @@ def plain_trackers(config: Config) -> Config:
 def comparison_table(comparisons: Sequence[Comparison]) -> Table:
     """Held-out success before and after training, with 95 % intervals."""
     table = Table(title="Held-out success, with 95 % intervals")
-    for column in ("tasks", "sampling", "number", "before training", "after training"):
+    for column in ("split", "sampling", "tasks", "before training", "after training"):
         table.add_column(column)
     for pair in comparisons:
         plan = pair.after.plan

@@ -108,16 +108,12 @@ def job_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
 def check_world(config: Config, baseline: str | None) -> World:
     """The world. Raises UserError for a baseline that the world does not have, and too few tasks."""
     from ludus.envs.registry import build_world
+    from ludus.evaluation.evaluate import check_size
 
     world = build_world(config.env, config.rollout)
     for split in config.evaluation.splits:
-        tasks = world.tasks(split)
-        if len(tasks) < config.evaluation.tasks:
-            raise UserError(
-                f"The split {split!r} has {len(tasks)} tasks, and {config.evaluation.tasks} are asked for.",
-                f"Write --evaluation.tasks {len(tasks)}.",
-            )
-        if baseline and world.environment(tasks[0]).tools:
+        check_size(world, split, config.evaluation.tasks)
+        if baseline and world.environment(world.tasks(split)[0]).tools:
             raise UserError(
                 f"The world {world.name!r} keeps its tools with env.settings.access = {baseline!r}.",
                 "--baseline is for worlds with that setting, as `search` is.",
@@ -142,6 +138,7 @@ async def _evaluate(
     """Play all plans and keep each as it ends."""
     from ludus.cli.keep import keep
     from ludus.cli.tables import Played
+    from ludus.cli.terminal import say
     from ludus.evaluation.evaluate import plans
 
     label = f"baseline-{args.baseline}" if args.baseline else ""
@@ -149,6 +146,7 @@ async def _evaluate(
     player = await make_player(args, config, world)
     try:
         folder = result_folder(args, config)
+        say(console, what_is_measured(args, config, player))
         for plan in plans(config, player.step, policy_name(args)):
             result, episodes = await play(player, plan, console)
             kept.append(keep(folder.evaluations, result, episodes, label))
@@ -156,6 +154,21 @@ async def _evaluate(
     finally:
         await player.close()
     return played, kept
+
+
+def what_is_measured(args: argparse.Namespace, config: Config, player: Player) -> str:
+    """Who plays, on which tasks of which splits, and how actions are sampled, on one line."""
+    from ludus.cli.tables import sampling
+
+    who = f"step {player.step} of {args.run}" if args.run is not None else policy_name(args)
+    if args.run is not None and args.baseline:
+        who += f", baseline {args.baseline}"
+    settings = config.evaluation
+    how = " and ".join(sampling(temperature) for temperature in settings.temperatures)
+    return (
+        f"Evaluating {who} in the world {player.world.name}: split {', '.join(settings.splits)}; "
+        f"{settings.tasks} tasks a split, {settings.samples} attempts a task; {how}."
+    )
 
 
 async def make_player(args: argparse.Namespace, config: Config, world: World) -> Player:
@@ -207,7 +220,7 @@ async def play(player: Player, plan: EvaluationPlan, console: Console) -> tuple[
 
     scheduler = player.scheduler(Play("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:
-        name = f"{plan.split}, {how_sampled(plan)}"
+        name = f"episodes of {plan.split}, {how_sampled(plan)}"
         task = progress.add_task(name, total=plan.num_tasks * plan.samples, numbers="")
         tasks = player.world.tasks(plan.split)
         return await evaluate(scheduler, tasks, plan, lambda _: progress.advance(task))

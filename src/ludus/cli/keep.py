@@ -29,8 +29,14 @@ class Kept:
 
 
 def keep(folder: Path, result: Evaluation, episodes: Sequence[Episode], label: str = "") -> Kept:
-    """Save an evaluation as PLAN, PLAN-LABEL or, where that is taken, with the next free number."""
+    """Save an evaluation as PLAN, PLAN-LABEL or, where that is taken, with the next free number.
+
+    Where what has the name is of another number of tasks, the name says this one's: PLAN-200-tasks.
+    """
     base = "-".join(filter(None, [result.plan.name, label]))
+    first = folder / f"{base}.json"
+    if first.exists() and load_evaluation(first).plan.num_tasks != result.plan.num_tasks:
+        base += f"-{result.plan.num_tasks}-tasks"
     earlier, note = None, ""
     for number in count(1):
         name = base if number == 1 else f"{base}-{number}"

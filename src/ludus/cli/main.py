@@ -8,6 +8,7 @@ once it runs.
 from __future__ import annotations
 
 import argparse
+import difflib
 import importlib
 import logging
 import os
@@ -17,7 +18,7 @@ from dataclasses import dataclass
 
 from ludus import __version__
 from ludus.cli.arguments import split_settings
-from ludus.errors import LudusError
+from ludus.errors import LudusError, UserError
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,17 +77,31 @@ def _dispatch(argv: list[str]) -> int:
     )
     parser.add_argument("--version", action="version", version=f"ludus {__version__}")
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    chosen = next((word for word in argv if not word.startswith("-")), "")
+    words, settings = split_settings(argv)
+    chosen = _chosen(words)
     for command in COMMANDS:
         if command.name == chosen:
             _add_command(subparsers, command)
         else:
             subparsers.add_parser(command.name, help=command.summary)
-    words, settings = split_settings(argv)
+    if not argv:
+        parser.print_help()
+        return 0
     args, unknown = parser.parse_known_args(words)
     module = next(command.module for command in COMMANDS if command.name == args.command)
     code: int = importlib.import_module(f"ludus.cli.{module}").run(args, [*settings, *unknown])
     return code
+
+
+def _chosen(words: Sequence[str]) -> str:
+    """The first word that is no option; empty without one. Raises UserError where it is no command."""
+    names = [command.name for command in COMMANDS]
+    chosen = next((word for word in words if not word.startswith("-")), "")
+    if chosen and chosen not in names:
+        near = difflib.get_close_matches(chosen, names, n=1, cutoff=0.5)
+        guess = f"Did you mean `ludus {near[0]}`? " if near else ""
+        raise UserError(f"There is no command {chosen!r}.", f"{guess}Commands: {', '.join(names)}.")
+    return chosen
 
 
 def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> None:

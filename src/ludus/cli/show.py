@@ -127,7 +127,7 @@ def print_evaluations(folder: RunFolder, console: Console) -> None:
     if not files:
         return
     table = Table(title="Evaluations, with 95 % intervals")
-    for column in ("name", "step", "tasks", "sampling", "number", "success"):
+    for column in ("name", "step", "split", "sampling", "tasks", "success"):
         table.add_column(column)
     for file in files:
         result = load_evaluation(file)

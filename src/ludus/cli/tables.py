@@ -27,9 +27,14 @@ class Played:
         return f"{plan.split}, {how_sampled(plan)}"
 
 
+def sampling(temperature: float) -> str:
+    """The temperature in words."""
+    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
+
+
 def how_sampled(plan: EvaluationPlan) -> str:
     """The temperature in words, and the number of attempts where there are several."""
-    how = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
+    how = sampling(plan.temperature)
     return how if plan.samples == 1 else f"{how}, {plan.samples} attempts"
 
 
@@ -54,7 +59,7 @@ def success_table(played: Sequence[Played], outcomes: Sequence[str] = ()) -> Tab
     """One row an evaluation: success, the means of the other reward parts, failed episodes."""
     table = Table(title="Held-out success, with 95 % intervals")
     parts = list(dict.fromkeys(part for one in played for part in one.result.parts if part not in outcomes))
-    for column in ("tasks", "sampling", "number", "success", *parts, "failed episodes"):
+    for column in ("split", "sampling", "tasks", "success", *parts, "failed episodes"):
         table.add_column(column)
     for one in played:
         result = one.result
@@ -69,7 +74,7 @@ def success_table(played: Sequence[Played], outcomes: Sequence[str] = ()) -> Tab
 def attempts_table(played: Sequence[Played]) -> Table:
     """pass@k (one of k attempts succeeds) and pass^k (all do), for powers of two and all attempts."""
     table = Table(title="pass@k: one of k attempts succeeds; pass^k: all k do")
-    for column in ("tasks", "sampling", "k", "pass@k", "pass^k"):
+    for column in ("split", "sampling", "k", "pass@k", "pass^k"):
         table.add_column(column)
     for one in played:
         plan = one.result.plan
@@ -88,7 +93,7 @@ def family_table(split: str, played: Sequence[Played]) -> Table:
     """Success by family of tasks, one column an evaluation."""
     table = Table(title=f"{split}: success by family")
     table.add_column("family")
-    table.add_column("number")
+    table.add_column("tasks")
     for one in played:
         table.add_column(how_sampled(one.result.plan))
     families = [one.result.by_family() for one in played]

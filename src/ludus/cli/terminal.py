@@ -41,7 +41,11 @@ def bars(console: Console) -> Iterator[Progress]:
 
 
 def silence_libraries() -> None:
-    """Keep the progress bars of transformers out of ours."""
+    """Keep the progress bars of transformers out of ours, and a warning that peft causes within it."""
+    import warnings
+
     from transformers.utils import logging
+
+    warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
 
     logging.disable_progress_bar()

@@ -70,7 +70,7 @@ def marked_messages(trajectory: Trajectory) -> Iterator[tuple[str, str]]:
     for message in trajectory.messages:
         acted = acted or message["role"] == "assistant"
         kind = "action" if message["role"] == "assistant" else "observation" if acted else "prompt"
-        yield kind, message_text(message)
+        yield kind, message_text(message) or "(nothing)"
 
 
 def marked_tokens(segments: Sequence[Segment], tokenizer: Tokenizer) -> Iterator[tuple[str, str]]:

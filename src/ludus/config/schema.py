@@ -30,7 +30,9 @@ class LoraConfig(Section):
     """Low-rank adapters (needs the `lora` extra); the base weights stay frozen."""
 
     rank: int = Field(16, ge=1)
+    """Size of the low-rank update of each layer."""
     alpha: float = Field(32.0, gt=0)
+    """The update is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Which linear layers carry an adapter, by name."""
 
@@ -39,12 +41,19 @@ class ScratchConfig(Section):
     """The shape of the small model that is made on the spot when no checkpoint is given."""
 
     vocab_size: Annotated[int, Why("every byte and the special tokens need an entry")] = Field(2048, ge=300)
+    """Tokens of the tokenizer that is trained for it, at most."""
     hidden_size: int = Field(128, ge=8)
+    """Width of the residual stream."""
     intermediate_size: int = Field(384, ge=8)
+    """Width inside the feed-forward layers."""
     num_layers: int = Field(4, ge=1)
+    """Transformer blocks."""
     num_heads: int = Field(4, ge=1)
+    """Attention heads; they divide hidden_size."""
     num_kv_heads: int = Field(4, ge=1)
+    """Heads of keys and values; they divide num_heads."""
     context_tokens: int = Field(1024, ge=64)
+    """Longest sequence that the model takes."""
 
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
@@ -69,8 +78,11 @@ class ModelConfig(Section):
     from_scratch: bool = False
     """Make tokenizer and model and run the cold start first, instead of loading a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
+    """Number format of the weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
+    """Where model and engine run; `auto` takes the GPU where there is one."""
     lora: LoraConfig | None = None
+    """Train low-rank adapters of this shape; none trains all weights."""
     scratch: ScratchConfig = ScratchConfig()
 
     @model_validator(mode="after")
@@ -100,12 +112,16 @@ class RolloutConfig(Section):
     """How episodes are sampled, and their limits."""
 
     temperature: float = Field(1.0, ge=0)
+    """Of sampling during training; 0 is greedy."""
     top_p: float = Field(1.0, gt=0, le=1)
+    """Sample from the likeliest tokens that make up this share; 1 cuts nothing."""
     top_k: int = Field(0, ge=0)
+    """Sample from this many likeliest tokens; 0 cuts nothing."""
     min_p: float = Field(0.0, ge=0, le=1)
+    """Sample from tokens with at least this share of the likeliest one's probability; 0 cuts nothing."""
     guided_tools: bool = False
-    """Only calls that can be executed are sampled. It changes the distribution that is sampled from, which training does not correct.
-    Needs the `guided` extra and a template with calls in Hermes' format."""
+    """Sample only calls that can be executed. That changes the distribution, and training does not correct
+    it. Needs the `guided` extra and a template with calls in Hermes' format."""
     max_turns: int = Field(6, ge=1)
     """Assistant turns of one episode."""
     max_new_tokens: int = Field(64, ge=1)
@@ -117,6 +133,7 @@ class RolloutConfig(Section):
     max_tool_output: int = Field(2000, ge=16)
     """Characters of one tool's output that the model sees; head and tail are kept."""
     tool_timeout_s: float = Field(20.0, gt=0)
+    """Bound on one tool call; a longer one is an error that the model sees."""
     environment_timeout_s: float = Field(120.0, gt=0)
     """Bound on one start, step or close of an environment; longer counts as its failure."""
     episode_timeout_s: float | None = Field(None, gt=0)
@@ -135,21 +152,31 @@ class AlgorithmConfig(Section):
     """A preset by name and what to change in it; None keeps the preset's value."""
 
     preset: str = "grpo"
+    """The algorithm that the other settings start from: grpo, grpo_paper, dapo, dr_grpo, rloo, reinforce."""
     group_size: Annotated[int, Why("a group of one has no baseline to compare with")] = Field(8, ge=2)
     """Trajectories per task (G)."""
     advantage: str | None = None
+    """How rewards become advantages; none keeps the preset's."""
     loss: str | None = None
+    """The loss per token; none keeps the preset's."""
     aggregation: str | None = None
+    """How the losses of tokens become one number; none keeps the preset's."""
     eps_low: float | None = Field(None, ge=0)
+    """The ratio is clipped below 1 - eps_low."""
     eps_high: float | None = Field(None, ge=0)
+    """The ratio is clipped above 1 + eps_high."""
     dual_clip: float | None = Field(None, gt=1)
+    """Bound on the loss of a token with a negative advantage, as a multiple of it."""
     kl: str | None = None
     """Estimator: k1, k2, k3, abs, k3_k2grad."""
     kl_coef: float | None = Field(None, ge=0)
+    """Weight of the KL term; 0 is no term."""
     kl_placement: Literal["loss", "reward", "advantage"] | None = None
+    """Where the KL term goes; the learner runs `loss`."""
     correction: str | None = Field(None, examples=["none", "tis"])
     """Off-policy correction between engine and learner: none, tis."""
     tis_cap: float | None = Field(None, gt=0)
+    """Largest importance weight between engine and learner (with tis)."""
     zero_variance: bool | None = None
     """Drop groups whose rewards are all equal."""
     resample_rounds: int | None = Field(None, ge=0)
@@ -157,14 +184,18 @@ class AlgorithmConfig(Section):
     overlong_mask: bool | None = None
     """Truncated trajectories do not train."""
     std_ddof: Literal[0, 1] | None = None
+    """Divisor n - std_ddof of the standard deviation in a group."""
     entropy_coef: float | None = Field(None, ge=0)
+    """Weight of the entropy bonus; 0 is none."""
 
 
 class TrainingConfig(Section):
     """The learner and its loop."""
 
     steps: int = Field(40, ge=1)
+    """Steps of the whole run: each samples, learns and sends the weights."""
     tasks_per_step: int = Field(12, ge=1)
+    """Tasks of one step; each is played algorithm.group_size times."""
     epochs: int = Field(1, ge=1)
     """Passes over one batch of rollouts."""
     minibatches: int = Field(1, ge=1)
@@ -172,18 +203,27 @@ class TrainingConfig(Section):
     microbatch_tokens: int = Field(8192, ge=1)
     """Padded tokens per forward pass; the gradient does not depend on it."""
     learning_rate: float = Field(3e-4, gt=0)
+    """Of AdamW, after the warm-up."""
     warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps in which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up."""
     weight_decay: float = Field(0.0, ge=0)
+    """Of AdamW."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Of AdamW: decay of the mean of gradients."""
     beta2: float = Field(0.95, ge=0, lt=1)
+    """Of AdamW: decay of the mean of squared gradients."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient is scaled down to this norm."""
     mask_observations: bool = True
     """False trains on tool output as if the model had written it: for comparison only; it warns."""
     report_kl: bool = True
     """Score each batch under the initial policy to report the KL, also where no KL term is used."""
     checkpoint_every: int = Field(10, ge=1)
+    """Steps between checkpoints."""
     keep_checkpoints: int = Field(2, ge=1)
+    """The newest ones that are kept."""
     sync_tolerance: float = Field(1e-3, gt=0)
     """Largest difference of probe log-probabilities between learner and engine after an update."""
 
@@ -192,18 +232,29 @@ class SftConfig(Section):
     """Supervised fine-tuning on demonstrations."""
 
     steps: int = Field(2000, ge=1)
+    """Optimiser steps of the fine-tuning or cold start."""
     batch_size: int = Field(48, ge=1)
     """Dialogues per optimiser step."""
     microbatch_tokens: int = Field(16384, ge=1)
+    """Padded tokens per forward pass; the gradient does not depend on it."""
     learning_rate: float = Field(2e-3, gt=0)
+    """Of AdamW, after the warm-up."""
     warmup_steps: int = Field(50, ge=0)
+    """Optimiser steps in which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "cosine"
+    """How the learning rate goes on after the warm-up."""
     weight_decay: float = Field(0.01, ge=0)
+    """Of AdamW."""
     beta1: float = Field(0.9, ge=0, lt=1)
+    """Of AdamW: decay of the mean of gradients."""
     beta2: float = Field(0.98, ge=0, lt=1)
+    """Of AdamW: decay of the mean of squared gradients."""
     max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient is scaled down to this norm."""
     checkpoint_every: int = Field(250, ge=1)
+    """Steps between checkpoints."""
     keep_checkpoints: int = Field(1, ge=1)
+    """The newest ones that are kept."""
     dialogues: str | None = None
     """A JSON-lines file of dialogues (`{"messages": [...]}`); None uses the world's own demonstrations."""
 
@@ -216,11 +267,13 @@ class EvaluationConfig(Section):
     temperatures: list[float] = [0.0, 1.0]
     """Each split is played once with each of these; 0 is greedy."""
     tasks: int = Field(512, ge=1)
+    """Tasks of each split, the first of them."""
     samples: int = Field(1, ge=1)
     """Attempts per task; pass@k needs k of them."""
     every: int = Field(10, ge=1)
     """Training steps between evaluations during training."""
     split_during: str = "validation"
+    """The split of evaluations during training."""
     tasks_during: int = Field(96, ge=1)
     """Tasks of an evaluation during training (the same ones each time)."""
 
@@ -231,12 +284,15 @@ class RunConfig(Section):
     folder: str | None = None
     """Where the run is written; None makes `runs/NAME-N`."""
     seed: int = Field(0, ge=0)
+    """All that is random follows from it."""
     threads: int = Field(0, ge=0)
     """Compute threads of the learner; 0 takes one per core (or OMP_NUM_THREADS), at most 4. Beside other busy
     processes one is faster. The embedded engine takes as many, but only one for a model below 20 million
     parameters."""
     trackers: list[str] = ["jsonl"]
+    """Where metrics go: jsonl, tensorboard."""
     save_rollouts: bool = True
+    """Keep every episode of training in rollouts/."""
 
 
 class Config(Section):

@@ -17,6 +17,8 @@ from ludus.errors import ConfigError
 
 _NEAR = 0.75
 """Similarity below which a name is no suggestion. A right section counts 0.3, a right last part 1."""
+_NEAR_LEAF = 0.55
+"""Similarity of the last parts alone below which a name is no suggestion, whatever its section."""
 
 _WORDS: dict[object, str] = {
     bool: "true or false",
@@ -106,8 +108,9 @@ def _likeness(wrong: str, name: str) -> float:
     wrong_section, _, wrong_leaf = wrong.rpartition(".")
     section, _, leaf = name.rpartition(".")
     initials = "".join(word[:1] for word in leaf.split("_"))
-    same = 0.95 if wrong_leaf == initials else _ratio(wrong_leaf.replace("-", "_"), leaf)
-    return same + 0.3 * _ratio(wrong_section, section)
+    is_short = len(initials) > 1 and wrong_leaf == initials
+    same = 0.95 if is_short else _ratio(wrong_leaf.replace("-", "_"), leaf)
+    return same + 0.3 * _ratio(wrong_section, section) if same >= _NEAR_LEAF else 0.0
 
 
 def _ratio(one: str, other: str) -> float:
@@ -151,7 +154,11 @@ def _words(kind: object) -> str:
     if origin is Literal:
         names = [f'"{value}"' if isinstance(value, str) else str(value) for value in arguments]
         return names[0] if len(names) == 1 else f"one of {', '.join(names)}"
-    return 'a list of text such as ["a", "b"]' if origin is list else "a table"
+    if origin is not list:
+        return "a table"
+    return (
+        'a list of text such as ["a", "b"]' if arguments == (str,) else "a list of numbers such as [0.0, 1.0]"
+    )
 
 
 def _bound(item: object) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -52,6 +54,8 @@ def resolve_model(path: str) -> str:
 def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "auto") -> PreTrainedModel:
     """The causal language model in a checkpoint folder or under a model name, in eval mode.
 
+    Adapters in a folder of their own are merged into the model that they name as their base.
+
     Raises `UserError` where there is none, where it is of another kind, and where the weights do not fit
     the architecture: a tensor that is missing, left over or of another shape.
     """
@@ -60,6 +64,8 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
 
     target = resolve_device(device)
     path = resolve_model(path)
+    if (Path(path) / "adapter_config.json").is_file():
+        return _load_adapted(Path(path), dtype, device)
     config = _load_config(path)
     _check_causal(path, config)
     try:
@@ -74,13 +80,38 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
         )
     except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
-            f"The model {path} cannot be loaded: {_first_line(error)}", "Check its weight files."
+            f"The model {path} cannot be loaded: {_first_line(error)}.", "Check its weight files."
         ) from error
     _check_weights(path, "lacks", info["missing_keys"])
     _check_weights(path, "has unexpected", info["unexpected_keys"])
     _check_weights(path, "has wrongly shaped", (mismatch[0] for mismatch in info["mismatched_keys"]))
     loaded: PreTrainedModel = model.to(target).eval()
     return loaded
+
+
+def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrainedModel:
+    """The base model that a folder of adapters names, with these merged into its weights."""
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
+        from peft import PeftModel
+
+        model = load_model(base, dtype, device)
+        merged: PreTrainedModel = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+    except UserError as error:
+        raise UserError(
+            f"{folder} holds adapters only, and their base model cannot be loaded: {error.message}",
+            error.hint,
+        ) from error
+    except ImportError as error:
+        raise UserError(
+            f"{folder} holds adapters only, which need the package peft.",
+            "Install it: pip install 'ludus[lora]'.",
+        ) from error
+    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise UserError(
+            f"The adapters in {folder} cannot be loaded: {_first_line(error)}.", "Give a whole model."
+        ) from error
+    return merged.requires_grad_(True).eval()
 
 
 def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedTokenizerBase:
@@ -98,7 +129,7 @@ def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedToke
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
-            f"No tokenizer can be loaded from {path}: {_first_line(error)}",
+            f"No tokenizer can be loaded from {path}: {_first_line(error)}.",
             "The folder needs tokenizer.json and tokenizer_config.json.",
         ) from error
     if needs_template and not tokenizer.chat_template:
@@ -190,7 +221,7 @@ def _load_config(path: str) -> PreTrainedConfig:
         return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path))
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(
-            f"The model {path} cannot be read: {_first_line(error)}",
+            f"The model {path} cannot be read: {_first_line(error)}.",
             "Give a checkpoint folder, or the name of a model that can be downloaded from here.",
         ) from error
 
@@ -204,6 +235,12 @@ def _check_exists(path: str) -> None:
         )
     if not _is_folder(path):
         _check_on_hub(path)
+    elif (Path(path) / "config.toml").is_file():
+        found = sorted(Path(path).glob("checkpoints/step-*"))
+        raise UserError(
+            f"{path} is a run folder, not a model.",
+            f"Give its newest checkpoint: {found[-1]}" if found else "It has no checkpoint yet.",
+        )
 
 
 def _check_on_hub(name: str) -> None:
@@ -222,7 +259,7 @@ def _check_on_hub(name: str) -> None:
         ) from error
     except Exception as error:  # boundary: what the hub's client raises without a network differs by version
         raise UserError(
-            f"There is no folder {name!r} here, and the model hub does not answer: {_first_line(error)}",
+            f"There is no folder {name!r} here, and the model hub cannot be reached: {_first_line(error)}.",
             "Check the spelling of the folder, or the network.",
         ) from error
 
@@ -259,5 +296,6 @@ def _is_folder(path: str) -> bool:
 
 
 def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """What an error says, without its number and the punctuation at its end."""
+    lines = re.sub(r"\[Errno -?\d+\] ", "", str(error)).strip().splitlines()
+    return lines[0].rstrip(" .:;") if lines else type(error).__name__

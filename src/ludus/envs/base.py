@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task
@@ -53,6 +54,18 @@ class World(Protocol):
     def environment(self, task: Task) -> Environment:
         """A fresh environment for one episode."""
         ...
+
+
+def check_ids(split: str, tasks: Sequence[Task]) -> None:
+    """Raise UserError where two tasks of a split share an id: results are kept by id."""
+    seen: set[str] = set()
+    for task in tasks:
+        if task.id in seen:
+            raise UserError(
+                f"Two tasks of the split {split!r} share the id {task.id!r}.",
+                "Give each task an id of its own.",
+            )
+        seen.add(task.id)
 
 
 @runtime_checkable

@@ -6,14 +6,16 @@ import difflib
 import importlib
 import importlib.util
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
 from ludus.config.schema import EnvConfig, RolloutConfig
 from ludus.envs.base import World
-from ludus.envs.toolbox import ToolLimits
-from ludus.errors import ConfigError
+from ludus.envs.toolbox import ToolLimits, describe_error
+from ludus.errors import ConfigError, LudusError
 from ludus.rewards.base import check_rewards
 
 WORLDS: Mapping[str, str] = {
@@ -29,10 +31,11 @@ def build_world(env: EnvConfig, rollout: RolloutConfig) -> World:
 
     `env.name` is a name in `WORLDS` or the path of a Python file, relative to the working directory, that
     defines `make_world(settings, limits)`. Raises ConfigError for an unknown name, a file without that
-    function, and rewards in which shaping could outweigh the outcome.
+    function or that raises, and rewards in which shaping could outweigh the outcome.
     """
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
-    world = _factory(env.name)(env.settings, limits)
+    with _blaming(Path(env.name)) if env.name.endswith(".py") else nullcontext():
+        world = _factory(env.name)(env.settings, limits)
     check_rewards(world.rewards)
     return world
 
@@ -50,6 +53,21 @@ def _factory(name: str) -> Factory:
     module, _, function = WORLDS[name].partition(":")
     factory: Factory = vars(importlib.import_module(module))[function]
     return factory
+
+
+@contextmanager
+def _blaming(path: Path) -> Iterator[None]:
+    """What a user's file raises, as one sentence that names the line."""
+    try:
+        yield
+    except LudusError:
+        raise
+    except SyntaxError as error:
+        raise ConfigError(f"{error.filename}, line {error.lineno}: {error.msg}.", "Mend the file.") from error
+    except Exception as error:  # boundary: foreign code; the cause and its line travel in the message
+        lines = [f.lineno for f in traceback.extract_tb(error.__traceback__) if f.filename == str(path)]
+        where = f"{path}, line {lines[-1]}" if lines else str(path)
+        raise ConfigError(f"{where}: {describe_error(error)}.", "Mend the file.") from error
 
 
 def _from_file(path: Path) -> Factory:

@@ -34,6 +34,6 @@ def _sentence(details: ErrorDetails, known: list[str]) -> str:
     if details["type"] != "extra_forbidden":
         said = details["msg"].removeprefix("Input ")
         return f"{shown}: it {said}."
-    near = difflib.get_close_matches(str(details["loc"][-1]), known, n=1, cutoff=0.4)
+    near = difflib.get_close_matches(str(details["loc"][-1]), known, n=1, cutoff=0.5)
     nearest = f"; the nearest is env.settings.{near[0]}" if near else ""
     return f"{shown} is not a setting of this world{nearest}."

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.config.schema import Config
+from ludus.envs.base import World, check_ids
 from ludus.errors import UserError
 from ludus.evaluation.stats import Interval, bootstrap_mean, pass_at_k, pass_hat_k, wilson
 from ludus.rewards.base import Reward, success
@@ -104,9 +105,14 @@ class Evaluation:
 
     @property
     def interval(self) -> Interval:
-        """95 %: Wilson for one attempt a task, a bootstrap over tasks for several."""
+        """95 %: Wilson for one attempt a task, a bootstrap over tasks for several.
+
+        From 0 to 1 for several attempts at one task, which say nothing about other tasks.
+        """
         if self.plan.samples == 1:
             return wilson(sum(self.successes), len(self.successes))
+        if len(self.successes) == 1:
+            return Interval(0.0, 1.0)
         shares = [s / self.plan.samples for s in self.successes]
         return bootstrap_mean(shares, seed=self.plan.seed).interval
 
@@ -148,12 +154,15 @@ def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
     ]
 
 
-def check_size(split: str, tasks: Sequence[Task], num: int) -> None:
-    """Raises UserError where a split has fewer tasks than are asked for."""
+def check_size(world: World, split: str, num: int, key: str = "evaluation.tasks") -> None:
+    """Raise UserError where a split has fewer tasks than the setting `key` asks for, or an id twice."""
+    tasks = world.tasks(split)
+    check_ids(split, tasks)
     if len(tasks) < num:
+        sizes = ", ".join(f"{name} {len(world.tasks(name))}" for name in world.splits)
         raise UserError(
-            f"The split {split!r} has {len(tasks)} tasks, and {num} are asked for.",
-            "Lower evaluation.tasks, or evaluation.tasks_during for the split used during training.",
+            f"The split {split!r} has {len(tasks)} tasks, and {num} are asked for. Tasks by split: {sizes}.",
+            f"Write --{key} {len(tasks)}, or less." if tasks else "Choose another split.",
         )
 
 
@@ -167,7 +176,7 @@ async def evaluate(
 
     An episode that the infrastructure failed for good counts as no success, and in `failed`.
     """
-    check_size(plan.split, tasks, plan.num_tasks)
+    check_size(scheduler.world, plan.split, plan.num_tasks)
     chosen = tasks[: plan.num_tasks]
     jobs = [
         Job(RolloutKey(plan.step, task.id, sample), task) for task in chosen for sample in range(plan.samples)

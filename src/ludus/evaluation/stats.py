@@ -107,11 +107,14 @@ def bootstrap_mean(
     """The mean over tasks, with a percentile bootstrap that redraws whole tasks (Efron 1979).
 
     `values_per_task`: `[N]`, one number a task (its success rate, or its pass@k). Samples of one task are
-    not independent, which is why tasks are redrawn and samples are not. Raises ValueError for fewer than
-    2 tasks (one task says nothing about others) or a value that is not finite.
+    not independent, which is why tasks are redrawn and samples are not. Where all values are the same the
+    interval is that of `constant_interval`, for values in [0, 1]. Raises ValueError for fewer than 2 tasks
+    (one task says nothing about others) or a value that is not finite.
     """
     values = _checked(values_per_task, "bootstrap over tasks", confidence)
-    interval = _bootstrap(values, seed=seed, confidence=confidence, resamples=resamples)
+    interval = constant_interval(values, Interval(0.0, 1.0), confidence) or _bootstrap(
+        values, seed=seed, confidence=confidence, resamples=resamples
+    )
     return Estimate(float(values.mean()), interval, len(values), "tasks", confidence)
 
 
@@ -126,7 +129,8 @@ def paired_difference(
     """Compare two runs over the same tasks: `mean(a - b)`, its bootstrap interval, and McNemar's p-value.
 
     `a` and `b` map the id of a task to its score. The bootstrap redraws tasks and keeps their pairs
-    together. Raises ValueError where the tasks differ, or there are fewer than 2.
+    together. Where every task differs by the same the interval is that of `constant_interval`, for scores
+    in [0, 1]. Raises ValueError where the tasks differ, or there are fewer than 2.
     """
     if a.keys() != b.keys():
         odd = sorted(a.keys() ^ b.keys())
@@ -135,7 +139,9 @@ def paired_difference(
     first = _checked([a[t] for t in tasks], "a paired comparison", confidence)
     second = _checked([b[t] for t in tasks], "a paired comparison", confidence)
     gaps = first - second
-    interval = _bootstrap(gaps, seed=seed, confidence=confidence, resamples=resamples)
+    interval = constant_interval(gaps, Interval(-1.0, 1.0), confidence) or _bootstrap(
+        gaps, seed=seed, confidence=confidence, resamples=resamples
+    )
     binary = bool(np.isin(first, (0.0, 1.0)).all() and np.isin(second, (0.0, 1.0)).all())
     only_a, only_b = int((gaps > 0).sum()), int((gaps < 0).sum())
     return PairedDifference(
@@ -231,6 +237,22 @@ def _beta_fraction(a: float, b: float, x: float) -> float:
 def _t_inside(t: float, freedom: float) -> float:
     """`P(|T| <= t)`."""
     return incomplete_beta(0.5, freedom / 2, t * t / (freedom + t * t))
+
+
+def constant_interval(
+    values: NDArray[np.float64], bounds: Interval, confidence: float = 0.95
+) -> Interval | None:
+    """The interval of a mean of `values` [N] within `bounds` that are all the same; None where they differ.
+
+    A bootstrap has width 0 there. Wilson's upper limit for 0 of N bounds the share of tasks that could have
+    another value, and the interval is where the mean lies if these had the least or the greatest. For a
+    constant 0 or 1 within [0, 1] it is `wilson`.
+    """
+    value = float(values[0])
+    if not (values == value).all() or value not in bounds:
+        return None
+    share = wilson(0, len(values), confidence).high
+    return Interval(value - share * (value - bounds.low), value + share * (bounds.high - value))
 
 
 def _bootstrap(values: NDArray[np.float64], *, seed: int, confidence: float, resamples: int) -> Interval:

@@ -126,7 +126,7 @@ class RlLoop:
         )
         size = self.algorithm.group_size
         jobs = [Job(RolloutKey(step, task.id, i), task) for task in tasks for i in range(size)]
-        self.reporter.phase(f"step {step}: rollout", len(jobs))
+        self.reporter.phase(f"step {step}: episodes", len(jobs))
         episodes = await scheduler.run(jobs, self.reporter.episode)
         return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
@@ -137,7 +137,9 @@ class RlLoop:
         scheduler = engine_scheduler(
             session.world, self.engine, session.renderer, session.config.rollout, play, Ledger()
         )
-        self.reporter.phase(f"step {plan.step}: evaluate {plan.split}", plan.num_tasks * plan.samples)
+        self.reporter.phase(
+            f"step {plan.step}: evaluation episodes, {plan.split}", plan.num_tasks * plan.samples
+        )
         result, episodes = await evaluate(
             scheduler, session.world.tasks(plan.split), plan, self.reporter.episode
         )

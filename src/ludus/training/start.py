@@ -15,7 +15,7 @@ from torch import Tensor
 from ludus.algorithms.presets import Algorithm, resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
-from ludus.envs.base import World
+from ludus.envs.base import World, check_ids
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_size, load_evaluation, plans
@@ -71,11 +71,10 @@ def check(config: Config, world: World) -> None:
     for name in config.run.trackers:
         check_tracker(name)
     settings = config.evaluation
-    for split, num in [
-        *((name, settings.tasks) for name in settings.splits),
-        (settings.split_during, settings.tasks_during),
-    ]:
-        check_size(split, world.tasks(split), num)
+    for split in settings.splits:
+        check_size(world, split, settings.tasks)
+    check_size(world, settings.split_during, settings.tasks_during, "evaluation.tasks_during")
+    check_ids("train", world.tasks("train"))
     task_order(config, world)
 
 

@@ -1,0 +1,160 @@
+"""Resuming: what would spoil a run is refused before anything changes, and the way on is always named."""
+
+from __future__ import annotations
+
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from ludus.config import load_config
+from ludus.errors import EngineError
+from ludus.evaluation.evaluate import load_evaluation
+from ludus.training import rl
+from tiny_run import WORLD, copy_run, ludus, make_recipe, refused
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file of a run but its log and its lock."""
+    files = (path for path in folder.rglob("*") if path.is_file() and path.name not in ("log.txt", "lock"))
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+@pytest.fixture(scope="module")
+def sft_run(tmp_path_factory) -> Path:
+    """A fine-tuning run of the tiny world in tags."""
+    folder = tmp_path_factory.mktemp("sft")
+    world = folder / "tagged.py"
+    source = (
+        WORLD.read_text().replace("look", "search").replace("item", "query").replace(".querys()", ".items()")
+    )
+    world.write_text(source)
+    words = (
+        "--env.name",
+        world,
+        "--env.rendering",
+        "tags",
+        "--sft.steps",
+        "2",
+        "--run.folder",
+        folder / "run",
+    )
+    said = ludus("sft", make_recipe(folder), "--from-scratch", *words)
+    assert said.code == 0, said
+    return folder / "run"
+
+
+@pytest.mark.parametrize("words", [("--training.steps", "1"), ("--model.dtype", "float64")])
+def test_a_refused_resume_changes_nothing(tiny_run, tmp_path, words):
+    run = copy_run(tiny_run, tmp_path)
+    before = contents(run)
+    refused("train", "--resume", run, *words)
+    assert contents(run) == before
+
+
+def test_fewer_steps_than_are_done_are_refused(tiny_run, sft_run):
+    said = refused("train", "--resume", tiny_run, "--training.steps", "1")
+    assert "training.steps is 1, and 2 steps of the run" in said
+    assert "sft.steps is 1, and 2 steps of the run" in refused("sft", "--resume", sft_run, "--sft.steps", "1")
+
+
+def test_the_other_kind_of_run_is_refused_with_the_right_command(tiny_run, sft_run, tmp_path):
+    rl_copy, sft_copy = copy_run(tiny_run, tmp_path / "a"), copy_run(sft_run, tmp_path / "b")
+    before = contents(rl_copy), contents(sft_copy)
+    assert f"ludus sft --resume {sft_copy}" in refused("train", "--resume", sft_copy)
+    assert f"ludus train --resume {rl_copy}" in refused("sft", "--resume", rl_copy)
+    assert (contents(rl_copy), contents(sft_copy)) == before
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("model.path", "/elsewhere"),
+        ("model.lora.rank", "4"),
+        ("env.rendering", "tags"),
+        ("env.settings.well_formed_weight", "0.2"),
+        ("run.seed", "1"),
+        ("sft.steps", "40"),
+    ],
+)
+def test_what_a_run_keeps_cannot_be_overridden(tiny_run, tmp_path, key, value):
+    run = copy_run(tiny_run, tmp_path)
+    before = (run / "config.toml").read_bytes()
+    extra = ("--model.from_scratch", "false") if key == "model.path" else ()
+    said = refused("train", "--resume", run, "--training.steps", "3", *extra, f"--{key}", value)
+    assert key.removesuffix(".rank").removesuffix(".well_formed_weight") in said
+    assert "or start a new run with it" in said
+    assert (run / "config.toml").read_bytes() == before
+
+
+def test_a_resume_with_other_tasks_finishes_with_its_table_and_common_examples(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    words = ("--training.steps", "3", "--evaluation.tasks", "3", "--evaluation.temperatures", "[0.0]")
+    said = ludus("train", "--resume", run, *words)
+    assert said.code == 0, said
+    assert "8 before, 3 after" in said.out
+    after = load_evaluation(run / "evaluations" / "step-000003-test-greedy.json")
+    assert len(after.task_ids) == 3
+    names = [task_id.removeprefix("test:") for task_id in after.task_ids]
+    asked = [line for line in said.out.splitlines() if line.startswith("[prompt] What does ")]
+    assert len(asked) >= 3
+    assert all(line.split()[3] in names for line in asked)
+    assert load_config(run / "config.toml").evaluation.tasks == 3
+
+
+def test_a_complete_run_says_so_and_is_left_alone(tiny_run, sft_run, tmp_path):
+    run, tuned = copy_run(tiny_run, tmp_path / "a"), copy_run(sft_run, tmp_path / "b")
+    before = contents(run), contents(tuned)
+    said = ludus("train", "--resume", run)
+    assert said.code == 0
+    assert "The run is complete: all its 2 steps are done and evaluated." in said.out
+    assert f"ludus train --resume {run} --training.steps 4" in said.out
+    said = ludus("sft", "--resume", tuned)
+    assert said.code == 0
+    assert "The fine-tuning is complete: all its 2 steps are done." in said.out
+    assert f"ludus sft --resume {tuned} --sft.steps 4" in said.out
+    assert (contents(run), contents(tuned)) == before
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(KeyboardInterrupt(), 130), (EngineError("The engine is gone.", "Look."), 3)],
+    ids=["interrupt", "error"],
+)
+def test_what_ends_a_run_inside_names_the_command_that_resumes_it(
+    tiny_run, tmp_path, monkeypatch, error, code
+):
+    async def end(*arguments, **options):
+        raise error
+
+    run = copy_run(tiny_run, tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(rl.RlLoop, "sample", end)
+        said = ludus("train", "--resume", run, "--training.steps", "3")
+    assert said.code == code
+    assert "Traceback" not in said.err
+    command = f"ludus train --resume {run}"
+    assert said.err.rstrip().endswith(f"The run goes on with: {command}")
+    assert ludus(*shlex.split(command)[1:]).code == 0
+    assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
+
+
+def test_the_command_that_uses_a_fine_tuned_checkpoint_carries_its_world(sft_run, tmp_path, monkeypatch):
+    said = ludus("sft", "--resume", sft_run)
+    (line,) = (line for line in said.out.splitlines() if "ludus train" in line)
+    command = shlex.split(line[line.index("ludus train") :])
+    assert command[command.index("--env.rendering") + 1] == "tags"
+    monkeypatch.chdir(tmp_path)
+    words = ("--training.steps", "1", "--evaluation.temperatures", "[0.0]", "--run.folder", tmp_path / "used")
+    assert ludus(*command[1:], *words).code == 0
+    assert load_config(tmp_path / "used" / "config.toml").env.rendering == "tags"
+    assert json.loads((tmp_path / "used" / "run.json").read_text())["kind"] == "rl"
+
+
+def test_a_fine_tuning_goes_on_with_more_steps(sft_run, tmp_path):
+    run = copy_run(sft_run, tmp_path)
+    said = ludus("sft", "--resume", run, "--sft.steps", "3")
+    assert said.code == 0, said
+    assert (run / "checkpoints" / "step-000003" / "model.safetensors").is_file()
+    assert load_config(run / "config.toml").sft.steps == 3
