@@ -12,7 +12,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from ludus.engines import kernel
-from ludus.engines.attention import LayerShape, PagePool, RaggedPass, _attend, _write
+from ludus.engines.attention import LayerShape, PagePool, RaggedPass, Scores, _attend, _write
 from ludus.engines.base import Request
 from ludus.engines.core import EngineCore, Sequence
 from ludus.engines.forward import RaggedForward
@@ -257,8 +257,8 @@ def test_scores_are_the_same_bits_as_those_of_sampling():
     assert tuple(scores[-len(answer.tokens) :]) == answer.logprobs
 
 
-@pytest.mark.parametrize("window", [0, 20])
-def test_the_kernel_agrees_with_torch(window):
+@pytest.mark.parametrize(("window", "softcap"), [(0, 0.0), (20, 0.0), (20, 1.5)])
+def test_the_kernel_agrees_with_torch(window, softcap):
     """Ragged lengths, grouped heads, pages out of order, padding."""
     source = np.random.default_rng(0)
     shape, pages, query_heads = LayerShape(2, 16, 16), 40, 6
@@ -269,8 +269,8 @@ def test_the_kernel_agrees_with_torch(window):
     table = source.permutation(pages).astype(np.int32).reshape(4, 10)
     torch.manual_seed(0)
     done = np.zeros(4, dtype=int)
-    for _ in range(4):
-        counts = source.integers(1, 30, size=4)
+    for turn in range(6):
+        counts = source.integers(1, 25, size=4) if turn % 2 else np.array([1, 1, 3, 1])
         bounds = np.cumsum([0, *counts])
         slots = np.append(np.repeat(np.arange(4), counts), [-1, -1]).astype(np.int32)
         positions = np.append(
@@ -281,10 +281,11 @@ def test_the_kernel_agrees_with_torch(window):
         key, value = torch.randn(2, len(slots), 16), torch.randn(2, len(slots), 16)
         passes = [RaggedPass(p, slots, positions.astype(np.int32), table, parts, None) for p in pools]
         got = compiled.attend(
-            passes[0], pools[0].keys[0], pools[0].values[0], (query, key, value), (0.3, window, 0.0)
+            passes[0], pools[0].keys[0], pools[0].values[0], (query, key, value), (0.3, window, softcap)
         )
         _write(passes[1], pools[1].keys[0], pools[1].values[0], key, value)
-        expected = _attend(passes[1], pools[1].keys[0], pools[1].values[0], query, 0.3, window)
+        memory = (pools[1].keys[0], pools[1].values[0])
+        expected = _attend(passes[1], memory, query, Scores(0.3, window, softcap))
         assert torch.allclose(got, expected, atol=1e-5)
         assert (got[-2:] == 0).all()
         done += counts

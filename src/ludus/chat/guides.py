@@ -8,10 +8,14 @@ from typing import Protocol
 
 from ludus.chat.parse_hermes import CLOSE, OPEN
 from ludus.tools.base import ToolSchema
-from ludus.types import Guide
+from ludus.types import JSON, Guide
 
 GUIDES_EXIST = "They exist for templates that write calls as Hermes, Qwen2.5 and Qwen3 do."
 """The hint of every refusal."""
+JSON_STYLE: dict[str, dict[str, JSON]] = {
+    "x-guidance": {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+}
+"""Blanks as `json.dumps` sets them: a model that may choose them can go on for ever."""
 _THINKING = ("<think>", "</think>")
 _TEXT = r"TEXT: /(.|\n)+/ & ~/(.|\n)*(<tool_call>|<\/tool_call>)(.|\n)*/"
 
@@ -41,7 +45,7 @@ def hermes_guide(tools: Sequence[ToolSchema], tokenizer: AddedVocabulary) -> Gui
     for i, tool in enumerate(tools):
         function = tool["function"]
         head = json.dumps(f'\n{{"name": {json.dumps(function["name"])}, "arguments": ')
-        schema = json.dumps({**function["parameters"], "additionalProperties": False})
+        schema = json.dumps({**function["parameters"], "additionalProperties": False, **JSON_STYLE})
         rules.append(f'call_{i}: {head} %json {schema} "}}\\n"')
     return Guide("lark", "\n".join(rules) + "\n")
 

@@ -2,7 +2,8 @@
 
 All new tokens of all sequences stand in one row `[1, T]`. For each layer the new keys and values go into the
 pages, then each token attends to its own sequence's pages up to its position. A compiled kernel does that on
-a CPU in float32 if a compiler is at hand; torch's attention does it elsewhere, sequence by sequence.
+a CPU in float32 if a compiler is at hand. Elsewhere torch's attention does it, for all decoding tokens at
+once and for longer runs of tokens sequence by sequence.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ class PagePool:
         self, layers: list[LayerShape], num_pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
         self.keys = [
-            torch.empty(num_pages, s.heads, s.key_width, PAGE, dtype=dtype, device=device) for s in layers
+            torch.zeros(num_pages, s.heads, s.key_width, PAGE, dtype=dtype, device=device) for s in layers
         ]
         self.values = [
-            torch.empty(num_pages, s.heads, PAGE, s.value_width, dtype=dtype, device=device) for s in layers
+            torch.zeros(num_pages, s.heads, PAGE, s.value_width, dtype=dtype, device=device) for s in layers
         ]
 
     def copy(self, source: int, target: int) -> None:
@@ -97,10 +98,8 @@ def ragged_attention(
         new = (query[0], key[0], value[0])
         out = ragged.kernel.attend(ragged, keys, values, new, (scale, window, softcap))
         return out[None], None
-    if softcap:
-        raise EngineError("Soft-capped attention needs the compiled kernel, in float32 on a CPU.")
     _write(ragged, keys, values, key[0], value[0])
-    return _attend(ragged, keys, values, query[0], scale, window)[None], None
+    return _attend(ragged, (keys, values), query[0], Scores(scale, window, softcap))[None], None
 
 
 def register() -> None:
@@ -121,26 +120,78 @@ def _write(ragged: RaggedPass, keys: Tensor, values: Tensor, key: Tensor, value:
     values[pages, :, offsets] = value.transpose(0, 1)
 
 
-def _attend(
-    ragged: RaggedPass, keys: Tensor, values: Tensor, query: Tensor, scale: float, window: int
-) -> Tensor:
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """How a query weighs keys: the scale, the window (0: all) and the soft cap (0: none)."""
+
+    scale: float
+    window: int
+    softcap: float
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        """`[N, H, Q, D]` of `query` over `key` and `value` `[N, H, L, D]`; `mask` says where it may look."""
+        if not self.softcap:
+            return scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
+        weights = self.softcap * torch.tanh(query @ key.transpose(-1, -2) * (self.scale / self.softcap))
+        if mask is not None:
+            weights = weights.masked_fill(~mask, -torch.inf)
+        return weights.float().softmax(-1).to(value.dtype) @ value
+
+
+def _attend(ragged: RaggedPass, memory: tuple[Tensor, Tensor], query: Tensor, scores: Scores) -> Tensor:
+    """`[T, Hq, D]`: the decoding tokens together, then one sequence after the other."""
     heads, tokens, _ = query.shape
-    out = query.new_zeros(tokens, heads, values.shape[-1])
+    out = query.new_zeros(tokens, heads, memory[1].shape[-1])
+    singles = [first for first, last in ragged.parts if last - first == 1]
+    if singles:
+        _attend_singles(ragged, memory, query, scores, (np.array(singles), out))
     for first, last in ragged.parts:
-        end = int(ragged.positions[last - 1]) + 1
-        pages = torch.from_numpy(ragged.table[ragged.slots[first], : -(-end // PAGE)]).to(keys.device)
-        k = keys[pages].permute(1, 0, 3, 2).flatten(1, 2)[:, :end]
-        v = values[pages].transpose(0, 1).flatten(1, 2)[:, :end]
-        count = last - first
-        mask = None
-        if count > 1 or 0 < window < end:
-            rows = torch.arange(end - count, end, device=k.device)[:, None]
-            columns = torch.arange(end, device=k.device)[None]
+        if last - first > 1:
+            end = int(ragged.positions[last - 1]) + 1
+            key, value = _gather(memory, ragged.table[ragged.slots[first], None, : -(-end // PAGE)])
+            rows = torch.arange(end - (last - first), end, device=out.device)[:, None]
+            columns = torch.arange(key.shape[2], device=out.device)[None]
             mask = columns <= rows
-            if window:
-                mask &= columns > rows - window
-        got = scaled_dot_product_attention(
-            query[None, :, first:last], k[None], v[None], mask, scale=scale, enable_gqa=k.shape[0] != heads
-        )
-        out[first:last] = got[0].transpose(0, 1)
+            if scores.window:
+                mask &= columns > rows - scores.window
+            group = heads // key.shape[1]
+            got = scores.attend(
+                query[None, :, first:last],
+                key.repeat_interleave(group, 1),
+                value.repeat_interleave(group, 1),
+                mask,
+            )
+            out[first:last] = got[0].transpose(0, 1)
     return out
+
+
+def _attend_singles(
+    ragged: RaggedPass,
+    memory: tuple[Tensor, Tensor],
+    query: Tensor,
+    scores: Scores,
+    where: tuple[NDArray[np.int64], Tensor],
+) -> None:
+    """One token of each of N sequences, as one padded batch; the heads of a group are its N queries' rows."""
+    at, out = where
+    ends = ragged.positions[at] + 1
+    pages = ragged.table[ragged.slots[at], : -(-int(ends.max()) // PAGE)]
+    key, value = _gather(memory, pages)
+    index = torch.from_numpy(at).to(out.device)
+    asked = query[:, index].transpose(0, 1).reshape(len(at), key.shape[1], -1, query.shape[-1])
+    columns = torch.arange(key.shape[2], device=out.device)[None]
+    limit = torch.from_numpy(ends).to(out.device)[:, None]
+    mask = columns < limit
+    if scores.window:
+        mask &= columns >= limit - scores.window
+    out[index] = scores.attend(asked, key, value, mask[:, None, None]).flatten(1, 2)
+
+
+def _gather(memory: tuple[Tensor, Tensor], pages: NDArray[np.int32]) -> tuple[Tensor, Tensor]:
+    """Keys and values `[N, H, M * PAGE, D]` of pages `[N, M]`."""
+    keys, values = memory
+    index = torch.from_numpy(pages).to(keys.device)
+    return (
+        keys[index].permute(0, 2, 1, 4, 3).flatten(2, 3),
+        values[index].transpose(1, 2).flatten(2, 3),
+    )

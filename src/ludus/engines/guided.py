@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from ludus.chat.guides import JSON_STYLE
 from ludus.errors import EngineError, UserError
 from ludus.types import Guide
 
@@ -69,13 +70,14 @@ class GuideCompiler:
 
     def _compile(self, guide: Guide) -> Any:  # noqa: ANN401 (the library has no types)
         made = self._library.LLMatcher
-        make = {
-            "json_schema": made.grammar_from_json_schema,
-            "regex": made.grammar_from_regex,
-            "lark": made.grammar_from_lark,
-        }[guide.kind]
         try:
-            matcher = made(self._tokenizer, make(guide.text))
+            if guide.kind == "json_schema":
+                grammar = made.grammar_from_json_schema(guide.text, defaults=JSON_STYLE["x-guidance"])
+            elif guide.kind == "regex":
+                grammar = made.grammar_from_regex(guide.text)
+            else:
+                grammar = made.grammar_from_lark(guide.text)
+            matcher = made(self._tokenizer, grammar)
             problem = matcher.get_error()
         except ValueError as error:
             problem = str(error)

@@ -78,7 +78,7 @@ class SamplingRules:
 
         return cls(
             words=seed_words([p.seed for p in params]),
-            temperature=column([p.temperature or 1.0 for p in params], torch.float32),
+            temperature=column([p.temperature or 1.0 for p in params], torch.float64),
             top_k=column([p.top_k if p.top_k > 0 else vocab_size for p in params], torch.int64),
             top_p=column([p.top_p for p in params], torch.float64),
             min_p=column([p.min_p for p in params], torch.float64),
@@ -126,7 +126,8 @@ def sample(
     float64 logits). A greedy row takes the largest logit, the lowest id among equals.
     """
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    logprobs = torch.log_softmax(logits / rules.temperature if rules.any_tempered else logits, dim=-1)
+    tempered = logits / rules.temperature.to(logits.dtype) if rules.any_tempered else logits
+    logprobs = torch.log_softmax(tempered, dim=-1)
     best = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     if rules.all_greedy and allowed is None:
         tokens = best.argmax(dim=-1)
