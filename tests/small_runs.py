@@ -59,7 +59,7 @@ class Silent:
         self.episodes = 0
         self.phases: list[str] = []
 
-    def phase(self, name: str, total: int | None) -> None:
+    def phase(self, name: str, total: int | None, engine=None) -> None:
         self.phases.append(name)
 
     def episode(self, episode) -> None:

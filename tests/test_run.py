@@ -124,6 +124,16 @@ def test_who_watches_a_run_hears_what_it_is_doing(tmp_path):
     assert about[:2] == ["step 2: episodes", "step 2: learning"]
 
 
+def test_the_timings_tell_what_the_engine_did(finished):
+    for row in read_metrics(finished / "timings.jsonl"):
+        found = row.metrics
+        assert 0.5 < found["engine/cache_hit_rate"] < 1
+        assert 0 < found["engine/schedule_share"] < 1
+        assert found["engine/requests_running"] > 1
+        assert found["engine/decode_tokens_per_s"] > 0
+        assert found["episode/model_s"] > found["episode/tools_s"] > 0
+
+
 def test_another_seed_gives_other_rollouts(finished, tmp_path):
     run(tmp_path / "other", run__seed="1", training__steps="2")
     tokens = [

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from ludus.cli.terminal import bars, make_console, say
 from ludus.cli.transcripts import print_transcript
 from ludus.config.load import load_config
 from ludus.config.schema import Config
+from ludus.engines.base import Engine, EngineStats
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation
 from ludus.rollout.scheduler import Episode
@@ -37,24 +37,24 @@ class ProgressReporter:
         self._progress = progress
         self._steps = progress.add_task("training", total=steps, completed=done, numbers="")
         self._phase: TaskID | None = None
-        self._begin = 0.0
-        self._tokens = 0
+        self._engine: Engine | None = None
+        self._before = EngineStats()
         self._held_out = ""
 
-    def phase(self, name: str, total: int | None) -> None:
+    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
         """Start the bar of a phase anew; without a total it moves until the next phase."""
         if self._phase is not None:
             self._progress.remove_task(self._phase)
         self._phase = self._progress.add_task(name, total=total, numbers="")
-        self._begin, self._tokens = time.perf_counter(), 0
+        self._engine = engine
+        self._before = engine.stats() if engine else EngineStats()
 
     def episode(self, episode: Episode) -> None:
         """One episode further."""
         if self._phase is None:
             return
-        self._tokens += episode.trajectory.num_action_tokens
-        seconds = max(1e-9, time.perf_counter() - self._begin)
-        self._progress.update(self._phase, advance=1, numbers=f"{self._tokens / seconds:,.0f} tokens/s")
+        numbers = (self._engine.stats() - self._before).line() if self._engine else ""
+        self._progress.update(self._phase, advance=1, numbers=numbers)
 
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
         """One step further, with its reward, success and speed."""

@@ -29,6 +29,7 @@ CURVES: Mapping[str, str] = {
     "length/action_tokens/mean": "sampled tokens an episode",
     "tools/error_rate": "failed tool calls",
     "speed/sampled_tokens_per_s": "sampled tokens/s",
+    "engine/cache_hit_rate": "context tokens from the cache",
     "time/step_s": "seconds a step",
 }
 """Metrics that are drawn where a run has them, with what they are called."""

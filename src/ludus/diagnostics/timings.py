@@ -19,6 +19,8 @@ class StepTimings:
     """Wall-clock seconds of the phases of one step."""
 
     phases: dict[str, float] = field(default_factory=dict)
+    engine: dict[str, float] = field(default_factory=dict)
+    """What the engine did in the rollouts of the step."""
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -34,6 +36,13 @@ class StepTimings:
         total = sum(self.phases.values())
         metrics = {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
         metrics["time/step_s"] = total
+        metrics |= self.engine
+        if trajectories:
+            for name, seconds in (
+                ("model", [t.timings.model_s for t in trajectories]),
+                ("tools", [t.timings.tools_s for t in trajectories]),
+            ):
+                metrics[f"episode/{name}_s"] = sum(seconds) / len(trajectories)
         sampled = sum(t.num_action_tokens for t in trajectories)
         rollout_s = self.phases.get("rollout", 0.0)
         metrics["speed/sampled_tokens_per_s"] = sampled / rollout_s if rollout_s else 0.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ludus.types import Completion, SamplingParams
@@ -59,7 +59,8 @@ class EngineStats:
     `prefill_tokens` were computed as context, `cached_tokens` were found in the cache and not computed,
     `decode_tokens` were sampled. `model_s` is the time in forward passes, `sample_s` in drawing tokens, and
     `schedule_s` all else of the steps. `batch_tokens` sums the tokens of the passes, `recomputed_tokens`
-    those computed again after new weights.
+    those computed again after new weights; `queue_steps` and `running_steps` sum over the steps how many
+    requests waited and ran.
     """
 
     steps: int = 0
@@ -72,12 +73,48 @@ class EngineStats:
     model_s: float = 0.0
     sample_s: float = 0.0
     schedule_s: float = 0.0
+    queue_steps: int = 0
+    running_steps: int = 0
 
     @property
     def hit_rate(self) -> float:
         """Share of the context tokens that the cache served."""
         asked = self.cached_tokens + self.prefill_tokens
         return self.cached_tokens / asked if asked else 0.0
+
+    def __sub__(self, earlier: EngineStats) -> EngineStats:
+        """What was done since `earlier`."""
+        before = asdict(earlier)
+        return EngineStats(**{name: value - before[name] for name, value in asdict(self).items()})
+
+    def metrics(self) -> dict[str, float]:
+        """Rates by time in the engine's steps, means over those steps, and shares. Empty without a step."""
+        if not self.steps:
+            return {}
+        busy_s = self.model_s + self.sample_s + self.schedule_s
+        return {
+            "engine/decode_tokens_per_s": self.decode_tokens / busy_s,
+            "engine/prefill_tokens_per_s": self.prefill_tokens / busy_s,
+            "engine/requests_running": self.running_steps / self.steps,
+            "engine/requests_waiting": self.queue_steps / self.steps,
+            "engine/cache_hit_rate": self.hit_rate,
+            "engine/evicted_pages": float(self.evicted_pages),
+            "engine/busy_s": busy_s,
+            "engine/schedule_share": self.schedule_s / busy_s,
+        }
+
+    def line(self) -> str:
+        """The same in one line, for a progress bar."""
+        found = self.metrics()
+        if not found:
+            return "idle"
+        return (
+            f"{found['engine/decode_tokens_per_s']:,.0f} sampled and "
+            f"{found['engine/prefill_tokens_per_s']:,.0f} read tokens/s  "
+            f"{found['engine/requests_running']:.0f} at once, "
+            f"{found['engine/requests_waiting']:.0f} waiting  "
+            f"cache {self.hit_rate:.0%}"
+        )
 
 
 class Engine(Protocol):

@@ -183,6 +183,8 @@ class EngineCore:
             decode_tokens=stats.decode_tokens + len(rows),
             batch_tokens=stats.batch_tokens + sum(len(chunk.ids) for _, chunk in plan),
             evicted_pages=self._tree.num_evicted,
+            queue_steps=stats.queue_steps + len(self.waiting),
+            running_steps=stats.running_steps + len(self.running),
             model_s=stats.model_s + computed - passed,
             sample_s=stats.sample_s + sampled_s,
             schedule_s=stats.schedule_s + passed - begin,

@@ -84,6 +84,7 @@ class LocalEngine:
         self._tokenizer = tokenizer
         self._guides: GuideCompiler | None = None
         self._default = DEFAULT if is_peft(model) else BASE
+        self._counted = EngineStats()
         self._open: set[Future[Completion]] = set()
         self._settings = settings
         threads = settings.threads or torch.get_num_threads()
@@ -213,10 +214,11 @@ class LocalEngine:
 
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Counts since the start or the last reset."""
-        stats = self._core.stats
+        now = self._core.stats
+        since = now - self._counted
         if reset:
-            self._core.stats = EngineStats()
-        return stats
+            self._counted = now
+        return since
 
     def _check_served(self, request: Request) -> None:
         if (request.params.stop or request.params.guide) and self._tokenizer is None:

@@ -41,8 +41,8 @@ log = logging.getLogger("ludus.rl")
 class Reporter(Protocol):
     """Whoever watches a run: a progress bar, a test."""
 
-    def phase(self, name: str, total: int | None) -> None:
-        """A phase of `total` episodes begins; None where it is not of episodes."""
+    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
+        """A phase of `total` episodes begins, played with `engine`; None where it is not of episodes."""
         ...
 
     def episode(self, episode: Episode) -> None:
@@ -86,8 +86,10 @@ class RlLoop:
     async def step(self, step: int, order: TaskOrder) -> dict[str, float]:
         """One step: everything between two versions of the weights."""
         clock = StepTimings()
+        self.engine.stats(reset=True)
         with clock.phase("rollout"):
             credits = await self.sample(step, order)
+        clock.engine = self.engine.stats(reset=True).metrics()
         rows = training_rows(credits, mask_observations=self.session.config.training.mask_observations)
         self.reporter.phase(f"step {step}: learning", None)
         with clock.phase("learn"):
@@ -126,7 +128,7 @@ class RlLoop:
         )
         size = self.algorithm.group_size
         jobs = [Job(RolloutKey(step, task.id, i), task) for task in tasks for i in range(size)]
-        self.reporter.phase(f"step {step}: episodes", len(jobs))
+        self.reporter.phase(f"step {step}: episodes", len(jobs), self.engine)
         episodes = await scheduler.run(jobs, self.reporter.episode)
         return [episodes[i : i + size] for i in range(0, len(episodes), size)]
 
@@ -138,7 +140,9 @@ class RlLoop:
             session.world, self.engine, session.renderer, session.config.rollout, play, Ledger()
         )
         self.reporter.phase(
-            f"step {plan.step}: evaluation episodes, {plan.split}", plan.num_tasks * plan.samples
+            f"step {plan.step}: evaluation episodes, {plan.split}",
+            plan.num_tasks * plan.samples,
+            self.engine,
         )
         result, episodes = await evaluate(
             scheduler, session.world.tasks(plan.split), plan, self.reporter.episode
