@@ -33,13 +33,13 @@ class Conditions:
     tool_parser: str
     top_p: float
     top_k: int
-    min_p: float
-    guided_tools: bool
     max_turns: int
     max_new_tokens: int
     max_tokens: int
     max_tool_errors: int
     max_tool_output: int
+    min_p: float = 0.0
+    guided_tools: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Conditions:
