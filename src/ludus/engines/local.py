@@ -14,7 +14,7 @@ import asyncio
 import copy as copying
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
@@ -29,12 +29,15 @@ from ludus.engines.fingerprint import fingerprint_module
 from ludus.engines.forward import RaggedForward
 from ludus.engines.pages import PAGE, PageTree
 from ludus.errors import EngineError, SyncError
-from ludus.types import Completion, SamplingParams
+from ludus.types import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 Result = TypeVar("Result")
+
+_PIECE_S = 0.02
+"""Seconds between two pieces of a streamed action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +60,16 @@ class EngineSettings:
     recompute_on_update: bool = True
     """New weights: compute the histories of what runs again. Else their keys and values are kept, and the
     log-probabilities are those of a mixture of versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next tokens of an action that is being sampled. `finish_reason` is None where more follow."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason | None
 
 
 class LocalEngine:
@@ -132,6 +145,27 @@ class LocalEngine:
             raise
         return done
 
+    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+        """Sample one action, giving what is new every 20 ms; the last piece has the finish reason."""
+        self._check(request)
+        place = self._sequence(request)
+        sequence, future = place
+        self._post(partial(self._each, self._core.add, [place]))
+        done, given = asyncio.wrap_future(future), 0
+        try:
+            while not done.done():
+                await asyncio.wait({done}, timeout=_PIECE_S)
+                until = len(sequence.versions)  # of a token's three parts the worker adds this one last
+                if until > given and not done.done():
+                    yield _piece(sequence, given, until, None)
+                    given = until
+            completion = done.result()
+            yield _piece(sequence, given, len(completion.tokens), completion.finish_reason)
+        finally:
+            if not done.done():
+                done.cancel()
+                self._post(partial(self._core.abort, sequence))
+
     def abort(self, episode: str) -> None:
         """End the episode's request with what has been sampled, `finish_reason` "abort"."""
         self._post(partial(self._abort, episode))
@@ -143,6 +177,15 @@ class LocalEngine:
     async def resume(self) -> None:
         """Go on."""
         await self._call(partial(self._set_paused, False))
+
+    async def relabel(self, version: int) -> None:
+        """Give the weights in use another version; all later tokens carry it."""
+        await self._call(partial(self._set_version, version))
+
+    def forget_name(self, episode: str) -> None:
+        """The episode is over; what it computed stays for others until the room is needed."""
+        if not self._closed:
+            self._post(partial(self._pop_name, episode))
 
     def release(self, episode: str) -> None:
         """Forget what is kept for an episode and shared with nobody."""
@@ -285,6 +328,12 @@ class LocalEngine:
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused
 
+    def _set_version(self, version: int) -> None:
+        self._core.version = version
+
+    def _pop_name(self, episode: str) -> None:
+        self._histories.pop(episode, None)
+
     def _abort(self, episode: str) -> None:
         for sequence in [*self._core.running, *self._core.waiting]:
             if sequence.request.episode == episode:
@@ -312,6 +361,16 @@ class LocalEngine:
             own[name].copy_(tensor)
         self._core.new_weights(recompute=self._settings.recompute_on_update)
         self._core.version = version
+
+
+def _piece(sequence: core.Sequence, start: int, end: int, finish: FinishReason | None) -> Piece:
+    at = sequence.num_prompt
+    return Piece(
+        tokens=tuple(sequence.tokens[at + start : at + end]),
+        logprobs=tuple(sequence.logprobs[start:end]),
+        versions=tuple(sequence.versions[start:end]),
+        finish_reason=finish,
+    )
 
 
 def _take_threads(threads: int) -> None:
