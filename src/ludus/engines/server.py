@@ -36,8 +36,9 @@ if TYPE_CHECKING:
 
 DIALECTS: Mapping[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialect()}
 
-_MODE_PROBE = SamplingParams(temperature=1e4, max_new_tokens=4, seed=1)
+_MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
 _SAME_NATS = 1e-3
+_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("ludus.server")
 
@@ -147,6 +148,7 @@ class ServerEngine:
         Raises `SyncError` where a replica's digests are not those of what was sent, `EngineError` where one
         cannot be reached or refuses, `StorageError` where the folder cannot be written.
         """
+        state = _with_head(state)
         folder = await asyncio.to_thread(self._write, version, state)
         before = self._sent.folder
         self._sent = _Sent(version, folder, self._sent.labels | {str(version)})
@@ -186,6 +188,7 @@ class ServerEngine:
             await replica.close()
         if self._temporary is not None:
             shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary, self._sent.folder = None, None
 
     def _check(self, request: Request) -> None:
         length, limit = len(request.token_ids), self.context_tokens
@@ -270,7 +273,7 @@ class ServerEngine:
         folder = (shelf / f"{self._name}-{version}").absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+            plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
             save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
         except (OSError, SafetensorError) as error:
             raise StorageError(
@@ -315,7 +318,7 @@ class ServerEngine:
             )
 
     async def _find_mode(self, replica: Replica) -> LogprobMode:
-        """Sample where all tokens are equally likely: raw log-probabilities are then those of scoring."""
+        """Sample hot: raw log-probabilities are then those of scoring, processed ones are not."""
         prompt = (0,)
         with self._named("") as name:
             sampled = await self._dialect.generate(
@@ -335,6 +338,15 @@ def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
             "Start them with the same model, name and settings.",
         )
     return facts[0]
+
+
+def _with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights with the output head of a model that ties it to its embeddings, for a server that does not.
+
+    A server that ties them as well passes over it.
+    """
+    tied = state.get(_EMBEDDINGS)
+    return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
 
 
 def _labels(sampled: Sampled) -> str:
