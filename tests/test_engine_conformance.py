@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 
+import httpx
 import pytest
 
 import engine_conformance as suite
@@ -16,7 +17,7 @@ from engine_conformance import Case
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.server import ServerEngine
-from served import COLD_START, CONTEXT, serving_model
+from served import COLD_START, CONTEXT
 
 REAL = {"vllm": "LUDUS_VLLM_URL", "sglang": "LUDUS_SGLANG_URL"}
 
@@ -28,13 +29,15 @@ def reference():
 
 @pytest.fixture(scope="module", params=["embedded", "ludus serve", *REAL])
 def case(request, reference):
+    """The server is the one that other tests have used: its weights are the reference's."""
     kind = request.param
     if kind == "embedded":
         settings = EngineSettings(context_tokens=CONTEXT, threads=1)
         yield Case(LocalEngine(*reference, settings), *reference)
     elif kind == "ludus serve":
-        with serving_model("--control") as served:
-            yield Case(ServerEngine([served.url]), *reference)
+        served = request.getfixturevalue("served")
+        httpx.post(f"{served.url}/update_weight_version", json={"new_version": "0"}).raise_for_status()
+        yield Case(ServerEngine([served.url]), *reference)
     elif REAL[kind] not in os.environ:
         pytest.skip(f"{REAL[kind]} is not set")
     else:
