@@ -23,7 +23,7 @@ from ludus.training.session import server_engine
 from ludus.types import SamplingParams
 
 CONTEXT = 64
-QUICK = ServerSettings(timeout_s=5, patience_s=0.4, backoff_s=0.01)
+QUICK = ServerSettings(timeout_s=20, patience_s=2, backoff_s=0.01)
 
 
 @dataclass
@@ -182,10 +182,10 @@ def test_other_refusals_raise_the_servers_own_words_at_once():
 
 def test_a_hanging_server_ends_at_the_deadline_and_is_not_asked_twice():
     fake = Fake(faults=[("hang", {})])
-    settings = ServerSettings(timeout_s=0.2)
+    settings = ServerSettings(timeout_s=1)
     with serving(fake) as first:
         engine = ServerEngine([fake.url], settings=settings)
-        with pytest.raises(EngineError, match=r"no answer within 0.2 s"):
+        with pytest.raises(EngineError, match=r"no answer within 1 s"):
             ask(engine, "e")
         assert first.version == 0
     assert len(fake.asked) == 1
@@ -289,7 +289,7 @@ def test_after_a_broken_connection_the_weights_are_looked_at_before_more_is_samp
         fake.faults, fake.asked = [("drop", b"")], []
         ask(engine, "e")
         ask(engine, "e")
-    assert fake.paths() == ["/v1/completions", "/v1/completions", "/weight_info", "/v1/completions"]
+    assert fake.paths() == ["/v1/completions", "/weight_info", "/v1/completions", "/v1/completions"]
 
 
 def test_a_server_that_someone_else_updates_is_refused():

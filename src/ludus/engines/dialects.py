@@ -178,7 +178,7 @@ class VllmDialect:
             "logprobs": 0,
             "return_token_ids": True,
         }
-        choice = (await replica.post("/v1/completions", body, _Completion)).choices[0]
+        choice = (await replica.post("/v1/completions", body, _Completion, samples=True)).choices[0]
         if choice.token_ids is None or choice.logprobs is None:
             raise EngineError(
                 f"{replica.url} gives no token ids or no log-probabilities.", "vLLM 0.10 and later can."
@@ -306,7 +306,7 @@ class SglangDialect:
             "sampling_seed": params.seed & _SEED,
         }
         body = {"rid": name, "input_ids": list(request.token_ids), "sampling_params": sampling}
-        answer = await replica.post("/generate", body | {"return_logprob": True}, _SglangAnswer)
+        answer = await replica.post("/generate", body | {"return_logprob": True}, _SglangAnswer, samples=True)
         given = answer.meta_info.output_token_logprobs
         tokens = tuple(token for _, token, _ in given)
         if answer.output_ids and tokens != tuple(answer.output_ids):

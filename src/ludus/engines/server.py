@@ -64,7 +64,9 @@ class ServerEngine:
     ) -> None:
         settings = settings or ServerSettings()
         self._dialect = DIALECTS[dialect]
-        self._replicas = [Replica(url.strip().rstrip("/"), settings) for url in urls if url.strip()]
+        self._replicas = [
+            Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
+        ]
         self._facts = _agreed([self._dialect.describe(replica.url) for replica in self._replicas])
         self._settings = settings
         self._temporary: Path | None = None
@@ -96,16 +98,16 @@ class ServerEngine:
         self._check(request)
         replica = self._route(request.episode)
         await self._check_logprobs(replica, request.params)
-        with self._named(request.episode) as name:
-            for _ in range(2):
-                await self._ready(replica, first_turn=request.episode not in self._routes)
-                self._routes[request.episode] = replica
-                before = self.version
+        for _ in range(2):
+            await self._ready(replica, first_turn=request.episode not in self._routes)
+            self._routes[request.episode] = replica
+            before = self.version
+            with self._named(request.episode) as name:
                 sampled = await self._dialect.generate(replica, self._facts, name, request)
-                if self._known(sampled):
-                    return self._completion(sampled, before)
-                replica.holds = None
-                log.warning("%s sampled from weights that were not sent to it", replica.url)
+            if self._known(sampled):
+                return self._completion(sampled, before)
+            replica.holds = None
+            log.warning("%s sampled from weights that were not sent to it", replica.url)
         raise EngineError(
             f"{replica.url} samples from weights {_labels(sampled)}, and was sent {self.version}.",
             "Has it been restarted, or does someone else update it?",
@@ -241,6 +243,9 @@ class ServerEngine:
                 "%s has lost the weights of version %d; sending them again", replica.url, self.version
             )
             await self._update(replica, await asyncio.to_thread(_read, self._sent.folder))
+
+    async def _restore(self, replica: Replica) -> None:
+        await self._ready(replica, first_turn=False)
 
     async def _update_locked(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
         async with replica.lock:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -65,12 +65,17 @@ class _Line:
 
 @dataclass(eq=False)
 class Replica:
-    """One server. `load` counts the calls under way; `holds` is its weights' version, None if unknown."""
+    """One server. `load` counts the calls under way; `holds` is its weights' version, None if unknown.
+
+    `restore` makes sure of its weights; it comes before what samples is sent again, for the server may have
+    been started anew.
+    """
 
     url: str
     settings: ServerSettings
     load: int = 0
     holds: int | None = None
+    restore: Callable[[Replica], Awaitable[None]] | None = None
     _down_since: float | None = field(init=False, default=None)
     _line: _Line | None = field(init=False, default=None)
 
@@ -86,11 +91,13 @@ class Replica:
 
     async def get(self, path: str, reply: type[Reply]) -> Reply:
         """The answer to a GET. Raises EngineError."""
-        return self._read(await self._call("GET", path, None), reply)
+        return self._read(await self._call("GET", path, None, samples=False), reply)
 
-    async def post(self, path: str, body: Mapping[str, object], reply: type[Reply]) -> Reply:
-        """The answer to a POST of JSON. Raises EngineError."""
-        return self._read(await self._call("POST", path, json.dumps(body).encode()), reply)
+    async def post(
+        self, path: str, body: Mapping[str, object], reply: type[Reply], *, samples: bool = False
+    ) -> Reply:
+        """The answer to a POST of JSON; `samples` where it depends on the weights. Raises EngineError."""
+        return self._read(await self._call("POST", path, json.dumps(body).encode(), samples=samples), reply)
 
     async def close(self) -> None:
         """Close the connections; those of a loop that is over went with it."""
@@ -98,11 +105,11 @@ class Replica:
         if line is not None and line.loop is asyncio.get_running_loop():
             await line.client.aclose()
 
-    async def _call(self, method: str, path: str, body: bytes | None) -> httpx.Response:
+    async def _call(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
         self.load += 1
         try:
             async with asyncio.timeout(self.settings.timeout_s):
-                return await self._attempts(method, path, body)
+                return await self._attempts(method, path, body, samples=samples)
         except TimeoutError as error:
             raise EngineError(
                 f"{self.url}{path} gave no answer within {self.settings.timeout_s:g} s.",
@@ -111,7 +118,7 @@ class Replica:
         finally:
             self.load -= 1
 
-    async def _attempts(self, method: str, path: str, body: bytes | None) -> httpx.Response:
+    async def _attempts(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
         """As many attempts as it takes and the patience allows. Raises what the last one met."""
         begin, attempt = time.monotonic(), 0
         while True:
@@ -129,6 +136,8 @@ class Replica:
                     return self._checked(path, response)
             await asyncio.sleep(min(self.settings.backoff_s * 2**attempt, _LONGEST_WAIT_S))
             attempt += 1
+            if samples and self.holds is None and self.restore is not None:
+                await self.restore(self)
 
     async def _send(self, method: str, path: str, body: bytes | None) -> httpx.Response:
         headers = {"Content-Type": "application/json"} if body is not None else {}
