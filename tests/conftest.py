@@ -1,9 +1,11 @@
 """Fixtures that several test files share."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from served import Served, serving_model
 from tiny_run import make_run
 
 
@@ -11,3 +13,10 @@ from tiny_run import make_run
 def tiny_run(tmp_path_factory) -> Path:
     """The folder of a finished run (see `tiny_run.py`). Read it; copy it to write into it."""
     return make_run(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def served() -> Iterator[Served]:
+    """`ludus serve --control` of the packaged cold start. Leave it with its weights, running."""
+    with serving_model("--control") as server:
+        yield server

@@ -147,7 +147,7 @@ def words(settings: dict[str, str]) -> list[str]:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_everything_on_the_page_runs(page, finished, cold_start, tmp_path, monkeypatch):
+def test_everything_on_the_page_runs(page, finished, cold_start, tmp_path, monkeypatch, request):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
@@ -160,15 +160,19 @@ def test_everything_on_the_page_runs(page, finished, cold_start, tmp_path, monke
             exec(compile(code, str(ROOT / page), "exec", dont_inherit=True), vars(namespace))
         elif block.language != "python":
             for command in block.commands:
-                run_command(command, cold_start, monkeypatch)
+                run_command(command, cold_start, request, monkeypatch)
 
 
-def run_command(line: str, cold_start: str, monkeypatch) -> None:
+def run_command(line: str, cold_start: str, request: pytest.FixtureRequest, monkeypatch) -> None:
     if not line.startswith("ludus "):
         return
     _, *argv = shlex.split(line, comments=True)
     kind = next((f"{argv[0]} {word}" for word in argv if f"{argv[0]} {word}" in BUDGETS), argv[0])
     argv += words(BUDGETS.get(kind, {}))
+    if argv[0] == "serve":
+        argv.append("--check")
+    if "--engine.url" in argv:
+        argv[argv.index("--engine.url") + 1] = request.getfixturevalue("served").url
     if "--endpoint" in argv:
         with serving(lambda _: Reply(say("France"))) as server:
             argv[argv.index("--endpoint") + 1] = server.url

@@ -46,6 +46,10 @@ class EngineError(LudusError):
     part = "engine"
 
 
+class RequestRefused(EngineError):
+    """The request can never be served as it stands."""
+
+
 class EngineBusy(EngineError):
     """The engine has as many requests as it takes: come again later."""
 

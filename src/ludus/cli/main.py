@@ -37,6 +37,7 @@ COMMANDS = (
     Command("eval", "evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
     Command("compare", "compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
     Command("chat", "chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),
+    Command("serve", "serve", "serve a checkpoint over HTTP", "ludus serve runs/search-1"),
     Command("show", "show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
     Command("recipes", "recipes", "list the recipes", "ludus recipes"),
     Command("config", "config", "print a resolved configuration", "ludus config search"),

@@ -148,6 +148,22 @@ class RolloutConfig(Section):
     """Turns in lock-step: what is sampled together does not depend on the clock. Bit for bit repeatable."""
 
 
+class EngineConfig(Section):
+    """Where tokens are sampled: in this process, or by a server over HTTP."""
+
+    url: str | None = None
+    """Address of an inference server that samples; several replicas are separated by commas. None samples in
+    this process."""
+    dialect: Literal["vllm", "sglang"] = "vllm"
+    """What the server speaks; `ludus serve` speaks as vLLM does."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Deadline of one action, and of one transfer of weights to one replica."""
+    patience_s: float = Field(60.0, ge=0)
+    """How long a server that cannot be reached is asked again before that counts as a failure."""
+    weights_folder: str | None = None
+    """Where new weights are written; the server must see the same path. None takes a temporary folder."""
+
+
 class AlgorithmConfig(Section):
     """A preset by name and what to change in it; None keeps the preset's value."""
 
@@ -301,6 +317,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
+    engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
     sft: SftConfig = SftConfig()

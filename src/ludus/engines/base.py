@@ -150,8 +150,8 @@ class Engine(Protocol):
         """Take new weights; all later tokens carry `version`."""
         ...
 
-    async def fingerprint(self) -> str:
-        """A digest of the weights in use, equal for equal weights."""
+    async def fingerprint(self) -> str | None:
+        """`fingerprint_module` of the weights in use; None where the engine cannot tell."""
         ...
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:

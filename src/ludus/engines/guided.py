@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from ludus.chat.guides import JSON_STYLE
-from ludus.errors import EngineError, UserError
+from ludus.errors import EngineError, RequestRefused, UserError
 from ludus.types import Guide
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ class GuideCompiler:
         self._known: dict[Guide, Any] = {}
 
     def start(self, guide: Guide, stop_token_ids: tuple[int, ...]) -> GuideState:
-        """The state of an action that begins. Raises EngineError for a guide that is none."""
+        """The state of an action that begins. Raises RequestRefused for a guide that is none."""
         if guide not in self._known:
             self._known[guide] = self._compile(guide)
         return GuideState(self._known[guide].deep_copy(), stop_token_ids)
@@ -82,7 +82,7 @@ class GuideCompiler:
         except ValueError as error:
             problem = str(error)
         if problem:
-            raise EngineError(
+            raise RequestRefused(
                 f"The {guide.kind.replace('_', ' ')} of the guide is wrong: {_first_line(problem)}."
             )
         return matcher

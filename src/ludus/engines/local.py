@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import copy as copying
-import threading
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -30,13 +28,15 @@ from ludus.engines.fingerprint import fingerprint_module
 from ludus.engines.forward import RaggedForward
 from ludus.engines.guided import GuideCompiler
 from ludus.engines.pages import PAGE, PageTree
-from ludus.errors import EngineBusy, EngineError, SyncError
-from ludus.types import Completion, SamplingParams
+from ludus.engines.worker import Worker
+from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
+from ludus.types import Completion, FinishReason, SamplingParams
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-Result = TypeVar("Result")
+_PIECE_S = 0.02
+"""Seconds between two pieces of a streamed action."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +61,16 @@ class EngineSettings:
     recompute_on_update: bool = True
     """New weights: compute the histories of what runs again. Else their keys and values are kept, and the
     log-probabilities are those of a mixture of versions."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next tokens of an action that is being sampled. `finish_reason` is None where more follow."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason | None
 
 
 class LocalEngine:
@@ -103,11 +113,7 @@ class LocalEngine:
         if self._invariant and not self._forward.invariant:
             self._core.block = max(settings.pass_tokens, settings.max_batch)
         self._histories: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._commands: deque[Callable[[], None]] = deque()
-        self._wake = threading.Condition()
-        self._closed = self._paused = False
-        self._worker = threading.Thread(target=self._work, name="ludus-engine", daemon=True)
-        self._worker.start()
+        self._worker = Worker(self._core, settings.threads)
 
     @property
     def context_tokens(self) -> int:
@@ -130,37 +136,64 @@ class LocalEngine:
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one action for each request; they are queued in order and at once.
 
-        Raises EngineError for a request that can never be served, EngineBusy where there are too many.
+        Raises RequestRefused for one that can never be served, EngineBusy where there are too many.
         """
-        for request in requests:
-            _check(request, self.context_tokens, self._forward.vocab_size)
-            self._check_served(request)
-        self._check_room(len(requests))
+        self._check(requests)
         places = [self._sequence(request) for request in requests]
-        self._post(partial(self._each, self._core.add, places))
+        self._worker.post(partial(self._each, self._core.add, places))
         try:
             done = [await asyncio.wrap_future(future) for _, future in places]
         except asyncio.CancelledError:
-            self._post(partial(self._each, self._core.abort, places))
+            self._worker.post(partial(self._each, self._core.abort, places))
             raise
         return done
 
+    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+        """Sample one action, giving what is new every 20 ms; the last piece has the finish reason."""
+        self._check([request])
+        place = self._sequence(request)
+        sequence, future = place
+        self._worker.post(partial(self._each, self._core.add, [place]))
+        done, given = asyncio.wrap_future(future), 0
+        try:
+            while not done.done():
+                await asyncio.wait({done}, timeout=_PIECE_S)
+                until = len(sequence.versions)  # of a token's three parts the worker adds this one last
+                if until > given and not done.done():
+                    yield _piece(sequence, given, until, None)
+                    given = until
+            completion = done.result()
+            yield _piece(sequence, given, len(completion.tokens), completion.finish_reason)
+        finally:
+            if not done.done():
+                done.cancel()
+                self._worker.post(partial(self._core.abort, sequence))
+
     def abort(self, episode: str) -> None:
         """End the episode's request with what has been sampled, `finish_reason` "abort"."""
-        self._post(partial(self._abort, episode))
+        self._worker.post(partial(self._abort, episode))
 
     async def pause(self) -> None:
         """Compute nothing more until `resume`; requests wait where they are. Returns between two passes."""
-        await self._call(partial(self._set_paused, True))
+        await self._worker.call(partial(self._worker.set_paused, True))
 
     async def resume(self) -> None:
         """Go on."""
-        await self._call(partial(self._set_paused, False))
+        await self._worker.call(partial(self._worker.set_paused, False))
+
+    async def relabel(self, version: int) -> None:
+        """Give the weights in use another version; all later tokens carry it."""
+        await self._worker.call(partial(self._set_version, version))
+
+    def forget_name(self, episode: str) -> None:
+        """The episode is over; what it computed stays for others until the room is needed."""
+        if not self._worker.closed:
+            self._worker.post(partial(self._pop_name, episode))
 
     def release(self, episode: str) -> None:
         """Forget what is kept for an episode and shared with nobody."""
-        if not self._closed:
-            self._post(partial(self._release, episode))
+        if not self._worker.closed:
+            self._worker.post(partial(self._release, episode))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Copy `state` (all parameters or some, by name) into the engine's model between two passes.
@@ -168,11 +201,11 @@ class LocalEngine:
         Requests under way go on; each token carries the version that sampled it. Raises `SyncError`, with
         nothing changed, for an unknown name or another shape.
         """
-        await self._call(partial(self._load, version, state))
+        await self._worker.call(partial(self._load, version, state))
 
     async def fingerprint(self) -> str:
         """`fingerprint_module` of the weights in use."""
-        return await self._call(partial(fingerprint_module, self._model))
+        return await self._worker.call(partial(fingerprint_module, self._model))
 
     async def load_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
@@ -181,11 +214,11 @@ class LocalEngine:
 
         `scaling` is alpha over rank. Raises `SyncError`, with nothing changed, where they do not fit.
         """
-        await self._call(partial(self._load_adapter, name, version, state, scaling))
+        await self._worker.call(partial(self._load_adapter, name, version, state, scaling))
 
     async def unload_adapter(self, name: str) -> None:
         """Forget an adapter. Its requests under way fail."""
-        await self._call(partial(self._unload_adapter, name))
+        await self._worker.call(partial(self._unload_adapter, name))
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """Log-probability of each token at temperature 1; 0 for the first.
@@ -200,16 +233,13 @@ class LocalEngine:
             )
         sequence, future = self._sequence(Request("", tuple(token_ids), SamplingParams(), adapter=adapter))
         sequence.scores = [0.0]
-        self._post(partial(self._core.add, sequence))
+        self._worker.post(partial(self._core.add, sequence))
         await asyncio.wrap_future(future)
         return sequence.scores
 
     async def close(self) -> None:
         """Finish the pass under way, refuse all else, and end the worker."""
-        with self._wake:
-            self._closed = True
-            self._wake.notify()
-        await asyncio.to_thread(self._worker.join)
+        await self._worker.close()
         self._forward.close()
 
     def stats(self, *, reset: bool = False) -> EngineStats:
@@ -220,25 +250,25 @@ class LocalEngine:
             self._counted = now
         return since
 
-    def _check_served(self, request: Request) -> None:
-        if (request.params.stop or request.params.guide) and self._tokenizer is None:
-            raise EngineError(
-                "Stop strings and guides need a tokenizer.", "Give the engine one, or use stop_token_ids."
-            )
-        self._check_adapter(request.adapter)
-
-    def _check_adapter(self, adapter: str | None) -> None:
-        if adapter and adapter not in self._forward.adapters.names:
-            known = ", ".join(sorted(self._forward.adapters.names)) or "none"
-            raise EngineError(f"There is no adapter {adapter!r}; loaded: {known}.")
-
-    def _check_room(self, num: int) -> None:
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            _check_fits(request, self.context_tokens, self._forward.vocab_size)
+            if (request.params.stop or request.params.guide) and self._tokenizer is None:
+                raise RequestRefused(
+                    "Stop strings and guides need a tokenizer.", "Give the engine one, or use stop_token_ids."
+                )
+            self._check_adapter(request.adapter)
         limit = self._settings.max_requests
-        if limit and len(self._open) + num > limit:
+        if limit and len(self._open) + len(requests) > limit:
             raise EngineBusy(
                 f"The engine has {len(self._open)} requests and takes {limit} at most (max_requests).",
                 "Try again when some are done.",
             )
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        if adapter and adapter not in self._forward.adapters.names:
+            known = ", ".join(sorted(self._forward.adapters.names)) or "none"
+            raise RequestRefused(f"There is no adapter {adapter!r}; loaded: {known}.")
 
     def _sequence(self, request: Request) -> tuple[core.Sequence, Future[Completion]]:
         """A sequence whose end resolves the future; that may happen on the worker thread."""
@@ -263,57 +293,6 @@ class LocalEngine:
         else:
             future.set_result(sequence.completion)
 
-    def _post(self, command: Callable[[], None]) -> None:
-        """Have the worker do something between two passes. Raises EngineError once closed."""
-        with self._wake:
-            if self._closed:
-                raise EngineError("The engine is closed.")
-            self._commands.append(command)
-            self._wake.notify()
-
-    async def _call(self, work: Callable[[], Result]) -> Result:
-        """Have the worker do something, and wait for its result."""
-        future: Future[Result] = Future()
-
-        def command() -> None:
-            try:
-                future.set_result(work())
-            except BaseException as error:  # boundary: the cause goes to whoever asked
-                future.set_exception(error)
-
-        self._post(command)
-        return await asyncio.wrap_future(future)
-
-    def _work(self) -> None:
-        """The worker: commands, then a pass, until closed."""
-        _take_threads(self._settings.threads)
-        while True:
-            with self._wake:
-                while not (self._closed or self._commands or (self._core.busy and not self._paused)):
-                    self._wake.wait(self._core.patience)
-                    if self._core.patience == 0:
-                        break
-                commands, self._commands = self._commands, deque()
-                closed = self._closed
-            for command in commands:
-                command()
-            if closed:
-                self._core.fail_all(EngineError("The engine is closed."))
-                return
-            self._core.expire()
-            if not self._paused:
-                self._step()
-
-    def _step(self) -> None:
-        """The boundary to torch: what fails in there (memory, a device) becomes an `EngineError`."""
-        try:
-            self._core.step()
-        except EngineError as error:
-            self._core.fail_all(error)
-        except (RuntimeError, MemoryError) as error:
-            count = len(self._core.running)
-            self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
-
     @staticmethod
     def _each(
         act: Callable[[core.Sequence], None], places: Sequence[tuple[core.Sequence, Future[Completion]]]
@@ -321,8 +300,11 @@ class LocalEngine:
         for sequence, _ in places:
             act(sequence)
 
-    def _set_paused(self, paused: bool) -> None:
-        self._paused = paused
+    def _set_version(self, version: int) -> None:
+        self._core.version = version
+
+    def _pop_name(self, episode: str) -> None:
+        self._histories.pop(episode, None)
 
     def _abort(self, episode: str) -> None:
         for sequence in [*self._core.running, *self._core.waiting]:
@@ -367,26 +349,29 @@ class LocalEngine:
         self._core.new_weights(0, recompute=True, adapter=name)
 
 
-def _check(request: Request, limit: int, vocab_size: int) -> None:
-    """Raise EngineError for a request that no engine of this context and vocabulary can serve."""
+def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
+    """Raise RequestRefused for a request that no engine of this context and vocabulary can serve."""
     length = len(request.token_ids)
     if not 0 < length < limit:
-        raise EngineError(
+        raise RequestRefused(
             f"Episode {request.episode} has a prompt of {length} tokens, "
             f"but the engine takes 1 to {limit - 1} (context_tokens is {limit}).",
             "Shorten the history or give the engine a larger context.",
         )
     if request.params.max_new_tokens < 1:
-        raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
+        raise RequestRefused(f"Episode {request.episode} asks for max_new_tokens below 1.")
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
-        raise EngineError(
+        raise RequestRefused(
             f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
             "Use the tokenizer that belongs to the model.",
         )
 
 
-def _take_threads(threads: int) -> None:
-    """Give the calling thread its own number of compute threads: OpenMP counts them thread by thread."""
-    if threads:
-        torch.zeros(1).sum()  # torch takes over its global number on first use, so that comes before
-        torch.set_num_threads(threads)
+def _piece(sequence: core.Sequence, start: int, end: int, finish: FinishReason | None) -> Piece:
+    at = sequence.num_prompt
+    return Piece(
+        tokens=tuple(sequence.tokens[at + start : at + end]),
+        logprobs=tuple(sequence.logprobs[start:end]),
+        versions=tuple(sequence.versions[start:end]),
+        finish_reason=finish,
+    )

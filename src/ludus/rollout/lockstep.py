@@ -81,7 +81,7 @@ class LockstepEngine:
         """The inner engine's."""
         await self.inner.load_weights(version, state)
 
-    async def fingerprint(self) -> str:
+    async def fingerprint(self) -> str | None:
         """The inner engine's."""
         return await self.inner.fingerprint()
 

@@ -12,12 +12,15 @@ import torch
 from ludus.chat.render import Renderer, TemplateRenderer
 from ludus.chat.tags import TagsRenderer
 from ludus.config.schema import Config, EnvConfig, LoraConfig
+from ludus.engines.base import Engine
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.pages import PAGE
+from ludus.engines.server import ServerEngine
+from ludus.engines.transport import ServerSettings
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
-from ludus.errors import UserError
+from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
 
 if TYPE_CHECKING:
@@ -93,7 +96,30 @@ def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (
     return TemplateRenderer(tokenizer, env.tool_parser)
 
 
-def make_engine(session: Session) -> LocalEngine:
+def make_engine(session: Session) -> Engine:
+    """What samples: the configured server, or an engine in this process.
+
+    Raises EngineError where a server does not answer, ConfigError for adapters with a server.
+    """
+    return server_engine(session.config) if session.config.engine.url else local_engine(session)
+
+
+def server_engine(config: Config) -> ServerEngine:
+    """The servers of the settings. They hold whatever they were started with until weights are sent."""
+    engine = config.engine
+    if config.model.lora is not None:
+        raise ConfigError(
+            "Adapters cannot be sent to a server.", "Train the whole model, or leave engine.url out."
+        )
+    settings = ServerSettings(
+        timeout_s=engine.timeout_s,
+        patience_s=engine.patience_s,
+        weights_folder=engine.weights_folder or "",
+    )
+    return ServerEngine((engine.url or "").split(","), engine.dialect, settings)
+
+
+def local_engine(session: Session) -> LocalEngine:
     """An embedded engine with a copy of the session's weights, and room for all episodes in flight."""
     rollout = session.config.rollout
     limit = session.model.config.to_dict().get("max_position_embeddings") or rollout.max_tokens

@@ -1,8 +1,8 @@
 """From the learner's weights to the engine's, with the proof that they arrived.
 
-After each transfer the digest of the engine's weights must equal the learner's, and a probe of
-log-probabilities must agree within a tolerance. A mismatch raises `SyncError`; so does a transfer that
-outlives its deadline, or that the engine refuses, with the engine's own words.
+After each transfer the digest of the engine's weights must equal the learner's, where the engine can tell
+it, and a probe of log-probabilities must agree within a tolerance. A mismatch raises `SyncError`; so does a
+transfer that outlives its deadline, or that the engine refuses, with the engine's own words.
 """
 
 from __future__ import annotations
@@ -25,10 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SyncProof:
-    """What was compared: the digest, and the largest difference of the probe's log-probabilities (nats)."""
+    """What was compared: the digest, and the largest difference of the probe's log-probabilities (nats).
+
+    `fingerprint` is None where the engine cannot tell its own; then the probe alone is the proof.
+    """
 
     version: int
-    fingerprint: str
+    fingerprint: str | None
     probe_gap: float
 
 
@@ -56,9 +59,9 @@ class WeightSync:
             raise SyncError(f"The engine refused weights {version}: {error}") from error
         return self._compare(version, theirs, scores)
 
-    def _compare(self, version: int, theirs: str, scores: Sequence[float]) -> SyncProof:
+    def _compare(self, version: int, theirs: str | None, scores: Sequence[float]) -> SyncProof:
         ours = fingerprint_module(self.model)
-        if ours != theirs:
+        if theirs is not None and ours != theirs:
             raise SyncError(
                 f"The engine's weights are not those of version {version}: digest {theirs[:12]} there, "
                 f"{ours[:12]} here.",

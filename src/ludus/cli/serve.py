@@ -1,0 +1,184 @@
+"""Serve a checkpoint over HTTP, as OpenAI's and vLLM's servers do.
+
+RUN_OR_MODEL is a run folder (its newest checkpoint), a model folder or a model's name. Clients find
+/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics; docs/server.md has the rest. With
+--control a trainer may pause the server and give it new weights: `ludus train RECIPE --engine.url URL`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.cli.arguments import run_config
+from ludus.cli.terminal import make_console, say, silence_libraries
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ludus.gateway.service import Service
+
+_MOST_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model with its tokenizer and the training step of its weights."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    step: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments; settings follow as --section.key value."""
+    parser.add_argument(
+        "target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model's name"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (8000)")
+    parser.add_argument("--name", help="what clients call the model (the folder's name)")
+    parser.add_argument("--control", action="store_true", help="let clients pause it and change its weights")
+    parser.add_argument(
+        "--context-tokens",
+        type=int,
+        metavar="N",
+        help=f"prompt plus answer (the model's, {_MOST_CONTEXT} at most)",
+    )
+    parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="requests at once (128)")
+    parser.add_argument("--cache-tokens", type=int, default=131_072, metavar="N", help="cache size (131072)")
+    parser.add_argument("--check", action="store_true", help="load everything, say what it is, and end")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Serve until interrupted."""
+    try:
+        import uvicorn
+
+        from ludus.gateway.app import make_app
+    except ImportError as error:
+        raise UserError(
+            f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
+        ) from error
+    from ludus.training.session import default_threads, set_up_compute
+
+    default_threads()
+    silence_libraries()
+    config = _config(args.target, overrides)
+    set_up_compute(config)
+    loaded = _load(args.target, config)
+    service, model = _service(args, config, loaded)
+    console = make_console()
+    context = service.engine.context_tokens
+    what = f"{service.model.name} (weights {loaded.step}, context {context} tokens)"
+    if args.check:
+        asyncio.run(service.engine.close())
+        say(console, f"{what} can be served.")
+        return 0
+    with _listening(args.host, args.port) as listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        say(console, f"Serving {what} at http://{shown}:{port}")
+        settings = uvicorn.Config(
+            make_app(service, model), log_level="warning", timeout_graceful_shutdown=5, lifespan="off"
+        )
+        asyncio.run(_serve(uvicorn.Server(settings), listener, service))
+    return 0
+
+
+async def _serve(server: object, listener: socket.socket, service: Service) -> None:
+    import uvicorn
+
+    assert isinstance(server, uvicorn.Server)
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await service.engine.close()
+
+
+def _listening(host: str, port: int) -> socket.socket:
+    """A socket that takes connections from now on. Raises UserError where the address is taken."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    listener = socket.socket(family)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+        listener.listen(2048)
+    except (OSError, OverflowError) as error:
+        listener.close()
+        raise UserError(
+            f"{host}:{port} cannot be listened at: {error}.", "Give another --port, or 0 for a free one."
+        ) from error
+    return listener
+
+
+def _config(target: str, overrides: Sequence[str]) -> Config:
+    from ludus.training.run import RunFolder
+
+    if (Path(target) / "config.toml").is_file():
+        return run_config(RunFolder(Path(target)), overrides)
+    return load_config(None, ["--model.path", target, *overrides])
+
+
+def _load(target: str, config: Config) -> _Loaded:
+    """The newest checkpoint of a run, or a model. Raises UserError where there is none."""
+    from ludus.cli.opening import open_checkpoint
+    from ludus.engines.loading import load_model, load_tokenizer
+    from ludus.training.run import RunFolder
+
+    if (Path(target) / "config.toml").is_file():
+        session, step = open_checkpoint(RunFolder(Path(target)), config)
+        return _Loaded(session.model, session.tokenizer, step)
+    model = load_model(target, config.model.dtype, config.model.device)
+    return _Loaded(model, load_tokenizer(target), 0)
+
+
+def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple[Service, PreTrainedModel]:
+    from ludus.chat.render import TemplateRenderer
+    from ludus.engines.local import EngineSettings, LocalEngine
+    from ludus.gateway.service import Model, Service
+    from ludus.training.session import SMALL_MODEL
+
+    model, tokenizer = loaded.model, loaded.tokenizer
+    longest = model.config.to_dict().get("max_position_embeddings") or _MOST_CONTEXT
+    context = args.context_tokens or min(longest, _MOST_CONTEXT)
+    if not 2 <= context <= longest or args.max_batch < 1 or args.cache_tokens < 1:
+        raise UserError(
+            f"--context-tokens must be 2 to {longest} here, --max-batch and --cache-tokens above 0.",
+            "Leave them out for the defaults.",
+        )
+    settings = EngineSettings(
+        context_tokens=context,
+        max_batch=args.max_batch,
+        cache_tokens=args.cache_tokens,
+        batch_invariant=config.rollout.reproducible,
+        threads=1 if model.num_parameters() < SMALL_MODEL else 0,
+    )
+    engine = LocalEngine(model, tokenizer, settings, version=loaded.step, copy=False)
+    served = Model(
+        name=args.name or Path(args.target).resolve().name,
+        root=args.target,
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        end_ids=_end_ids(model, tokenizer),
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        renderer=TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None,
+    )
+    return Service(engine, served, control=args.control), model
+
+
+def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a text, by the model's generation settings and its tokenizer."""
+    given = model.generation_config.eos_token_id if model.generation_config is not None else None
+    listed = [given] if isinstance(given, int) else list(given or ())
+    own = tokenizer.eos_token_id
+    return tuple(dict.fromkeys([*listed, *([own] if isinstance(own, int) else [])]))

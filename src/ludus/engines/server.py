@@ -1,0 +1,391 @@
+"""An engine behind HTTP: vLLM, SGLang or `ludus serve`, one replica or several.
+
+Takes requests as token ids; gives token ids with log-probabilities and versions. Sends all requests of an
+episode to one replica, whose cache then holds its history. Waits on each call for as long as the settings
+say (`ServerSettings`) and then raises `EngineError` with the server's own words. Never trains on what the
+wrong weights sampled: a replica that has been out of reach, or that answers under a version that was not
+sent, gets the weights again, with their proof, before it samples more.
+
+Weights go through a folder that the server sees. After each transfer the server's digests of its tensors,
+where it gives any, are held against what was sent; the caller compares log-probabilities (`WeightSync`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.engines.base import EngineStats, Request
+from ludus.engines.checksums import compare_digests
+from ludus.engines.dialects import Dialect, LogprobMode, Sampled, ServerFacts, SglangDialect, VllmDialect
+from ludus.engines.transport import Replica, ServerSettings
+from ludus.errors import EngineError, StorageError, SyncError, UserError
+from ludus.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+DIALECTS: Mapping[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialect()}
+
+_MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
+_SAME_NATS = 1e-3
+_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+log = logging.getLogger("ludus.server")
+
+
+@dataclass
+class _Sent:
+    """The weights that were sent last, and where they lie."""
+
+    version: int = 0
+    folder: Path | None = None
+    labels: set[str] = field(default_factory=set)
+
+
+class ServerEngine:
+    """An `Engine` whose tokens come from servers.
+
+    `urls` are the replicas' addresses. Asks each for its model at once, and raises `EngineError` where one
+    does not answer, `UserError` for an address that is none or replicas that serve different things.
+    """
+
+    def __init__(
+        self, urls: Sequence[str], dialect: str = "vllm", settings: ServerSettings | None = None
+    ) -> None:
+        settings = settings or ServerSettings()
+        self._dialect = DIALECTS[dialect]
+        self._replicas = [
+            Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
+        ]
+        self._facts = _agreed([self._dialect.describe(replica.url) for replica in self._replicas])
+        self._settings = settings
+        self._temporary: Path | None = None
+        self._sent = _Sent()
+        self._routes: dict[str, Replica] = {}
+        self._under_way: dict[str, set[str]] = {}
+        self._name = secrets.token_hex(6)
+        self._num_requests = 0
+        self._mode: LogprobMode | None = self._facts.logprobs
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def context_tokens(self) -> int:
+        """The server's."""
+        return self._facts.context_tokens
+
+    @property
+    def version(self) -> int:
+        """That of the weights that were sent last; 0 before that."""
+        return self._sent.version
+
+    @property
+    def batch_invariant(self) -> bool:
+        """What the server says of itself; vLLM and SGLang say nothing."""
+        return self._facts.batch_invariant
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one action on the episode's replica."""
+        self._check(request)
+        replica = self._route(request.episode)
+        await self._check_logprobs(replica, request.params)
+        for _ in range(2):
+            await self._ready(replica, first_turn=request.episode not in self._routes)
+            self._routes[request.episode] = replica
+            before = self.version
+            with self._named(request.episode) as name, self._deadline(request):
+                sampled = await self._dialect.generate(replica, self._facts, name, request)
+            if self._known(sampled):
+                return self._completion(sampled, before)
+            replica.holds = None
+            log.warning("%s sampled from weights that were not sent to it", replica.url)
+        raise EngineError(
+            f"{replica.url} samples from weights {_labels(sampled)}, and was sent {self.version}.",
+            "Has it been restarted, or does someone else update it?",
+        )
+
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one action for each request, all at once."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.generate(request)) for request in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
+        return [task.result() for task in tasks]
+
+    def abort(self, episode: str) -> None:
+        """Ask the server to end the episode's requests with what they have, `finish_reason` "abort"."""
+        replica = self._routes.get(episode)
+        if replica is None:
+            return
+        for name in self._under_way.get(episode, ()):
+            task = asyncio.get_running_loop().create_task(self._dialect.abort(replica, name))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+
+    async def pause(self) -> None:
+        """Have all replicas compute nothing more until `resume`; requests wait where they are."""
+        await asyncio.gather(*(self._dialect.pause(replica) for replica in self._replicas))
+
+    async def resume(self) -> None:
+        """Go on."""
+        await asyncio.gather(*(self._dialect.resume(replica) for replica in self._replicas))
+
+    def release(self, episode: str) -> None:
+        """Forget the episode's replica; what it cached goes when it needs the room."""
+        self._routes.pop(episode, None)
+
+    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Write the weights and have every replica take them.
+
+        Raises `SyncError` where a replica's digests are not those of what was sent, `EngineError` where one
+        cannot be reached or refuses, `StorageError` where the folder cannot be written.
+        """
+        state = _with_head(state)
+        folder = await asyncio.to_thread(self._write, version, state)
+        before = self._sent.folder
+        self._sent = _Sent(version, folder, self._sent.labels | {str(version)})
+        await asyncio.gather(*(self._update_locked(replica, state) for replica in self._replicas))
+        if before is not None and before != folder:
+            await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+
+    async def fingerprint(self) -> str | None:
+        """`fingerprint_module` of the weights in use; None where a server does not tell.
+
+        Raises `SyncError` where the replicas differ.
+        """
+        found = {await self._dialect.fingerprint(replica) for replica in self._replicas}
+        if len(found) > 1:
+            raise SyncError(f"The replicas hold different weights: {sorted(map(str, found))}.")
+        return found.pop()
+
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        """Log-probability of each token at temperature 1; 0 for the first. The replicas must agree."""
+        _check_adapter(adapter)
+        if not 0 < len(token_ids) < self.context_tokens:
+            raise EngineError(
+                f"A sequence of {len(token_ids)} tokens cannot be scored: "
+                f"the server takes 1 to {self.context_tokens - 1}."
+            )
+        rows = [await self._dialect.score(replica, self._facts, token_ids) for replica in self._replicas]
+        for replica, row in zip(self._replicas, rows, strict=True):
+            gap = max(abs(a - b) for a, b in zip(row, rows[0], strict=True))
+            if gap > _SAME_NATS:
+                raise EngineError(f"{replica.url} and {self._replicas[0].url} disagree by {gap:.3g} nats.")
+        return rows[0]
+
+    def stats(self, *, reset: bool = False) -> EngineStats:
+        """Nothing: a server keeps its numbers to itself, at its `/metrics`."""
+        return EngineStats()
+
+    async def close(self) -> None:
+        """Close the connections; the servers go on."""
+        for task in tuple(self._tasks):
+            task.cancel()
+        for replica in self._replicas:
+            await replica.close()
+        if self._temporary is not None:
+            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary, self._sent.folder = None, None
+
+    @contextmanager
+    def _deadline(self, request: Request) -> Iterator[None]:
+        """After the request's `timeout_s` the server is asked to end it with what it has."""
+        if request.timeout_s is None:
+            yield
+            return
+        loop = asyncio.get_running_loop()
+        alarm = loop.call_later(request.timeout_s, self.abort, request.episode)
+        try:
+            yield
+        finally:
+            alarm.cancel()
+
+    def _check(self, request: Request) -> None:
+        _check_adapter(request.adapter)
+        length, limit = len(request.token_ids), self.context_tokens
+        if not 0 < length < limit:
+            raise EngineError(
+                f"Episode {request.episode} has a prompt of {length} tokens, but the server takes "
+                f"1 to {limit - 1} (its context is {limit}).",
+                "Shorten the history or give the server a larger context.",
+            )
+        if request.params.max_new_tokens < 1:
+            raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
+
+    def _route(self, episode: str) -> Replica:
+        """The episode's replica: the one that it had, else the least busy of those in reach."""
+        known = self._routes.get(episode)
+        if known is not None and not known.is_down:
+            return known
+        return min(self._replicas, key=lambda replica: (replica.is_down, replica.load))
+
+    @contextmanager
+    def _named(self, episode: str) -> Iterator[str]:
+        """A name for a request, the same when it is sent again."""
+        self._num_requests += 1
+        name = f"{self._name}-{self._num_requests}"
+        self._under_way.setdefault(episode, set()).add(name)
+        try:
+            yield name
+        finally:
+            self._under_way[episode].discard(name)
+            if not self._under_way[episode]:
+                del self._under_way[episode]
+
+    async def _ready(self, replica: Replica, *, first_turn: bool) -> None:
+        """Make sure that a replica holds the weights that were sent last, as far as it tells.
+
+        One that reports versions with its tokens is asked only when in doubt, others once an episode.
+        """
+        if self._sent.folder is None:
+            return
+        in_doubt = replica.holds != self.version
+        if not in_doubt and (self._facts.logprobs == "exact" or not first_turn):
+            return
+        async with replica.lock:
+            if replica.holds == self.version and in_doubt:
+                return
+            if await self._dialect.version(replica) == str(self.version):
+                replica.holds = self.version
+                return
+            log.warning(
+                "%s has lost the weights of version %d; sending them again", replica.url, self.version
+            )
+            await self._update(replica, await asyncio.to_thread(_read, self._sent.folder))
+
+    async def _restore(self, replica: Replica) -> None:
+        await self._ready(replica, first_turn=False)
+
+    async def _update_locked(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
+        async with replica.lock:
+            await self._update(replica, state)
+
+    async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
+        """Have one replica take the weights in the folder, and hold its digests against `state`."""
+        version = self.version
+        await self._dialect.update(replica, str(self._sent.folder), version)
+        digests = await self._dialect.digests(replica)
+        if digests is not None:
+            proof = await asyncio.to_thread(compare_digests, digests, state)
+            if proof.wrong:
+                raise SyncError(
+                    f"{replica.url} does not hold the weights of version {version} that it was sent: "
+                    f"{len(proof.wrong)} tensors differ, {', '.join(proof.wrong[:3])} among them.",
+                    "The rollouts would come from another policy; nothing was trained on them.",
+                )
+            log.info("%s: %d tensors proved, %d say nothing", replica.url, proof.proved, proof.silent)
+        replica.holds = version
+
+    def _write(self, version: int, state: Mapping[str, torch.Tensor]) -> Path:
+        from safetensors import SafetensorError
+        from safetensors.torch import save_file
+
+        if not self._settings.weights_folder and self._temporary is None:
+            self._temporary = Path(tempfile.mkdtemp(prefix="ludus-weights-"))
+        shelf = Path(self._settings.weights_folder) if self._settings.weights_folder else self._temporary
+        assert shelf is not None
+        folder = (shelf / f"{self._name}-{version}").absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+            save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"The weights for the server cannot be written to {folder}: {error}.",
+                "Set engine.weights_folder to a folder with room that the server sees as well.",
+            ) from error
+        return folder
+
+    def _known(self, sampled: Sampled) -> bool:
+        """Whether all tokens are of versions that were sent; true where the server does not tell."""
+        if sampled.spans is None or not self._sent.labels:
+            return True
+        return all(span.version in self._sent.labels for span in sampled.spans)
+
+    def _completion(self, sampled: Sampled, before: int) -> Completion:
+        """Where the server does not tell versions, that of the moment when the request was sent."""
+        versions = [before] * len(sampled.tokens)
+        for span in sampled.spans or ():
+            version = int(span.version) if span.version.isdecimal() else before
+            versions[span.start : span.end] = [version] * (span.end - span.start)
+        return Completion(sampled.tokens, sampled.logprobs, tuple(versions), sampled.finish_reason)
+
+    async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
+        """Refuse sampling whose log-probabilities the server would report of another distribution."""
+        cut, tempered = params.top_p < 1 or params.top_k > 0, params.temperature != 1
+        if params.temperature == 0 or self._mode == "exact" or not (cut or tempered):
+            return
+        if self._mode is None:
+            self._mode = await self._find_mode(replica)
+        if (tempered and self._mode == "raw") or (cut and self._mode == "processed"):
+            wanted = "without" if cut else "with"
+            hint = "Sample at temperature 1, or with neither top_p nor top_k."
+            if cut != tempered:
+                hint = (
+                    f"Start vLLM {wanted} --logprobs-mode processed_logprobs, or {hint[0].lower()}{hint[1:]}"
+                )
+            raise EngineError(
+                f"{replica.url} reports {self._mode} log-probabilities, which at temperature "
+                f"{params.temperature:g}, top_p {params.top_p:g} and top_k {params.top_k} are not those of "
+                "the tempered distribution.",
+                hint,
+            )
+
+    async def _find_mode(self, replica: Replica) -> LogprobMode:
+        """Sample hot: raw log-probabilities are then those of scoring, processed ones are not."""
+        prompt = (0,)
+        with self._named("") as name:
+            sampled = await self._dialect.generate(
+                replica, self._facts, name, Request("", prompt, _MODE_PROBE)
+            )
+        scores = await self._dialect.score(replica, self._facts, prompt + sampled.tokens)
+        gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
+        return "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
+
+
+def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
+    if not facts:
+        raise UserError("No address of an inference server is given.", "Set engine.url.")
+    if len(set(facts)) > 1:
+        raise UserError(
+            f"The replicas serve different things: {'; '.join(map(str, facts))}.",
+            "Start them with the same model, name and settings.",
+        )
+    return facts[0]
+
+
+def _with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights with the output head of a model that ties it to its embeddings, for a server that does not.
+
+    A server that ties them as well passes over it.
+    """
+    tied = state.get(_EMBEDDINGS)
+    return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
+
+
+def _labels(sampled: Sampled) -> str:
+    return ", ".join(span.version for span in sampled.spans or ())
+
+
+def _read(folder: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def _check_adapter(adapter: str | None) -> None:
+    if adapter:
+        raise EngineError(
+            f"The adapter {adapter!r} is asked for, and adapters are not sent to servers.",
+            "Use the embedded engine for them.",
+        )

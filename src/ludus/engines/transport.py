@@ -1,0 +1,220 @@
+"""Calls to an inference server: each has a deadline, and raises the server's own words.
+
+A call is sent again, the same, where the server cannot be reached, breaks off, or says that it is busy (429,
+503); never after a deadline, for the server may still be at work on it. A server that has been out of reach
+for longer than the settings' patience fails a call at its first attempt. Nothing is read from the
+environment, proxies included.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+import httpx
+from pydantic import BaseModel, ValidationError
+
+from ludus.errors import EngineError, UserError
+
+_EXCERPT_CHARS = 300
+_LONGEST_WAIT_S = 5.0
+_BUSY = (429, 503)
+_UNREACHED = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
+
+Reply = TypeVar("Reply", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """How a server is asked.
+
+    `timeout_s` bounds each call; `patience_s` is how long one that cannot be reached is asked again, with
+    waits of `backoff_s`, doubled each time up to 5 s. Weights go through `weights_folder` (empty: a
+    temporary one), which the server must see under the same path.
+    """
+
+    timeout_s: float = 600.0
+    patience_s: float = 60.0
+    backoff_s: float = 0.25
+    weights_folder: str = ""
+
+
+class Refused(EngineError):
+    """The server answered that it will not. `status` is the HTTP status."""
+
+    def __init__(self, message: str, hint: str = "", status: int = 0) -> None:
+        super().__init__(message, hint)
+        self.status = status
+
+    def __reduce__(self) -> tuple[type[Refused], tuple[str, str, int]]:  # type: ignore[override]
+        return Refused, (self.message, self.hint, self.status)
+
+
+@dataclass
+class _Line:
+    """What belongs to one event loop: connections, and the lock of the weights."""
+
+    loop: asyncio.AbstractEventLoop
+    client: httpx.AsyncClient
+    lock: asyncio.Lock
+
+
+@dataclass(eq=False)
+class Replica:
+    """One server. `load` counts the calls under way; `holds` is its weights' version, None if unknown.
+
+    `restore` makes sure of its weights; it comes before what samples is sent again, for the server may have
+    been started anew.
+    """
+
+    url: str
+    settings: ServerSettings
+    load: int = 0
+    holds: int | None = None
+    restore: Callable[[Replica], Awaitable[None]] | None = None
+    _down_since: float | None = field(init=False, default=None)
+    _line: _Line | None = field(init=False, default=None)
+
+    @property
+    def is_down(self) -> bool:
+        """Whether the last attempt did not reach it."""
+        return self._down_since is not None
+
+    @property
+    def lock(self) -> asyncio.Lock:
+        """Held while its weights are exchanged or looked at."""
+        return self._own_line().lock
+
+    async def get(self, path: str, reply: type[Reply]) -> Reply:
+        """The answer to a GET. Raises EngineError."""
+        return self._read(await self._call("GET", path, None, samples=False), reply)
+
+    async def post(
+        self, path: str, body: Mapping[str, object], reply: type[Reply], *, samples: bool = False
+    ) -> Reply:
+        """The answer to a POST of JSON; `samples` where it depends on the weights. Raises EngineError."""
+        return self._read(await self._call("POST", path, json.dumps(body).encode(), samples=samples), reply)
+
+    async def close(self) -> None:
+        """Close the connections; those of a loop that is over went with it."""
+        line, self._line = self._line, None
+        if line is not None and line.loop is asyncio.get_running_loop():
+            await line.client.aclose()
+
+    async def _call(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
+        self.load += 1
+        try:
+            async with asyncio.timeout(self.settings.timeout_s):
+                return await self._attempts(method, path, body, samples=samples)
+        except TimeoutError as error:
+            raise EngineError(
+                f"{self.url}{path} gave no answer within {self.settings.timeout_s:g} s.",
+                "Give it fewer requests at once (rollout.concurrency) or more time (engine.timeout_s).",
+            ) from error
+        finally:
+            self.load -= 1
+
+    async def _attempts(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
+        """As many attempts as it takes and the patience allows. Raises what the last one met."""
+        begin, attempt = time.monotonic(), 0
+        while True:
+            try:
+                response = await self._send(method, path, body)
+            except _UNREACHED as error:
+                self.holds = None
+                self._down_since = begin if self._down_since is None else self._down_since
+                if time.monotonic() - self._down_since >= self.settings.patience_s:
+                    raise self._unreached(path, error, attempt + 1) from error
+            else:
+                self._down_since = None
+                busy = response.status_code in _BUSY
+                if not busy or time.monotonic() - begin >= self.settings.patience_s:
+                    return self._checked(path, response)
+            await asyncio.sleep(min(self.settings.backoff_s * 2**attempt, _LONGEST_WAIT_S))
+            attempt += 1
+            if samples and self.holds is None and self.restore is not None:
+                await self.restore(self)
+
+    async def _send(self, method: str, path: str, body: bytes | None) -> httpx.Response:
+        headers = {"Content-Type": "application/json"} if body is not None else {}
+        client = self._own_line().client
+        return await client.request(method, f"{self.url}{path}", content=body, headers=headers)
+
+    def _own_line(self) -> _Line:
+        loop = asyncio.get_running_loop()
+        if self._line is None or self._line.loop is not loop:
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
+            client = httpx.AsyncClient(limits=limits, timeout=None, trust_env=False)
+            self._line = _Line(loop, client, asyncio.Lock())
+        return self._line
+
+    def _unreached(self, path: str, error: httpx.HTTPError, attempts: int) -> EngineError:
+        times = "attempt" if attempts == 1 else "attempts"
+        return EngineError(
+            f"The inference server {self.url} cannot be reached or broke off ({path}, {attempts} {times}): "
+            f"{type(error).__name__}: {error or 'no more is known'}.",
+            "Look at its log and start it again. engine.patience_s says how long it is waited for.",
+        )
+
+    def _checked(self, path: str, response: httpx.Response) -> httpx.Response:
+        if response.is_success:
+            return response
+        raise Refused(
+            f"{self.url}{path} answered {response.status_code}: {server_words(response)}",
+            status=response.status_code,
+        )
+
+    def _read(self, response: httpx.Response, reply: type[Reply]) -> Reply:
+        try:
+            return reply.model_validate_json(response.content or b"{}")
+        except ValidationError as error:
+            where = ".".join(str(part) for part in error.errors()[0]["loc"])
+            raise EngineError(
+                f"{response.request.url} sent something else than expected (at {where or 'the top'}): "
+                f"{excerpt(response.content)}",
+                "Check engine.url and engine.dialect.",
+            ) from error
+
+
+def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
+    """The answer to a GET before there is an event loop. Raises EngineError, UserError for a bad address."""
+    try:
+        response = httpx.get(f"{url}{path}", timeout=10.0, trust_env=False)
+        response.raise_for_status()
+        return reply.model_validate_json(response.content)
+    except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
+        raise UserError(f"{url!r} is no web address: {error}.", "Begin engine.url with http://.") from error
+    except httpx.HTTPStatusError as error:
+        status = error.response.status_code
+        raise EngineError(f"{url}{path} answered {status}: {server_words(error.response)}") from error
+    except httpx.HTTPError as error:
+        raise EngineError(
+            f"The inference server {url} cannot be reached: {type(error).__name__}: {error}.",
+            "Start it first, for example with: ludus serve MODEL --control",
+        ) from error
+    except ValidationError as error:
+        raise EngineError(
+            f"{url}{path} sent something else than expected.", "Check engine.dialect."
+        ) from error
+
+
+def server_words(response: httpx.Response) -> str:
+    """The server's own words: the error's message where the body has one, else the body's beginning."""
+    try:
+        body = response.json()
+    except (ValueError, RecursionError):
+        return excerpt(response.content)
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message") if isinstance(error, dict) else error
+    return excerpt(message.encode("utf-8", "replace") if isinstance(message, str) else response.content)
+
+
+def excerpt(body: bytes) -> str:
+    """The beginning of a body as one line."""
+    text = " ".join(body.decode("utf-8", "replace").split())
+    cut = text[:_EXCERPT_CHARS] + (" ..." if len(text) > _EXCERPT_CHARS else "")
+    return cut or "an empty body"

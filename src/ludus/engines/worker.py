@@ -1,0 +1,106 @@
+"""The thread that computes: commands between passes, and passes while there is work."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import TypeVar
+
+import torch
+
+from ludus.engines.core import EngineCore
+from ludus.errors import EngineError
+
+Result = TypeVar("Result")
+
+
+class Worker:
+    """Drives an `EngineCore` on a thread of its own with `threads` compute threads (0: torch's number).
+
+    Nothing else may touch the core: `post` and `call` have things done between two passes.
+    """
+
+    def __init__(self, core: EngineCore, threads: int) -> None:
+        self._core = core
+        self._threads = threads
+        self._commands: deque[Callable[[], None]] = deque()
+        self._wake = threading.Condition()
+        self.closed = self._paused = False
+        self._thread = threading.Thread(target=self._work, name="ludus-engine", daemon=True)
+        self._thread.start()
+
+    def post(self, command: Callable[[], None]) -> None:
+        """Have the worker do something between two passes. Raises EngineError once closed."""
+        with self._wake:
+            if self.closed:
+                raise EngineError("The engine is closed.")
+            self._commands.append(command)
+            self._wake.notify()
+
+    async def call(self, work: Callable[[], Result]) -> Result:
+        """Have the worker do something, and wait for its result."""
+        future: Future[Result] = Future()
+
+        def command() -> None:
+            try:
+                future.set_result(work())
+            except BaseException as error:  # boundary: the cause goes to whoever asked
+                future.set_exception(error)
+
+        self.post(command)
+        return await asyncio.wrap_future(future)
+
+    def set_paused(self, paused: bool) -> None:
+        """Compute nothing more, or go on. For the worker itself: hand it to `call`."""
+        self._paused = paused
+
+    async def close(self) -> None:
+        """Finish the pass under way, refuse all else, and end."""
+        with self._wake:
+            self.closed = True
+            self._wake.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def _work(self) -> None:
+        """Commands, then a pass, until closed."""
+        _take_threads(self._threads)
+        while True:
+            commands, closed = self._next()
+            for command in commands:
+                command()
+            if closed:
+                self._core.fail_all(EngineError("The engine is closed."))
+                return
+            self._core.expire()
+            if not self._paused:
+                self._step()
+
+    def _next(self) -> tuple[deque[Callable[[], None]], bool]:
+        """Wait for a command, for work or for a deadline."""
+        with self._wake:
+            while not (self.closed or self._commands or (self._core.busy and not self._paused)):
+                self._wake.wait(self._core.patience)
+                if self._core.patience == 0:
+                    break
+            commands, self._commands = self._commands, deque()
+            return commands, self.closed
+
+    def _step(self) -> None:
+        """The boundary to torch: what fails in there (memory, a device) becomes an `EngineError`."""
+        try:
+            self._core.step()
+        except EngineError as error:
+            self._core.fail_all(error)
+        except (RuntimeError, MemoryError) as error:
+            count = len(self._core.running)
+            self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
+
+
+def _take_threads(threads: int) -> None:
+    """Give the calling thread its own number of compute threads: OpenMP counts them thread by thread."""
+    if threads:
+        torch.zeros(1).sum()  # torch takes over its global number on first use, so that comes before
+        torch.set_num_threads(threads)

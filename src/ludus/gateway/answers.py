@@ -1,0 +1,209 @@
+"""What clients get: the bodies of answers and of streamed pieces, in the shapes that OpenAI and vLLM use."""
+
+from __future__ import annotations
+
+import time
+from typing import Literal
+
+from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
+
+
+class Usage(BaseModel):
+    """Tokens of the prompts, each counted once, and of all choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    total_tokens: int
+
+    @classmethod
+    def of(cls, prompt: int, completion: int) -> Usage:
+        return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+class TextLogprobs(BaseModel):
+    """Log-probabilities of a completion's tokens. `top_logprobs` holds the sampled token alone."""
+
+    text_offset: list[int]
+    token_logprobs: list[float | None]
+    tokens: list[str]
+    top_logprobs: list[dict[str, float] | None]
+
+
+class PromptLogprob(BaseModel):
+    """Of one token of the prompt. Its rank is not known."""
+
+    logprob: float
+    rank: int | None = None
+    decoded_token: str
+
+
+class VersionSpan(BaseModel):
+    """Tokens [`start`, `end`) were sampled by the weights of `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+class TextChoice(BaseModel):
+    """One completion, or a piece of it (then `finish_reason` may be null)."""
+
+    index: int
+    text: str
+    logprobs: TextLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    prompt_logprobs: list[dict[int, PromptLogprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class TextAnswer(BaseModel):
+    """The answer of `/v1/completions`, or a piece of it."""
+
+    id: str
+    object: Literal["text_completion"] = "text_completion"
+    created: int = Field(default_factory=lambda: int(time.time()))
+    model: str
+    choices: list[TextChoice]
+    usage: Usage | None = None
+
+
+class ChatLogprob(BaseModel):
+    """Of one sampled token; alternatives are not served."""
+
+    token: str
+    logprob: float
+    bytes: list[int]
+    top_logprobs: list[str] = []
+
+
+class ChatLogprobs(BaseModel):
+    """Of all tokens of a message, those of its calls and its thinking too."""
+
+    content: list[ChatLogprob]
+
+
+class CalledFunction(BaseModel):
+    """A function's name, and its arguments as JSON text."""
+
+    name: str
+    arguments: str
+
+
+class CallReply(BaseModel):
+    """A tool call of the model's."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: CalledFunction
+
+
+class ChatReply(BaseModel):
+    """The model's message."""
+
+    role: Literal["assistant"] = "assistant"
+    content: str | None
+    reasoning_content: str | None = None
+    tool_calls: list[CallReply] | None = None
+
+
+class ChatChoice(BaseModel):
+    """One message."""
+
+    index: int
+    message: ChatReply
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+    weight_versions: list[VersionSpan] | None = None
+
+
+class ChatAnswer(BaseModel):
+    """The answer of `/v1/chat/completions`."""
+
+    id: str
+    object: Literal["chat.completion"] = "chat.completion"
+    created: int = Field(default_factory=lambda: int(time.time()))
+    model: str
+    choices: list[ChatChoice]
+    usage: Usage
+    prompt_token_ids: list[int] | None = None
+
+
+class CallPiece(CallReply):
+    """A tool call in a stream; it comes whole."""
+
+    index: int
+
+
+class ChatDelta(BaseModel):
+    """What is new in a streamed message; what is None is left out."""
+
+    role: Literal["assistant"] | None = None
+    content: str | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[CallPiece] | None = None
+
+    @model_serializer(mode="wrap")
+    def _only_what_is_new(self, whole: SerializerFunctionWrapHandler) -> dict[str, object]:
+        return {name: value for name, value in whole(self).items() if value is not None}
+
+
+class ChatPieceChoice(BaseModel):
+    """A piece of one message."""
+
+    index: int
+    delta: ChatDelta
+    logprobs: ChatLogprobs | None = None
+    finish_reason: str | None = None
+    stop_reason: int | str | None = None
+    token_ids: list[int] | None = None
+
+
+class ChatPiece(BaseModel):
+    """A piece of a streamed chat completion."""
+
+    id: str
+    object: Literal["chat.completion.chunk"] = "chat.completion.chunk"
+    created: int = Field(default_factory=lambda: int(time.time()))
+    model: str
+    choices: list[ChatPieceChoice]
+    usage: Usage | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ErrorInfo(BaseModel):
+    """What is wrong, in a sentence; `code` is a word for programs, or the status."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: int | str
+
+
+class ErrorAnswer(BaseModel):
+    """The body of every answer that is an error."""
+
+    error: ErrorInfo
+
+
+class ModelCard(BaseModel):
+    """What is served."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: Literal["ludus"] = "ludus"
+    root: str
+    max_model_len: int
+    batch_invariant: bool
+
+
+class ModelList(BaseModel):
+    """The answer of `/v1/models`."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]

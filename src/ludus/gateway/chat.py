@@ -1,0 +1,200 @@
+"""`/v1/chat/completions`: messages and tools in, a message with its tool calls out.
+
+Rendering and parsing are those of training: the model's chat template, and the parser of its tool calls. In
+a stream plain text comes as it grows; from the first character that may begin a call or a thought the rest
+comes in one piece at the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from pydantic import BaseModel
+
+from ludus.chat.render import TemplateRenderer
+from ludus.errors import UserError
+from ludus.gateway.answers import (
+    CalledFunction,
+    CallPiece,
+    CallReply,
+    ChatAnswer,
+    ChatChoice,
+    ChatDelta,
+    ChatLogprob,
+    ChatLogprobs,
+    ChatPiece,
+    ChatPieceChoice,
+    ChatReply,
+    Usage,
+)
+from ludus.gateway.completions import version_spans
+from ludus.gateway.requests import BadRequest, ChatRequest
+from ludus.gateway.service import Service, choices
+from ludus.gateway.text import GrowingText, TextRules, token_texts
+from ludus.tools.base import Tool, ToolSchema
+from ludus.types import Action, Completion, FinishReason, MessageToolCall, SamplingParams
+
+
+class _NoArguments(BaseModel):
+    """A client's tool is never called here."""
+
+
+@dataclass(frozen=True)
+class ClientTool(Tool):
+    """A tool of the client's, of which only the description is known."""
+
+    given: ToolSchema | None = field(default=None, kw_only=True)
+
+    @cached_property
+    def schema(self) -> ToolSchema:
+        """The client's own."""
+        assert self.given is not None
+        return self.given
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """A dialogue as it is sampled. `turn` counts the model's messages in it."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    ends: tuple[int, ...]
+    turn: int
+
+
+async def complete(service: Service, name: str, request: ChatRequest) -> ChatAnswer:
+    """The whole answer. Raises BadRequest, EngineError."""
+    asked, renderer = _asked(service, request), _renderer(service)
+    parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
+    done = await service.sample(name, parts)
+    made = [_choice(service, request, i, asked, completion) for i, completion in enumerate(done)]
+    for choice, completion in zip(made, done, strict=True):
+        action = renderer.parse(completion.tokens, asked.turn, completion.finish_reason)
+        choice.message = _reply(action)
+        choice.finish_reason = _finish(action, completion.finish_reason)
+    return ChatAnswer(
+        id=name,
+        model=service.model.name,
+        choices=made,
+        usage=Usage.of(len(asked.prompt), sum(len(completion.tokens) for completion in done)),
+        prompt_token_ids=list(asked.prompt) if request.return_token_ids else None,
+    )
+
+
+async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIterator[ChatPiece]:
+    """The answer in pieces. Raises BadRequest before the first, EngineError."""
+    asked, renderer = _asked(service, request), _renderer(service)
+    rules = TextRules(service.model.tokenizer, request.stops, keep_stop=True)
+    texts = [GrowingText(rules, plain_only=True) for _ in range(request.n)]
+    head = ChatDelta(role="assistant", content="")
+    opening = [ChatPieceChoice(index=i, delta=head) for i in range(request.n)]
+    ids = list(asked.prompt) if request.return_token_ids else None
+    yield ChatPiece(id=name, model=service.model.name, choices=opening, prompt_token_ids=ids)
+    parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
+    async for i, piece in service.stream(name, parts):
+        new = texts[i].add(piece.tokens, piece.finish_reason)
+        choice = ChatPieceChoice(index=i, delta=ChatDelta(content=new))
+        if piece.finish_reason is not None:
+            action = renderer.parse(texts[i].tokens, asked.turn, piece.finish_reason)
+            choice.delta = _rest(action, texts[i].shown, new)
+            choice.finish_reason = _finish(action, piece.finish_reason)
+        if request.logprobs:
+            choice.logprobs = _logprobs(service, piece.tokens, piece.logprobs)
+        if request.return_token_ids:
+            choice.token_ids = list(piece.tokens)
+        yield ChatPiece(id=name, model=service.model.name, choices=[choice])
+    if request.stream_options is not None and request.stream_options.include_usage:
+        usage = Usage.of(len(asked.prompt), sum(len(text.tokens) for text in texts))
+        yield ChatPiece(id=name, model=service.model.name, choices=[], usage=usage)
+
+
+def _renderer(service: Service) -> TemplateRenderer:
+    renderer = service.model.renderer
+    if renderer is None:
+        raise BadRequest("This model has no chat template; use /v1/completions.")
+    return renderer
+
+
+def _asked(service: Service, request: ChatRequest) -> _Asked:
+    renderer = _renderer(service)
+    messages = [message.message for message in request.messages]
+    given = request.tools or [] if request.tool_choice != "none" else []
+    tools = [_client_tool(tool.schema_) for tool in given]
+    try:
+        prompt = renderer.prompt(messages, tools)
+    except UserError as error:
+        raise BadRequest(str(error)) from error
+    service.check_room(prompt, sample=True)
+    room = service.engine.context_tokens - len(prompt)
+    wanted = request.max_completion_tokens or request.max_tokens or room
+    ends = tuple(dict.fromkeys([*renderer.stop_token_ids, *service.model.end_ids]))
+    turn = sum(message["role"] == "assistant" for message in messages)
+    return _Asked(prompt, request.params(min(wanted, room), ends), ends, turn)
+
+
+def _client_tool(schema: ToolSchema) -> ClientTool:
+    function = schema["function"]
+    return ClientTool(function["name"], function["description"], str, _NoArguments, given=schema)
+
+
+def _choice(
+    service: Service, request: ChatRequest, index: int, asked: _Asked, done: Completion
+) -> ChatChoice:
+    rules = TextRules(service.model.tokenizer, request.stops)
+    choice = ChatChoice(
+        index=index,
+        message=ChatReply(content=None),
+        finish_reason=done.finish_reason,
+        stop_reason=rules.stop_reason(done, asked.params, asked.ends),
+    )
+    if request.logprobs:
+        choice.logprobs = _logprobs(service, done.tokens, done.logprobs)
+    if request.return_token_ids:
+        choice.token_ids = list(done.tokens)
+        choice.weight_versions = version_spans(done.versions)
+    return choice
+
+
+def _reply(action: Action) -> ChatReply:
+    message = action.message
+    calls = [CallReply(id=call["id"], function=_called(call)) for call in message.get("tool_calls", [])]
+    return ChatReply(
+        content=message["content"] or (None if calls else ""),
+        reasoning_content=message.get("reasoning_content"),
+        tool_calls=calls or None,
+    )
+
+
+def _called(call: MessageToolCall) -> CalledFunction:
+    return CalledFunction(name=call["function"]["name"], arguments=call["function"]["arguments"])
+
+
+def _rest(action: Action, shown: str, new: str) -> ChatDelta:
+    """The last piece: what of the content has not been shown, thinking, and the calls."""
+    before = shown[: len(shown) - len(new)] if new else shown
+    content = action.message["content"]
+    calls = [
+        CallPiece(index=i, id=call["id"], function=_called(call))
+        for i, call in enumerate(action.message.get("tool_calls", []))
+    ]
+    return ChatDelta(
+        content=content.removeprefix(before) or None,
+        reasoning_content=action.message.get("reasoning_content"),
+        tool_calls=calls or None,
+    )
+
+
+def _finish(action: Action, finish: FinishReason) -> str:
+    return "tool_calls" if action.calls and finish == "stop" else finish
+
+
+def _logprobs(service: Service, tokens: Sequence[int], logprobs: Sequence[float]) -> ChatLogprobs:
+    words = token_texts(service.model.tokenizer, tokens)
+    return ChatLogprobs(
+        content=[
+            ChatLogprob(token=word, logprob=logprob, bytes=list(word.encode()))
+            for word, logprob in zip(words, logprobs, strict=True)
+        ]
+    )

@@ -1,0 +1,156 @@
+"""`/v1/completions`: text or token ids in, text, token ids and log-probabilities out."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, groupby
+
+from ludus.gateway.answers import (
+    PromptLogprob,
+    TextAnswer,
+    TextChoice,
+    TextLogprobs,
+    Usage,
+    VersionSpan,
+)
+from ludus.gateway.requests import CompletionRequest
+from ludus.gateway.service import Service, choices
+from ludus.gateway.text import GrowingText, TextRules, token_texts
+from ludus.types import Completion, SamplingParams
+
+
+@dataclass(frozen=True)
+class _Asked:
+    """One choice to sample: its prompt, its parameters, and the scores of the prompt where asked for."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    scores: tuple[float, ...] | None = None
+
+
+async def complete(service: Service, name: str, request: CompletionRequest) -> TextAnswer:
+    """The whole answer. Raises BadRequest, EngineError."""
+    prompts = _prompts(service, request)
+    asked = [
+        _Asked(ids, params, scores)
+        for ids in prompts
+        for scores in [await _scores(service, request, ids)]
+        for params in choices(_params(service, request, ids), request.n)
+    ]
+    if request.max_tokens == 0:
+        done = [Completion((), (), (), "length") for _ in asked]
+    else:
+        done = await service.sample(name, [(one.prompt, one.params) for one in asked])
+    made = [
+        _choice(service, request, i, one, completion)
+        for i, (one, completion) in enumerate(zip(asked, done, strict=True))
+    ]
+    num_prompt, num_sampled = sum(map(len, prompts)), sum(len(completion.tokens) for completion in done)
+    return TextAnswer(
+        id=name, model=service.model.name, choices=made, usage=Usage.of(num_prompt, num_sampled)
+    )
+
+
+async def stream(service: Service, name: str, request: CompletionRequest) -> AsyncIterator[TextAnswer]:
+    """The answer in pieces. Raises BadRequest before the first, EngineError."""
+    prompts = _prompts(service, request)
+    asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
+    rules = text_rules(service, request)
+    texts = [GrowingText(rules) for _ in asked]
+    async for i, piece in service.stream(name, asked):
+        offset, first = len(texts[i].shown), not texts[i].tokens
+        choice = TextChoice(index=i, text=texts[i].add(piece.tokens, piece.finish_reason))
+        if request.logprobs is not None:
+            choice.logprobs = _logprobs(service, piece.tokens, piece.logprobs, offset)
+        if request.return_token_ids:
+            choice.token_ids = list(piece.tokens)
+            choice.prompt_token_ids = list(asked[i][0]) if first else None
+        choice.finish_reason = piece.finish_reason
+        yield TextAnswer(id=name, model=service.model.name, choices=[choice])
+    if request.stream_options is not None and request.stream_options.include_usage:
+        usage = Usage.of(sum(map(len, prompts)), sum(len(text.tokens) for text in texts))
+        yield TextAnswer(id=name, model=service.model.name, choices=[], usage=usage)
+
+
+def text_rules(service: Service, request: CompletionRequest) -> TextRules:
+    """How the request wants its text."""
+    return TextRules(
+        service.model.tokenizer,
+        request.stops,
+        keep_stop=request.include_stop_str_in_output,
+        skip_special=request.skip_special_tokens,
+    )
+
+
+def version_spans(versions: Sequence[int]) -> list[VersionSpan]:
+    """Runs of tokens of one version."""
+    lengths = [(version, len(list(run))) for version, run in groupby(versions)]
+    ends = list(accumulate(num for _, num in lengths))
+    return [
+        VersionSpan(version=str(version), start=end - num, end=end)
+        for (version, num), end in zip(lengths, ends, strict=True)
+    ]
+
+
+def _prompts(service: Service, request: CompletionRequest) -> list[tuple[int, ...]]:
+    prompts = [service.prompt_ids(p, add_special=request.add_special_tokens) for p in request.prompts]
+    for ids in prompts:
+        service.check_room(ids, sample=request.max_tokens != 0)
+    return prompts
+
+
+def _params(service: Service, request: CompletionRequest, ids: Sequence[int]) -> SamplingParams:
+    room = service.engine.context_tokens - len(ids)
+    wanted = room if request.max_tokens is None else min(request.max_tokens, room)
+    return request.params(wanted, service.model.end_ids)
+
+
+async def _scores(
+    service: Service, request: CompletionRequest, ids: tuple[int, ...]
+) -> tuple[float, ...] | None:
+    """The log-probabilities of the prompt, where the request asks for them."""
+    if request.prompt_logprobs is None and not (request.echo and request.logprobs is not None):
+        return None
+    return tuple(await service.engine.score(ids))
+
+
+def _choice(
+    service: Service, request: CompletionRequest, index: int, asked: _Asked, done: Completion
+) -> TextChoice:
+    rules, tokenizer = text_rules(service, request), service.model.tokenizer
+    echoed = asked.prompt if request.echo else ()
+    choice = TextChoice(
+        index=index,
+        text="".join(token_texts(tokenizer, echoed)) if echoed and not done.tokens else "",
+        finish_reason=done.finish_reason,
+        stop_reason=rules.stop_reason(done, asked.params, service.model.end_ids),
+    )
+    if done.tokens:
+        before = TextRules(tokenizer, skip_special=request.skip_special_tokens).text(echoed, "length")
+        choice.text = before + rules.text(done.tokens, done.finish_reason)
+    if request.logprobs is not None:
+        scores = [None, *(asked.scores or ())[1:]] if echoed else []
+        choice.logprobs = _logprobs(service, [*echoed, *done.tokens], [*scores, *done.logprobs], 0)
+    if request.return_token_ids:
+        choice.token_ids, choice.prompt_token_ids = list(done.tokens), list(asked.prompt)
+        choice.weight_versions = version_spans(done.versions)
+    if request.prompt_logprobs is not None and asked.scores is not None:
+        words = token_texts(tokenizer, asked.prompt)
+        rows = zip(asked.prompt, asked.scores, words, strict=True)
+        given = [{token: PromptLogprob(logprob=lp, decoded_token=word)} for token, lp, word in rows]
+        choice.prompt_logprobs = [None, *given[1:]]
+    return choice
+
+
+def _logprobs(
+    service: Service, tokens: Sequence[int], logprobs: Sequence[float | None], offset: int
+) -> TextLogprobs:
+    words = token_texts(service.model.tokenizer, tokens)
+    ends = list(accumulate(map(len, words), initial=offset))
+    return TextLogprobs(
+        text_offset=ends[:-1],
+        token_logprobs=list(logprobs),
+        tokens=words,
+        top_logprobs=[None if lp is None else {w: lp} for w, lp in zip(words, logprobs, strict=True)],
+    )

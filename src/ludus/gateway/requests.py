@@ -1,0 +1,291 @@
+"""What clients may ask: the bodies of completions and chat completions, checked.
+
+A field that would change the answer and is not served is refused unless it holds its neutral value; so is a
+field that nobody knows. Fields that only label a request are taken and ignored.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Mapping
+from typing import Annotated, Literal, Self, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+
+from ludus.tools.base import FunctionSchema, ToolSchema
+from ludus.types import Guide, Message, MessageToolCall, SamplingParams
+
+_NEUTRAL: Mapping[str, tuple[object, ...]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "repetition_penalty": (1,),
+    "min_tokens": (0,),
+    "logit_bias": ({},),
+    "best_of": (1,),
+    "suffix": ("",),
+    "use_beam_search": (False,),
+    "allowed_token_ids": ([],),
+    "bad_words": ([],),
+    "truncate_prompt_tokens": (),
+    "parallel_tool_calls": (True,),
+    "top_logprobs": (0,),
+    "modalities": (["text"],),
+    "length_penalty": (1,),
+    "spaces_between_special_tokens": (True,),
+}
+"""Fields that are not served, with the values that change nothing; null is always one."""
+
+_LABELS = frozenset({"user", "metadata", "store", "service_tier", "priority", "session_id", "cache_salt"})
+_NUM_CHOICES = 128
+
+TokenIds = list[Annotated[int, Field(ge=0)]]
+RequestBody = TypeVar("RequestBody", bound=BaseModel)
+
+
+class BadRequest(ValueError):
+    """The request cannot be served as it stands. `status` is the answer's, `code` a word for programs."""
+
+    def __init__(self, message: str, status: int = 400, code: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status
+        self.code = code
+
+
+class StreamOptions(BaseModel):
+    """`include_usage` asks for a last piece with the counts."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = False
+
+
+class StructuredOutputs(BaseModel):
+    """One of a JSON schema, a regular expression and a grammar in Lark's notation, as vLLM takes them."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    json_: dict[str, JsonValue] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    grammar: str | None = None
+
+    def guides(self) -> list[Guide]:
+        """All that are given."""
+        found = []
+        if self.json_ is not None:
+            text = self.json_ if isinstance(self.json_, str) else json.dumps(self.json_)
+            found.append(Guide("json_schema", text))
+        if self.regex is not None:
+            found.append(Guide("regex", self.regex))
+        if self.grammar is not None:
+            found.append(Guide("lark", self.grammar))
+        return found
+
+
+class ResponseFormat(BaseModel):
+    """`text`, any object of JSON, or one that keeps to `json_schema.schema`."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: dict[str, JsonValue] | None = None
+
+
+class Sampling(BaseModel):
+    """What both kinds of request share. `seed` None draws one."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+
+    model: str | None = None
+    request_id: str | None = Field(None, min_length=1, max_length=200)
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    min_p: float | None = Field(None, ge=0, le=1)
+    structured_outputs: StructuredOutputs | None = None
+    response_format: ResponseFormat | None = None
+    n: int = Field(1, ge=1, le=_NUM_CHOICES)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    skip_special_tokens: bool = True
+    return_token_ids: bool | None = False
+    prompt_logprobs: int | None = Field(None, ge=0, le=0)
+    stream: bool | None = False
+    stream_options: StreamOptions | None = None
+
+    @model_validator(mode="after")
+    def _only_what_is_served(self) -> Self:
+        for name, value in (self.__pydantic_extra__ or {}).items():
+            if name in _LABELS or value is None or value in _NEUTRAL.get(name, ()):
+                continue
+            if name in _NEUTRAL:
+                raise ValueError(f"{name} = {json.dumps(value)[:80]} is not served")
+            raise ValueError(f"{name} is not a field of this request")
+        return self
+
+    @property
+    def guide(self) -> Guide | None:
+        """What the action must look like. Raises BadRequest where that is said twice or not in full."""
+        asked, form = self.structured_outputs, self.response_format
+        guides = [] if asked is None else asked.guides()
+        if form is not None and form.type == "json_object":
+            guides.append(Guide("json_schema", '{"type": "object"}'))
+        if form is not None and form.type == "json_schema":
+            if form.json_schema is None or "schema" not in form.json_schema:
+                raise BadRequest("response_format needs json_schema.schema.")
+            guides.append(Guide("json_schema", json.dumps(form.json_schema["schema"])))
+        if len(guides) > 1 or (asked is not None and not guides):
+            raise BadRequest("structured_outputs takes one of json, regex, grammar, and no response_format.")
+        return guides[0] if guides else None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    def params(self, max_new_tokens: int, end_ids: tuple[int, ...]) -> SamplingParams:
+        """The parameters of the first choice; `end_ids` end the text unless the end is to be ignored."""
+        ends = () if self.ignore_eos else end_ids
+        return SamplingParams(
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(0, self.top_k or 0),
+            min_p=self.min_p or 0.0,
+            max_new_tokens=max_new_tokens,
+            stop=self.stops,
+            stop_token_ids=tuple(dict.fromkeys([*(self.stop_token_ids or ()), *ends])),
+            seed=secrets.randbits(63) if self.seed is None else self.seed,
+            guide=self.guide,
+        )
+
+
+class CompletionRequest(Sampling):
+    """The body of `/v1/completions`: a text, token ids, or a list of either."""
+
+    prompt: str | TokenIds | list[str] | list[TokenIds]
+    max_tokens: int | None = Field(16, ge=0)
+    logprobs: int | None = Field(None, ge=0, le=1)
+    echo: bool | None = False
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _something_to_do(self) -> Self:
+        if self.max_tokens == 0 and not self.echo:
+            raise ValueError("max_tokens = 0 samples nothing; echo the prompt, or ask for a token")
+        if self.stream and (self.echo or self.prompt_logprobs is not None):
+            raise ValueError("echo and prompt_logprobs are not served with stream")
+        return self
+
+    @property
+    def prompts(self) -> list[str | TokenIds]:
+        """One or several prompts, as a list."""
+        given = self.prompt
+        if isinstance(given, str):
+            return [given]
+        texts: list[str | TokenIds] = [item for item in given if isinstance(item, str)]
+        lists: list[str | TokenIds] = [item for item in given if isinstance(item, list)]
+        return texts or lists or [[item for item in given if isinstance(item, int)]]
+
+
+class _Function(BaseModel):
+    name: str = Field(min_length=1)
+    arguments: str = "{}"
+
+
+class _Call(BaseModel):
+    id: str
+    function: _Function
+
+
+class _Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class ChatMessage(BaseModel):
+    """One message of the dialogue. Its content may be null or a list of texts."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: str | list[_Part] | None = None
+    reasoning_content: str | None = None
+    tool_calls: list[_Call] | None = None
+    tool_call_id: str | None = None
+    name: str | None = None
+
+    @property
+    def message(self) -> Message:
+        """The message as the rest of Ludus knows it."""
+        content = self.content or ""
+        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        message = Message(role="system" if self.role == "developer" else self.role, content=text)
+        if self.reasoning_content:
+            message["reasoning_content"] = self.reasoning_content
+        if self.tool_call_id is not None:
+            message["tool_call_id"] = self.tool_call_id
+        if self.name is not None:
+            message["name"] = self.name
+        if self.tool_calls:
+            message["tool_calls"] = [_message_call(call) for call in self.tool_calls]
+        return message
+
+
+class _ToolFunction(BaseModel):
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: dict[str, JsonValue] = {"type": "object", "properties": {}}
+
+
+class ChatTool(BaseModel):
+    """A tool that the model may call."""
+
+    type: Literal["function"]
+    function: _ToolFunction
+
+    @property
+    def schema_(self) -> ToolSchema:
+        """As chat templates take it."""
+        given = self.function
+        function = FunctionSchema(
+            name=given.name, description=given.description, parameters=dict(given.parameters)
+        )
+        return ToolSchema(type="function", function=function)
+
+
+class ChatRequest(Sampling):
+    """The body of `/v1/chat/completions`."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    tools: list[ChatTool] | None = None
+    tool_choice: Literal["auto", "none"] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = False
+
+
+def read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
+    """A request's body. Raises BadRequest in one sentence."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = min(error.errors(), key=lambda e: len(e["loc"]))
+        where = ".".join(str(part) for part in first["loc"] if part != "")
+        words = first["msg"].removeprefix("Value error, ")
+        raise BadRequest(f"{where}: {words}." if where else f"{words}.") from None
+
+
+def _message_call(call: _Call) -> MessageToolCall:
+    try:
+        fine = isinstance(json.loads(call.function.arguments), dict)
+    except ValueError:
+        fine = False
+    if not fine:
+        raise BadRequest(f"The arguments of tool call {call.id} are no JSON object.")
+    return {
+        "id": call.id,
+        "type": "function",
+        "function": {"name": call.function.name, "arguments": call.function.arguments},
+    }

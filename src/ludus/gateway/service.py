@@ -1,0 +1,214 @@
+"""What is served: an embedded engine with its tokenizer, and the requests that are under way.
+
+Takes checked requests. Gives completions, whole or in pieces. A request that comes again under the same name,
+because its client lost the connection, joins the one under way or gets its answer: nothing is computed
+twice. One that nobody waits for any more is cancelled. Never keeps an answer that was broken off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from ludus.chat.render import TemplateRenderer, Tokenizer
+from ludus.engines.base import Request
+from ludus.engines.local import LocalEngine, Piece
+from ludus.gateway.requests import BadRequest, TokenIds
+from ludus.types import Completion, SamplingParams
+
+PauseMode = Literal["abort", "wait", "keep"]
+
+_KEPT_ANSWERS = 1024
+_CONFLICT = 409
+
+
+@dataclass(frozen=True)
+class Model:
+    """A model as clients see it. `end_ids` end its texts; `renderer` is None without a chat template."""
+
+    name: str
+    root: str
+    created: int
+    tokenizer: Tokenizer
+    end_ids: tuple[int, ...]
+    vocab_size: int
+    renderer: TemplateRenderer | None = None
+
+
+@dataclass
+class _Answer:
+    digest: bytes
+    task: asyncio.Task[bytes]
+    waiting: int = 0
+
+
+@dataclass
+class Answers:
+    """Answers by the names that clients gave their requests: those under way, and the last ones."""
+
+    _by_name: OrderedDict[str, _Answer] = field(default_factory=OrderedDict)
+
+    async def once(self, name: str, body: bytes, work: Callable[[], Awaitable[bytes]]) -> bytes:
+        """The answer to `body`, computed at most once. Raises BadRequest where the name had another body."""
+        digest = hashlib.sha256(body).digest()
+        answer = self._by_name.get(name)
+        if answer is not None and answer.digest != digest:
+            raise BadRequest(f"The request_id {name} was used for another request.", _CONFLICT)
+        if answer is None:
+            answer = self._by_name[name] = _Answer(digest, asyncio.ensure_future(_run(work)))
+            self._trim()
+        answer.waiting += 1
+        try:
+            return await asyncio.shield(answer.task)
+        finally:
+            answer.waiting -= 1
+            self._settle(name, answer)
+
+    def forget(self, name: str) -> None:
+        """Compute it anew if it comes again."""
+        self._by_name.pop(name, None)
+
+    def _settle(self, name: str, answer: _Answer) -> None:
+        """Cancel what nobody waits for, and keep no failure."""
+        if not answer.task.done():
+            if answer.waiting:
+                return
+            answer.task.cancel()
+        elif not answer.task.cancelled() and answer.task.exception() is None:
+            return
+        if self._by_name.get(name) is answer:
+            del self._by_name[name]
+
+    def _trim(self) -> None:
+        done = [name for name, answer in self._by_name.items() if answer.task.done()]
+        for name in done[: max(0, len(self._by_name) - _KEPT_ANSWERS)]:
+            del self._by_name[name]
+
+
+async def _run(work: Callable[[], Awaitable[bytes]]) -> bytes:
+    return await work()
+
+
+@dataclass
+class Service:
+    """An engine with its model, open for requests. `control` lets clients pause it and change its weights."""
+
+    engine: LocalEngine
+    model: Model
+    control: bool = False
+    answers: Answers = field(default_factory=Answers)
+    num_requests: int = 0
+    is_paused: bool = False
+    _under_way: set[str] = field(default_factory=set)
+
+    @property
+    def num_under_way(self) -> int:
+        """Choices that wait or are being sampled."""
+        return len(self._under_way)
+
+    def prompt_ids(self, prompt: str | TokenIds, *, add_special: bool) -> tuple[int, ...]:
+        """A prompt's token ids. Raises BadRequest for one that is empty, foreign or too long."""
+        text = isinstance(prompt, str)
+        ids = (
+            tuple(self.model.tokenizer.encode(prompt, add_special_tokens=add_special))
+            if isinstance(prompt, str)
+            else tuple(prompt)
+        )
+        if not ids:
+            raise BadRequest(f"The prompt is empty{'' if not text else ', or is no token'}.")
+        if max(ids) >= self.model.vocab_size:
+            raise BadRequest(
+                f"The prompt has token id {max(ids)}; the model's vocabulary has {self.model.vocab_size}."
+            )
+        return ids
+
+    def check_room(self, ids: Sequence[int], *, sample: bool) -> None:
+        """Raise BadRequest for a prompt that leaves no room."""
+        limit = self.engine.context_tokens
+        if len(ids) > limit - sample:
+            raise BadRequest(
+                f"The prompt has {len(ids)} tokens, and this model's maximum context length is {limit} "
+                "tokens with what is sampled.",
+                code="context_length_exceeded",
+            )
+
+    async def sample(
+        self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]
+    ) -> list[Completion]:
+        """A completion for each prompt, all at once; choice `i` is known as `NAME-i`."""
+        requests = [Request(f"{name}-{i}", ids, params) for i, (ids, params) in enumerate(asked)]
+        with self._noted(requests):
+            return await self.engine.generate_batch(requests)
+
+    async def stream(
+        self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]
+    ) -> AsyncIterator[tuple[int, Piece]]:
+        """The pieces of several completions, each with the number of its own, as they come."""
+        requests = [Request(f"{name}-{i}", ids, params) for i, (ids, params) in enumerate(asked)]
+        queue: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
+
+        async def follow(index: int, request: Request) -> None:
+            try:
+                async for piece in self.engine.stream(request):
+                    queue.put_nowait((index, piece))
+            except Exception as error:  # boundary: whoever reads the pieces raises it
+                queue.put_nowait((index, error))
+
+        with self._noted(requests):
+            tasks = [asyncio.create_task(follow(i, request)) for i, request in enumerate(requests)]
+            left = len(tasks)
+            try:
+                while left:
+                    index, piece = await queue.get()
+                    if isinstance(piece, BaseException):
+                        raise piece
+                    left -= piece.finish_reason is not None
+                    yield index, piece
+            finally:
+                for task in tasks:
+                    task.cancel()
+                await asyncio.gather(*tasks, return_exceptions=True)
+
+    def abort(self, names: Sequence[str] = ()) -> int:
+        """End requests (all, where none is named) with what they have; gives the number of choices."""
+        found = [e for e in self._under_way if not names or e in names or e.rpartition("-")[0] in names]
+        for episode in found:
+            self.engine.abort(episode)
+        return len(found)
+
+    async def pause(self, mode: PauseMode) -> None:
+        """Compute nothing more, after what is under way has ended, was ended, or at once."""
+        if mode == "abort":
+            self.abort()
+        while mode != "keep" and self._under_way:
+            await asyncio.sleep(0.01)
+        await self.engine.pause()
+        self.is_paused = True
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self.engine.resume()
+        self.is_paused = False
+
+    @contextmanager
+    def _noted(self, requests: Sequence[Request]) -> Iterator[None]:
+        """What is under way, for as long as it is."""
+        names = [request.episode for request in requests]
+        self.num_requests += len(names)
+        self._under_way.update(names)
+        try:
+            yield
+        finally:
+            self._under_way.difference_update(names)
+            for name in names:
+                self.engine.forget_name(name)
+
+
+def choices(params: SamplingParams, num: int) -> list[SamplingParams]:
+    """The parameters of several choices for one prompt: they differ in their seeds alone."""
+    return [replace(params, seed=params.seed + i) for i in range(num)]

@@ -1,0 +1,92 @@
+"""New weights for a served engine, from safetensors on disk, and the digests that prove them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.engines.checksums import tensor_digest
+from ludus.errors import EngineError, SyncError
+from ludus.gateway.requests import BadRequest
+from ludus.gateway.service import Service
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel
+
+_CONFLICT = 409
+_WORKER = "dp0:pp0:pcp0:tp0:"
+"""What vLLM puts before a tensor's name where there is one worker."""
+
+
+@dataclass
+class WeightDesk:
+    """Weights on their way into the engine.
+
+    `start`, any number of `update`s and `finish` exchange all of them between two passes; `reload` does it
+    in one. Both may happen while requests run: their later tokens are of the new weights, and say so.
+    """
+
+    service: Service
+    model: PreTrainedModel
+    _parts: dict[str, torch.Tensor] | None = field(init=False, default=None)
+
+    def start(self) -> None:
+        """Open an update. Raises BadRequest where one is open."""
+        if self._parts is not None:
+            raise BadRequest("A weight update is open already; finish it first.", _CONFLICT)
+        self._parts = {}
+
+    async def update(self, path: str) -> None:
+        """Add the tensors in a folder or file to the open update."""
+        if self._parts is None:
+            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
+        self._parts |= await asyncio.to_thread(read_weights, path)
+
+    async def finish(self, version: int | None) -> None:
+        """Have the engine take the open update, whole; on an error it keeps what it had."""
+        if self._parts is None:
+            raise BadRequest("No weight update is open; start one first.", _CONFLICT)
+        parts, self._parts = self._parts, None
+        await self._load(parts, version)
+
+    async def reload(self, path: str) -> None:
+        """Take the tensors in a folder or file, under the version that the engine has."""
+        await self._load(await asyncio.to_thread(read_weights, path), None)
+
+    async def digests(self) -> dict[str, str]:
+        """SHA-256 of each parameter by its name, after a worker's prefix as vLLM puts it."""
+        return await asyncio.to_thread(self._digests)
+
+    def _digests(self) -> dict[str, str]:
+        return {
+            f"{_WORKER}{name}": tensor_digest(parameter) for name, parameter in self.model.named_parameters()
+        }
+
+    async def _load(self, state: Mapping[str, torch.Tensor], version: int | None) -> None:
+        engine = self.service.engine
+        try:
+            await engine.load_weights(engine.version if version is None else version, state)
+        except SyncError as error:
+            raise BadRequest(str(error)) from error
+
+
+def read_weights(path: str) -> dict[str, torch.Tensor]:
+    """All tensors of a safetensors file, or of those in a folder. Raises BadRequest, EngineError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    place = Path(path)
+    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+    if not files or not files[0].is_file():
+        raise BadRequest(f"There are no safetensors at {path}.")
+    found: dict[str, torch.Tensor] = {}
+    try:
+        for file in files:
+            found |= load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise EngineError(f"{path} cannot be read: {error}.") from error
+    return found

@@ -1,0 +1,65 @@
+"""`ludus serve` in a process of its own, as users start it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from ludus.config import load_config
+from ludus.training.session import model_path
+
+COLD_START = Path(model_path(load_config("search")))
+CONTEXT = 768
+
+
+@dataclass
+class Served:
+    """A running server. `said` is the line that it printed."""
+
+    process: subprocess.Popen[str]
+    said: str
+
+    @property
+    def url(self) -> str:
+        return self.said.rsplit(" at ", 1)[1]
+
+    @property
+    def port(self) -> str:
+        return self.url.rsplit(":", 1)[1]
+
+    def kill(self) -> None:
+        """As `kill -9` does."""
+        self.process.send_signal(signal.SIGKILL)
+        self.process.wait()
+
+
+def start_server(*arguments: str, model: Path = COLD_START, port: str = "0") -> Served:
+    """Start it, and wait until it listens."""
+    command = [sys.executable, "-m", "ludus", "serve", str(model), "--port", port, "--name", "policy"]
+    command += ["--context-tokens", str(CONTEXT), *arguments]
+    with tempfile.TemporaryFile("w+") as errors:  # a pipe that nobody reads would fill up
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=errors, text=True)
+        said = process.stdout.readline().strip()
+        if not said:
+            errors.seek(0)
+            raise AssertionError(errors.read())
+    return Served(process, said)
+
+
+@contextmanager
+def serving_model(*arguments: str, model: Path = COLD_START):
+    """A server for the time of a block."""
+    served = start_server(*arguments, model=model)
+    try:
+        yield served
+    finally:
+        served.process.terminate()
+        with suppress(subprocess.TimeoutExpired):
+            served.process.communicate(timeout=15)
+        served.process.kill()
+        served.process.communicate()

@@ -1,0 +1,403 @@
+"""The engine behind HTTP, where servers fail, restart, lie or are several."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import threading
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+import torch
+
+from ludus.config import load_config
+from ludus.engines.base import Request
+from ludus.engines.checksums import compare_digests, tensor_digest
+from ludus.engines.server import ServerEngine
+from ludus.engines.transport import ServerSettings
+from ludus.errors import ConfigError, EngineError, SyncError, UserError
+from ludus.training.session import server_engine
+from ludus.types import SamplingParams
+
+CONTEXT = 64
+QUICK = ServerSettings(timeout_s=20, patience_s=2, backoff_s=0.01)
+
+
+@dataclass
+class Fake:
+    """A server that speaks as vLLM does. `label` is its weight version, `asked` what came, in order."""
+
+    label: str = "default"
+    tells_versions: bool = False
+    mode: str = "raw"
+    faults: list = field(default_factory=list)
+    asked: list = field(default_factory=list)
+    digests: dict = field(default_factory=dict)
+    url: str = ""
+
+    def answer(self, path, body):
+        path = path.partition("?")[0]
+        if path == "/v1/completions" and self.faults:
+            return self.faults.pop(0)
+        if path == "/v1/completions":
+            return 200, self.complete(body)
+        if path == "/update_weight_version":
+            self.label = body["new_version"]
+        return 200, {
+            "/v1/models": {"data": [{"id": "m", "owned_by": "fake", "max_model_len": CONTEXT}]},
+            "/weight_info": {"weight_version": self.label},
+            "/weight_checker": {"checksums": self.digests},
+        }.get(path, {})
+
+    def complete(self, body):
+        if body.get("echo"):
+            rows = [None, *({str(t): {"logprob": -2.0}} for t in body["prompt"][1:])]
+            return {"choices": [{"prompt_logprobs": rows}]}
+        num = body["max_tokens"]
+        tempered = body["temperature"] != 1 and self.mode == "processed"
+        choice = {"token_ids": [7] * num, "finish_reason": "length", "prompt_token_ids": body["prompt"]}
+        choice["logprobs"] = {"token_logprobs": [-5.0 if tempered else -2.0] * num}
+        if self.tells_versions:
+            choice["weight_versions"] = [{"version": self.label, "start": 0, "end": num}]
+        return {"choices": [choice]}
+
+    def paths(self):
+        return [path for path, _ in self.asked]
+
+
+class Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+
+    def do_POST(self):
+        fake = self.server.fake
+        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = json.loads(raw or b"{}")
+        if self.path != "/v1/models":
+            fake.asked.append((self.path, body))
+        status, reply = fake.answer(self.path, body)
+        if status == "drop":
+            self.close_connection = True
+            return
+        if status == "hang":
+            self.server.over.wait(10)
+        data = reply if isinstance(reply, bytes) else json.dumps(reply).encode()
+        self.send_response(status if isinstance(status, int) else 200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        self.wfile.write(data)
+
+    do_GET = do_POST
+
+    def log_message(self, *_):
+        pass
+
+
+class Quiet(ThreadingHTTPServer):
+    daemon_threads = True
+
+    def handle_error(self, request, client_address):
+        """A client that hangs up is no news."""
+
+
+@contextmanager
+def serving(*fakes):
+    servers = []
+    for fake in fakes:
+        server = Quiet(("127.0.0.1", 0), Handler)
+        server.fake, server.over = fake, threading.Event()
+        fake.url = f"http://127.0.0.1:{server.server_port}"
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        servers.append(server)
+    try:
+        yield ServerEngine([fake.url for fake in fakes], settings=QUICK)
+    finally:
+        for server in servers:
+            server.over.set()
+            server.shutdown()
+            server.server_close()
+
+
+def ask(engine, *episodes, **params):
+    params = {"max_new_tokens": 3} | params
+
+    async def run():
+        try:
+            requests = [Request(episode, (1, 2, 3), SamplingParams(**params)) for episode in episodes]
+            return await engine.generate_batch(requests)
+        finally:
+            for replica in engine._replicas:
+                await replica.close()
+
+    return asyncio.run(run())
+
+
+WEIGHTS = {"model.embed_tokens.weight": torch.arange(6.0).reshape(3, 2), "model.norm.weight": torch.ones(2)}
+
+
+def load(engine, version, weights=WEIGHTS):
+    async def run():
+        try:
+            await engine.load_weights(version, weights)
+        finally:
+            for replica in engine._replicas:
+                await replica.close()
+
+    asyncio.run(run())
+
+
+def test_a_request_asks_for_exactly_what_the_parameters_say():
+    fake = Fake()
+    with serving(fake) as engine:
+        params = {"temperature": 0.0, "stop": ("x",), "stop_token_ids": (9,), "seed": 2**70 + 5}
+        ask(engine, "e", max_new_tokens=500, **params)
+    ((path, body),) = fake.asked
+    assert path == "/v1/completions"
+    assert body["prompt"] == [1, 2, 3]
+    assert (body["max_tokens"], body["seed"]) == (CONTEXT - 3, 5)
+    assert (body["stop"], body["stop_token_ids"]) == (["x"], [9])
+    for switch in ("ignore_eos", "include_stop_str_in_output", "return_token_ids"):
+        assert body[switch] is True
+    assert (body["min_p"], body["repetition_penalty"]) == (0.0, 1.0)
+
+
+def test_what_breaks_off_or_is_busy_is_sent_again_under_the_same_name():
+    fake = Fake(faults=[("drop", b""), (503, {"error": "busy"}), (429, {})])
+    with serving(fake) as engine:
+        (done,) = ask(engine, "e")
+    assert done.tokens == (7, 7, 7)
+    assert len({body["request_id"] for _, body in fake.asked}) == 1
+    assert len(fake.asked) == 4
+
+
+def test_other_refusals_raise_the_servers_own_words_at_once():
+    fake = Fake(faults=[(500, {"error": {"message": "CUDA out of memory, sorry"}})])
+    with serving(fake) as engine, pytest.raises(EngineError, match="500: CUDA out of memory, sorry"):
+        ask(engine, "e")
+    assert len(fake.asked) == 1
+
+
+def test_a_hanging_server_ends_at_the_deadline_and_is_not_asked_twice():
+    fake = Fake(faults=[("hang", {})])
+    settings = ServerSettings(timeout_s=1)
+    with serving(fake) as first:
+        engine = ServerEngine([fake.url], settings=settings)
+        with pytest.raises(EngineError, match=r"no answer within 1 s"):
+            ask(engine, "e")
+        assert first.version == 0
+    assert len(fake.asked) == 1
+
+
+def test_a_server_that_is_gone_is_waited_for_and_then_named_and_later_at_once():
+    fake = Fake()
+    with serving(fake) as engine:
+        ask(engine, "e")
+    for attempts in (r"\d+ attempts", "1 attempt"):
+        with pytest.raises(
+            EngineError, match=f"{fake.url} cannot be reached .*{attempts}.*ConnectError"
+        ) as info:
+            ask(engine, "e")
+    assert "start it again" in info.value.hint
+
+
+def test_nonsense_is_refused_with_an_excerpt():
+    for reply in (b"<html>hello</html>", {"choices": []}, {"choices": [{"token_ids": [1]}]}):
+        with (
+            serving(Fake(faults=[(200, reply)])) as engine,
+            pytest.raises(EngineError, match=r"hello|choices|no"),
+        ):
+            ask(engine, "e")
+
+
+@pytest.mark.parametrize(
+    ("wrong", "words"),
+    [
+        ({"logprobs": {"token_logprobs": [-1.0]}}, "1 log-probabilities for 3 tokens"),
+        ({"logprobs": {"token_logprobs": [None, -1.0, -1.0]}}, "2 log-probabilities for 3 tokens"),
+        ({"finish_reason": "error"}, "broke off"),
+        ({"prompt_token_ids": [1, 2]}, "another prompt"),
+    ],
+)
+def test_an_answer_that_contradicts_itself_is_refused(wrong, words):
+    right = {"token_ids": [1, 2, 3], "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0] * 3}}
+    fake = Fake(faults=[(200, {"choices": [right | wrong]})])
+    with serving(fake) as engine, pytest.raises(EngineError, match=words):
+        ask(engine, "e")
+
+
+def test_an_episode_stays_with_its_replica_and_episodes_are_spread():
+    fakes = [Fake(), Fake()]
+    with serving(*fakes) as engine:
+        for _ in range(3):
+            ask(engine, *(f"e{n}" for n in range(10)))
+    for fake in fakes:
+        assert len(fake.asked) == 15
+
+
+def test_an_episode_moves_on_when_its_replica_is_gone():
+    gone, stays = Fake(), Fake()
+    with serving(gone, stays) as engine:
+        ask(engine, "e")
+        assert len(gone.asked) == 1
+        gone.faults = [("drop", b"")] * 99
+        with pytest.raises(EngineError, match="cannot be reached"):
+            ask(engine, "e")
+        ask(engine, "e")
+    assert len(stays.asked) == 1
+
+
+def test_weights_go_by_a_folder_to_every_replica():
+    fakes = [Fake(), Fake()]
+    with serving(*fakes) as engine:
+        load(engine, 3)
+        assert engine.version == 3
+        folder = fakes[0].asked[1][1]["kwargs"]["weights_path"]
+        assert (engine._sent.folder / "model.safetensors").is_file()
+        (done,) = ask(engine, "e")
+        load(engine, 4)
+        asyncio.run(engine.close())
+    assert done.versions == (3, 3, 3)
+    order = ["/pause?mode=keep", "/collective_rpc", "/reset_prefix_cache?reset_running_requests=true"]
+    for fake in fakes:
+        assert fake.paths()[:5] == [*order, "/update_weight_version", "/resume"]
+        assert fake.label == "4"
+    assert folder.endswith("-3")
+    assert engine._sent.folder is None
+
+
+@pytest.mark.parametrize("tells", [False, True])
+def test_a_server_that_lost_the_weights_gets_them_again(tells):
+    fake = Fake(tells_versions=tells)
+    with serving(fake) as engine:
+        load(engine, 3)
+        ask(engine, "first")
+        fake.label, fake.asked = "default", []  # as after a restart
+        (done,) = ask(engine, "second")
+    assert "/collective_rpc" in fake.paths()
+    assert fake.paths()[-1] == "/v1/completions"
+    assert done.versions == (3, 3, 3)
+
+
+def test_after_a_broken_connection_the_weights_are_looked_at_before_more_is_sampled():
+    fake = Fake()
+    with serving(fake) as engine:
+        load(engine, 3)
+        ask(engine, "e")
+        fake.faults, fake.asked = [("drop", b"")], []
+        ask(engine, "e")
+        ask(engine, "e")
+    assert fake.paths() == ["/v1/completions", "/weight_info", "/v1/completions", "/v1/completions"]
+
+
+def test_a_server_that_someone_else_updates_is_refused():
+    class Stubborn(Fake):
+        def answer(self, path, body):
+            answer = super().answer(path, body)
+            self.label = "someone else's"
+            return answer
+
+    with serving(Stubborn(tells_versions=True)) as engine:
+        load(engine, 3)
+        with pytest.raises(EngineError, match="samples from weights someone else's, and was sent 3"):
+            ask(engine, "e")
+
+
+def test_digests_that_are_not_those_of_the_weights_stop_the_run():
+    right = {f"dp0:tp0:{name}": tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
+    fake = Fake(digests=right)
+    with serving(fake) as engine:
+        load(engine, 1)
+        fake.digests = right | {"dp0:tp0:model.norm.weight": tensor_digest(torch.zeros(2))}
+        with pytest.raises(
+            SyncError, match=r"version 2 that it was sent: 1 tensors differ, model\.norm\.weight"
+        ):
+            load(engine, 2)
+
+
+def test_a_digest_proves_fused_padded_and_cast_tensors_and_nothing_by_nothing():
+    q, k, v = (torch.randn(4, 3) for _ in range(3))
+    embed = torch.randn(70, 3)
+    sent = {f"a.{n}_proj.weight": t for n, t in (("q", q), ("k", k), ("v", v))} | {
+        "embed_tokens.weight": embed
+    }
+    padded = torch.cat([embed, torch.zeros(58, 3)]).bfloat16()
+    theirs = {
+        "a.qkv_proj.weight": tensor_digest(torch.cat([q, k, v])),
+        "embed_tokens.weight": tensor_digest(padded),
+        "b.weight": "unknown",
+        "a.q_proj.weight": hashlib.sha256(b"").hexdigest(),
+    }
+    proof = compare_digests(theirs, sent)
+    assert (proof.proved, proof.wrong, proof.silent) == (2, (), 2)
+    swapped = theirs | {"a.qkv_proj.weight": tensor_digest(torch.cat([k, q, v]))}
+    assert compare_digests(swapped, sent).wrong == ("a.qkv_proj.weight",)
+    two = {f"tp{n}:{name}": digest for n in range(2) for name, digest in theirs.items()}
+    assert compare_digests(two, sent).proved == 0
+
+
+@pytest.mark.parametrize(
+    ("mode", "params", "is_refused"),
+    [
+        ("raw", {"temperature": 0.7}, True),
+        ("raw", {"top_p": 0.9}, False),
+        ("raw", {"temperature": 0.7, "top_k": 4}, True),
+        ("processed", {"temperature": 0.7}, False),
+        ("processed", {"top_k": 4}, True),
+        ("processed", {}, False),
+    ],
+)
+def test_log_probabilities_of_another_distribution_are_refused(mode, params, is_refused):
+    with serving(Fake(mode=mode)) as engine:
+        if is_refused:
+            with pytest.raises(EngineError, match=f"{mode} log-probabilities"):
+                ask(engine, "e", **params)
+        else:
+            assert len(ask(engine, "e", **params)) == 1
+
+
+def test_addresses_are_checked_before_anything_runs():
+    with pytest.raises(EngineError, match="cannot be reached") as info:
+        ServerEngine(["http://127.0.0.1:9"])
+    assert "ludus serve" in info.value.hint
+    for address in ("localhost:80", "ftp://a", ""):
+        with pytest.raises(UserError):
+            ServerEngine([address])
+    with pytest.raises(ConfigError, match="Adapters"):
+        server_engine(load_config(None, ["--engine.url", "http://x", "--model.lora.rank", "4"]))
+
+
+def test_sglang_is_asked_in_its_own_words():
+    """Against a fake of what its documentation says; no real server has been met."""
+
+    class Sglang(Fake):
+        def answer(self, path, body):
+            logprobs = [[-1.0, 7, None]] * 3
+            meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": logprobs}
+            meta["input_token_logprobs"] = [[None, 1, None], [-0.5, 2, None]]
+            return 200, {
+                "/v1/models": {"data": [{"id": "m", "max_model_len": CONTEXT}]},
+                "/generate": {"output_ids": [7, 7, 7], "meta_info": meta},
+                "/get_model_info": {"weight_version": self.label},
+                "/update_weights_from_disk": {"success": self.label != "full", "message": "disk on fire"},
+            }.get(path, {})
+
+    fake = Sglang(label="1")
+
+    async def run(engine):
+        await engine.load_weights(1, WEIGHTS)
+        done = await engine.generate(Request("e", (1, 2), SamplingParams(max_new_tokens=3, seed=4)))
+        assert await engine.score((1, 2)) == [0.0, -0.5]
+        fake.label = "full"
+        with pytest.raises(EngineError, match="disk on fire"):
+            await engine.load_weights(2, WEIGHTS)
+        await engine.close()
+        return done
+
+    with serving(fake):
+        done = asyncio.run(run(ServerEngine([fake.url], "sglang", QUICK)))
+    assert (done.tokens, done.logprobs, done.finish_reason) == ((7, 7, 7), (-1.0,) * 3, "length")
+    sampling = dict(fake.asked)["/generate"]
+    assert sampling["return_logprob"] is True

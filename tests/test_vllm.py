@@ -1,0 +1,108 @@
+"""The conformance suite and a training run against a real vLLM on the CPU, which `make vllm` installs."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from engine_conformance import CHECKS, Case
+from ludus.cli.main import main
+from ludus.engines.loading import load_model, load_tokenizer
+from ludus.engines.server import ServerEngine
+from served import COLD_START, CONTEXT
+from small_runs import words
+
+pytestmark = pytest.mark.vllm
+
+PYTHON = Path(os.environ.get("LUDUS_VLLM_PYTHON", Path(__file__).parent.parent / ".venv-vllm/bin/python"))
+PORT = 8197
+URL = f"http://127.0.0.1:{PORT}"
+START_S = 400
+MODES = ("raw_logprobs", "processed_logprobs")
+
+
+def command(mode: str) -> list[str]:
+    """One replica of the packaged cold start, its output head untied (see docs/server.md)."""
+    options = {
+        "--model": str(COLD_START),
+        "--served-model-name": "policy",
+        "--host": "127.0.0.1",
+        "--port": str(PORT),
+        "--dtype": "float32",
+        "--max-model-len": str(CONTEXT),
+        "--max-num-seqs": "64",
+        "--logprobs-mode": mode,
+        "--hf-overrides": json.dumps({"tie_word_embeddings": False}),
+    }
+    words = [word for pair in options.items() for word in pair]
+    return [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *words]
+
+
+@pytest.fixture(scope="module", params=MODES)
+def vllm(request, tmp_path_factory):
+    """A server that holds the packaged cold start, head included: its first update has given it that."""
+    env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
+    env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
+    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    with log.open("wb") as out:
+        process = subprocess.Popen(command(request.param), env=env, stdout=out, stderr=out)
+        try:
+            wait_until_healthy(process, log)
+            yield request.param
+        finally:
+            process.terminate()
+            process.wait(60)
+
+
+def wait_until_healthy(process: subprocess.Popen[bytes], log: Path) -> None:
+    deadline = time.monotonic() + START_S
+    while True:
+        assert process.poll() is None, log.read_text()[-3000:]
+        assert time.monotonic() < deadline, log.read_text()[-3000:]
+        try:
+            httpx.get(f"{URL}/health").raise_for_status()
+            return
+        except httpx.HTTPError:
+            time.sleep(1)
+
+
+@pytest.fixture(scope="module")
+def case(vllm):
+    model, tokenizer = load_model(str(COLD_START)), load_tokenizer(str(COLD_START))
+    engine = ServerEngine([URL])
+
+    async def untie():
+        await engine.load_weights(0, dict(model.named_parameters()))
+        for replica in engine._replicas:
+            await replica.close()
+
+    asyncio.run(untie())
+    return Case(engine, model, tokenizer, tells_versions=False)
+
+
+@pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
+def test_vllm_conforms(case, check):
+    async def run():
+        await check(case)
+        for replica in case.engine._replicas:
+            await replica.close()
+
+    asyncio.run(run())
+
+
+def test_a_run_trains_against_vllm_and_its_weights_are_proved(vllm, tmp_path):
+    run = {"training__steps": "2", "rollout__reproducible": "false", "engine__url": URL}
+    assert main(["train", "search", *words(tmp_path / "run", **run)]) == 0
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["sync/probe_gap"] < 1e-4
+        assert row["policy/logprob_gap"] < 1e-4
+    assert "tensors proved" in (tmp_path / "run" / "log.txt").read_text()
