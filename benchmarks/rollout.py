@@ -6,7 +6,9 @@
 
 Every run of a system is a process of its own, so that its peak memory is its own. In each repetition all
 systems run one after the other, in an order that is turned by one each time; ratios are taken within a
-repetition, so that what else the machine does at that time touches both sides alike.
+repetition, so that what else the machine does at that time touches both sides alike. Where others compute at
+the same time, --clock processor counts the processor's seconds instead of those on the wall; with one thread
+on a quiet machine they are the same.
 
 TRL and vLLM run in environments of their own (`make bench-trl`, --vllm-python) and are left out with a line
 where there are none.
@@ -58,7 +60,7 @@ class Pythons:
         return {"trl": self.trl, "vllm": self.vllm}.get(system, Path(sys.executable))
 
 
-def run(job: Job, python: Path) -> Result | str:
+def run(job: Job, python: Path, limit_s: float | None = None) -> Result | str:
     """A system once, in a new process; the reason where it gives no result."""
     threads = {"OMP_NUM_THREADS": str(job.threads), "MKL_NUM_THREADS": str(job.threads)}
     environment = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"}
@@ -68,7 +70,10 @@ def run(job: Job, python: Path) -> Result | str:
         environment |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
         environment.pop("PYTHONPATH", None)
     command = [str(python), str(HERE / "rollout_worker.py"), json.dumps(asdict(job))]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    try:
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"over {limit_s:g} s"
     if done.returncode:
         return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
     line = json.loads(done.stdout.strip().splitlines()[-1])
@@ -108,19 +113,25 @@ def check(rounds: Sequence[dict[str, Result]], expected: int) -> None:
                 raise SystemExit(f"{result.system} generated {result.tokens} tokens instead of {expected}.")
 
 
-def ratios(rounds: Sequence[dict[str, Result]], system: str) -> list[float]:
+def seconds(result: Result, clock: str) -> float:
+    """By the wall, or of the processor."""
+    return result.wall_s if clock == "wall" else result.cpu_s
+
+
+def ratios(rounds: Sequence[dict[str, Result]], system: str, clock: str) -> list[float]:
     """How many times as fast as the naive way, in each repetition."""
-    return [r[NAIVE].wall_s / r[system].wall_s for r in rounds if NAIVE in r and system in r]
+    both = [(r[NAIVE], r[system]) for r in rounds if NAIVE in r and system in r]
+    return [seconds(naive, clock) / seconds(other, clock) for naive, other in both]
 
 
-def row(rounds: Sequence[dict[str, Result]], system: str, reusable: int) -> str:
+def row(rounds: Sequence[dict[str, Result]], system: str, reusable: int, clock: str) -> str:
     """A line of the table: medians, and the ratio's median with its least and largest."""
     found = [r[system] for r in rounds if system in r]
-    wall_s = median(r.wall_s for r in found)
-    cells = [LABELS[system], f"{found[0].tokens / wall_s:,.0f}", f"{wall_s:.2f}"]
+    typical_s = median(seconds(r, clock) for r in found)
+    cells = [LABELS[system], f"{found[0].tokens / typical_s:,.0f}", f"{typical_s:.2f}"]
     memory = "" if system == "floor" else f"{median(r.peak_mb for r in found):,.0f}"
     grown = "" if system == "floor" else f"{median(r.peak_mb - r.loaded_mb for r in found):,.0f}"
-    faster = sorted(ratios(rounds, system))
+    faster = sorted(ratios(rounds, system, clock))
     ratio = f"{median(faster):.2f} ({faster[0]:.2f} to {faster[-1]:.2f})" if faster else ""
     cached, share = found[0].cached_tokens, found[0].scheduling
     hits = "" if cached is None else f"{100 * cached / reusable:.0f} %"
@@ -129,13 +140,13 @@ def row(rounds: Sequence[dict[str, Result]], system: str, reusable: int) -> str:
     return "| " + " | ".join([*cells, memory, grown, ratio, hits, scheduling]) + " |"
 
 
-def table(rounds: Sequence[dict[str, Result]], systems: Sequence[str], reusable: int) -> str:
+def table(rounds: Sequence[dict[str, Result]], systems: Sequence[str], reusable: int, clock: str) -> str:
     """The results as Markdown."""
     head = (
-        "| system | generated tokens/s | seconds | peak MB | MB above the loaded model | "
+        f"| system | generated tokens/s | seconds ({clock}) | peak MB | MB above the loaded model | "
         "times the naive way (least to most) | cache hits, of reusable tokens | scheduling, of a step |"
     )
-    rows = [row(rounds, name, reusable) for name in systems if any(name in found for found in rounds)]
+    rows = [row(rounds, name, reusable, clock) for name in systems if any(name in found for found in rounds)]
     return "\n".join([head, "|---|" + "---:|" * 7, *rows])
 
 
@@ -149,15 +160,18 @@ def describe(work: Work, repeats: int, threads: int) -> str:
     )
 
 
-def report(rounds: Sequence[dict[str, Result]], skipped: dict[str, str], jobs: Sequence[Job]) -> str:
+def report(
+    rounds: Sequence[dict[str, Result]], skipped: dict[str, str], jobs: Sequence[Job], clock: str
+) -> str:
     """The table with what belongs below it."""
     work = jobs[0].work
     plan = rollout_work.episodes(work)
     systems = [job.system for job in jobs]
-    lines = [table(rounds, systems, rollout_work.num_reusable(plan, work)), ""]
+    lines = [table(rounds, systems, rollout_work.num_reusable(plan, work), clock), ""]
     lines += [f"{LABELS[name]}: {reason}" for name, reason in skipped.items()]
     lines += [f"{LABELS[name]}: {rounds[-1][name].note}" for name in systems if name in rounds[-1]]
-    share = min(r.cpu_s / r.wall_s for found in rounds for r in found.values() if r.system != "vllm")
+    own = [r for found in rounds for r in found.values() if r.system != "vllm"]
+    share = min((r.cpu_s / r.wall_s for r in own), default=1.0)
     lines.append(f"Least share of a processor that a run had: {100 * share:.0f} %.")
     return "\n".join(line for line in lines if not line.endswith(": "))
 
@@ -189,12 +203,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--new-limit", type=int, default=256, help="longest turn in tokens")
+    parser.add_argument("--new-limit", type=int, default=160, help="longest turn in tokens")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--greedy", action="store_true", help="instead of sampling at temperature 1")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="models and environments")
     parser.add_argument("--trl-python", type=Path, help="default: .bench/trl/bin/python")
     parser.add_argument("--vllm-python", type=Path, help="default: .bench/vllm/bin/python")
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--out", type=Path, help="append every result as a line of JSON")
     return parser.parse_args(arguments)
 
@@ -226,7 +241,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if args.out:
         save(args.out, rounds, jobs, args.model)
     print(f"{args.model}: {describe(work, args.repeats, args.threads)}\n")
-    print(report(rounds, skipped, jobs))
+    print(report(rounds, skipped, jobs, args.clock))
 
 
 if __name__ == "__main__":

@@ -17,12 +17,10 @@ from rollout_work import Clock, Episode
 from rollout_worker import Job, Result, Skipped, finish
 
 
-def load(job: Job, attention: str = "sdpa") -> PreTrainedModel:
+def load(job: Job) -> PreTrainedModel:
     """The model in float32, without an end of text: how much is generated is the workload's."""
     torch.set_num_threads(job.threads)
-    model = AutoModelForCausalLM.from_pretrained(
-        job.model, dtype=torch.float32, attn_implementation=attention
-    )
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32, attn_implementation="sdpa")
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.config.eos_token_id = None
     return model.eval()
@@ -93,7 +91,7 @@ def naive(job: Job) -> Result:
 @torch.inference_mode()
 def continuous(job: Job) -> Result:
     """transformers' continuous batching: episodes go on by themselves, blocks of a prefix are shared."""
-    model, plan = load(job, "paged|sdpa"), rollout_work.episodes(job.work)
+    model, plan = load(job), rollout_work.episodes(job.work)
     num_tokens = sum(episode.num_tokens + 32 for episode in plan)
     config = ContinuousBatchingConfig(
         page_size=16, num_blocks=num_tokens // 16, max_batch_tokens=512, seed=job.work.seed

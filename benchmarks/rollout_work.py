@@ -36,9 +36,9 @@ class Work:
     system: int = 64
     question: tuple[int, int] = (20, 100)
     observation: tuple[int, int] = (20, 200)
-    new: int = 32
-    spread: float = 0.8
-    new_limit: int = 256
+    new: int = 24
+    spread: float = 0.7
+    new_limit: int = 160
     seed: int = 0
     greedy: bool = False
 
