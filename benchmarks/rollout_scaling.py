@@ -1,6 +1,6 @@
 """How the cost of rollouts grows: generated tokens/s against batch size, turns and context.
 
-    python benchmarks/rollout_scaling.py --table TABLE.md --plot docs/performance.svg
+    python benchmarks/rollout_scaling.py --page docs/performance.md --plot docs/performance.svg
 
 Ludus and the naive way of `rollout.py` do the same work at each point, each in a process of its own, in turn
 over the repetitions. A run that takes longer than --limit seconds is stopped; that system then does no larger
@@ -134,7 +134,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--largest", type=float, default=1.0, help="share of the range of each axis")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--folder", type=Path, default=Path(".bench"), help="models")
-    parser.add_argument("--table", type=Path, help="write the tables here")
+    parser.add_argument("--page", type=Path, help="fill the tables into this page")
     parser.add_argument("--plot", type=Path, help="write the plot here, as SVG; needs matplotlib")
     return parser.parse_args(arguments)
 
@@ -148,8 +148,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     results = [(axis, measure(axis, job, args)) for axis in chosen]
     text = "\n\n".join(table(axis, found, args.limit) for axis, found in results)
     print(text)
-    if args.table:
-        args.table.write_text(text + "\n", encoding="utf-8")
+    if args.page:
+        rollout.fill(args.page, "scaling", text)
     if args.plot:
         plot(args.plot, results)
 

@@ -90,7 +90,7 @@ def test_the_command_runs_each_system_in_a_process_and_writes_its_result(job, tm
     assert (result["system"], result["digest"]) == ("ours no-kernel", naive.digest)
     printed = capsys.readouterr().out
     assert f"| Ludus, torch's attention | {result['tokens'] / result['wall_s']:,.0f} |" in printed
-    assert "TRL's trainer and tool loop: no environment for it" in printed
+    assert "TRL's trainer and tool loop: not run, no environment for it" in printed
 
 
 def test_ratios_are_taken_within_a_repetition(job):
@@ -112,3 +112,16 @@ def test_ratios_are_taken_within_a_repetition(job):
     assert "| 100 | 1.00 |" in rollout.row(rounds, "ours", 1, "processor")
     with pytest.raises(SystemExit, match="naive generated 100 tokens instead of 99"):
         rollout.check(rounds, 99)
+
+
+def test_a_page_takes_new_figures_in_place_of_the_old(tmp_path):
+    import rollout
+
+    page = tmp_path / "page.md"
+    page.write_text("above\n<!-- begin small -->\nold\n<!-- end small -->\nbelow\n", encoding="utf-8")
+    rollout.fill(page, "small", "new")
+    assert page.read_text(encoding="utf-8") == (
+        "above\n<!-- begin small -->\nnew\n<!-- end small -->\nbelow\n"
+    )
+    with pytest.raises(SystemExit, match="no place for smollm2"):
+        rollout.fill(page, "smollm2", "new")
