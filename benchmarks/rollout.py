@@ -21,8 +21,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -62,16 +63,15 @@ class Pythons:
 
 def run(job: Job, python: Path, limit_s: float | None = None) -> Result | str:
     """A system once, in a new process; the reason where it gives no result."""
-    threads = {"OMP_NUM_THREADS": str(job.threads), "MKL_NUM_THREADS": str(job.threads)}
-    environment = os.environ | threads | {"TOKENIZERS_PARALLELISM": "false"}
+    settings = [f"{name}_NUM_THREADS={job.threads}" for name in ("OMP", "MKL")]
     if job.system == "ours no-kernel":
-        environment["PATH"] = os.devnull  # no compiler, no kernel
+        settings.append(f"PATH={os.devnull}")  # no compiler, no kernel
     if job.system == "vllm":
-        environment |= {"VLLM_CPU_KVCACHE_SPACE": "2", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-        environment.pop("PYTHONPATH", None)
-    command = [str(python), str(HERE / "rollout_worker.py"), json.dumps(asdict(job))]
+        settings += ["VLLM_CPU_KVCACHE_SPACE=2", "VLLM_CPU_OMP_THREADS_BIND=nobind", "PYTHONPATH="]
+    worker = [str(python), str(HERE / "rollout_worker.py"), json.dumps(asdict(job))]
+    command = ["env", "TOKENIZERS_PARALLELISM=false", *settings, *worker]
     try:
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit_s)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
     except subprocess.TimeoutExpired:
         return f"over {limit_s:g} s"
     if done.returncode:
@@ -81,7 +81,7 @@ def run(job: Job, python: Path, limit_s: float | None = None) -> Result | str:
 
 
 def run_all(
-    jobs: Sequence[Job], pythons: Pythons, repeats: int
+    jobs: Sequence[Job], pythons: Pythons, repeats: int, keep: Callable[[int, Result], None]
 ) -> tuple[list[dict[str, Result]], dict[str, str]]:
     """The results of each repetition by system, and why others have none."""
     skipped = {job.system: "no environment for it" for job in jobs if pythons.of(job.system) is None}
@@ -98,6 +98,7 @@ def run_all(
                 skipped[job.system] = result
                 continue
             found[job.system] = result
+            keep(repeat, result)
             print(
                 f"{repeat + 1}/{repeats} {job.system}: {result.wall_s:.2f} s {result.note}", file=sys.stderr
             )
@@ -176,14 +177,14 @@ def report(
     return "\n".join(line for line in lines if not line.endswith(": "))
 
 
-def save(path: Path, rounds: Sequence[dict[str, Result]], jobs: Sequence[Job], model: str) -> None:
-    """Append every single result as a line of JSON."""
+def save(path: Path | None, job: Job, repeat: int, result: Result) -> None:
+    """Append a result as a line of JSON."""
+    if path is None:
+        return
     path.parent.mkdir(parents=True, exist_ok=True)
+    line = {"model": Path(job.model).name, "repeat": repeat, "threads": job.threads}
     with path.open("a", encoding="utf-8") as file:
-        for repeat, found in enumerate(rounds):
-            for result in found.values():
-                line = {"model": model, "repeat": repeat, "threads": jobs[0].threads}
-                file.write(json.dumps(line | {"work": asdict(jobs[0].work)} | asdict(result)) + "\n")
+        file.write(json.dumps(line | {"work": asdict(job.work)} | asdict(result)) + "\n")
 
 
 def fill(page: Path, name: str, text: str) -> None:
@@ -247,10 +248,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name, given in (("trl", args.trl_python), ("vllm", args.vllm_python))
     ]
     pythons = Pythons(*(path.absolute() if path.is_file() else None for path in found))
-    rounds, skipped = run_all(jobs, pythons, args.repeats)
+    rounds, skipped = run_all(jobs, pythons, args.repeats, partial(save, args.out, jobs[0]))
     check(rounds, rollout_work.num_generated(rollout_work.episodes(work)))
-    if args.out:
-        save(args.out, rounds, jobs, args.model)
     text = f"{describe(work, args.repeats, args.threads)}\n\n{report(rounds, skipped, jobs, args.clock)}"
     print(f"{args.model}: {text}")
     if args.page:
