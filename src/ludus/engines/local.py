@@ -110,7 +110,9 @@ class LocalEngine:
         )
         self._core.version = version
         self._invariant = settings.batch_invariant and self._forward.compiled
-        if self._invariant and not self._forward.invariant:
+        if not self._invariant:
+            self._core.block = 1
+        elif not self._forward.invariant:
             self._core.block = max(settings.pass_tokens, settings.max_batch)
         self._histories: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._worker = Worker(self._core, settings.threads)

@@ -1,0 +1,260 @@
+"""How fast are multi-turn rollouts? Systems side by side on the same work, interleaved, in one run.
+
+    python benchmarks/rollout.py                         # the small model, 5 repetitions
+    python benchmarks/rollout.py --model smollm2         # SmolLM2-135M
+    python benchmarks/rollout.py --only naive,ours --repeats 1
+
+Every run of a system is a process of its own, so that its peak memory is its own. In each repetition all
+systems run one after the other, in an order that is turned by one each time; ratios are taken within a
+repetition, so that what else the machine does at that time touches both sides alike. Where others compute at
+the same time, --clock processor counts the processor's seconds instead of those on the wall; with one thread
+on a quiet machine they are the same.
+
+TRL and vLLM run in environments of their own (`make bench-trl`, --vllm-python) and are left out with a line
+where there are none.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from statistics import median
+
+import rollout_models
+import rollout_work
+from rollout_work import Work
+from rollout_worker import Job, Result
+
+HERE = Path(__file__).parent
+LABELS = {
+    "naive": "naive: `generate` on the padded batch, turn by turn",
+    "trl": "TRL's trainer and tool loop",
+    "continuous": "transformers' continuous batching",
+    "vllm": "vLLM on the CPU",
+    "ours": "Ludus",
+    "ours no-turn-cache": "Ludus, no cache across turns",
+    "ours no-shared-prefix": "Ludus, no shared prefix",
+    "ours no-continuous-batching": "Ludus, turns in lock-step",
+    "ours not-batch-invariant": "Ludus, not batch-invariant",
+    "ours no-kernel": "Ludus, torch's attention",
+    "floor": "floor: the linear layers alone",
+}
+NAIVE = "naive"
+
+
+@dataclass(frozen=True)
+class Pythons:
+    """The interpreters of the environments; None where there is none."""
+
+    trl: Path | None
+    vllm: Path | None
+
+    def of(self, system: str) -> Path | None:
+        """The interpreter that runs a system."""
+        return {"trl": self.trl, "vllm": self.vllm}.get(system, Path(sys.executable))
+
+
+def run(job: Job, python: Path, limit_s: float | None = None) -> Result | str:
+    """A system once, in a new process; the reason where it gives no result."""
+    settings = [f"{name}_NUM_THREADS={job.threads}" for name in ("OMP", "MKL")]
+    if job.system == "ours no-kernel":
+        settings.append(f"PATH={os.devnull}")  # no compiler, no kernel
+    if job.system == "vllm":
+        settings += ["VLLM_CPU_KVCACHE_SPACE=2", "VLLM_CPU_OMP_THREADS_BIND=nobind", "PYTHONPATH="]
+    worker = [str(python), str(HERE / "rollout_worker.py"), json.dumps(asdict(job))]
+    command = ["env", "TOKENIZERS_PARALLELISM=false", *settings, *worker]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        return f"over {limit_s:g} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["it ended without a word"])[-1]
+    line = json.loads(done.stdout.strip().splitlines()[-1])
+    return str(line["skipped"]) if "skipped" in line else Result(**line)
+
+
+def run_all(
+    jobs: Sequence[Job], pythons: Pythons, repeats: int, keep: Callable[[int, Result], None]
+) -> tuple[list[dict[str, Result]], dict[str, str]]:
+    """The results of each repetition by system, and why others have none."""
+    skipped = {job.system: "no environment for it" for job in jobs if pythons.of(job.system) is None}
+    rounds: list[dict[str, Result]] = []
+    for repeat in range(repeats):
+        found: dict[str, Result] = {}
+        turn = repeat % len(jobs)
+        for job in [*jobs[turn:], *jobs[:turn]]:
+            python = pythons.of(job.system)
+            if job.system in skipped or python is None:
+                continue
+            result = run(job, python)
+            if isinstance(result, str):
+                skipped[job.system] = result
+                continue
+            found[job.system] = result
+            keep(repeat, result)
+            print(
+                f"{repeat + 1}/{repeats} {job.system}: {result.wall_s:.2f} s {result.note}", file=sys.stderr
+            )
+        rounds.append(found)
+    return rounds, skipped
+
+
+def check(rounds: Sequence[dict[str, Result]], expected: int) -> None:
+    """Everybody has generated what was asked for."""
+    for found in rounds:
+        for result in found.values():
+            if result.tokens != expected:
+                raise SystemExit(f"{result.system} generated {result.tokens} tokens instead of {expected}.")
+
+
+def seconds(result: Result, clock: str) -> float:
+    """By the wall, or of the processor."""
+    return result.wall_s if clock == "wall" else result.cpu_s
+
+
+def ratios(rounds: Sequence[dict[str, Result]], system: str, clock: str) -> list[float]:
+    """How many times as fast as the naive way, in each repetition."""
+    both = [(r[NAIVE], r[system]) for r in rounds if NAIVE in r and system in r]
+    return [seconds(naive, clock) / seconds(other, clock) for naive, other in both]
+
+
+def row(rounds: Sequence[dict[str, Result]], system: str, reusable: int, clock: str) -> str:
+    """A line of the table: medians, and the ratio's median with its least and largest."""
+    found = [r[system] for r in rounds if system in r]
+    typical_s = median(seconds(r, clock) for r in found)
+    cells = [LABELS[system], f"{found[0].tokens / typical_s:,.0f}", f"{typical_s:.2f}"]
+    memory = "" if system == "floor" else f"{median(r.peak_mb for r in found):,.0f}"
+    grown = "" if system == "floor" else f"{median(r.peak_mb - r.loaded_mb for r in found):,.0f}"
+    faster = sorted(ratios(rounds, system, clock))
+    ratio = f"{median(faster):.2f} ({faster[0]:.2f} to {faster[-1]:.2f})" if faster else ""
+    cached, share = found[0].cached_tokens, found[0].scheduling
+    hits = "" if cached is None else f"{100 * cached / reusable:.0f} %"
+    shares = [r.scheduling for r in found if r.scheduling is not None]
+    scheduling = "" if share is None else f"{100 * median(shares):.1f} %"
+    return "| " + " | ".join([*cells, memory, grown, ratio, hits, scheduling]) + " |"
+
+
+def table(rounds: Sequence[dict[str, Result]], systems: Sequence[str], reusable: int, clock: str) -> str:
+    """The results as Markdown."""
+    head = (
+        f"| system | generated tokens/s | seconds ({clock}) | peak MB | MB above the loaded model | "
+        "times the naive way (least to most) | cache hits, of reusable tokens | scheduling, of a step |"
+    )
+    rows = [row(rounds, name, reusable, clock) for name in systems if any(name in found for found in rounds)]
+    return "\n".join([head, "|---|" + "---:|" * 7, *rows])
+
+
+def describe(work: Work, repeats: int, threads: int) -> str:
+    """A sentence on the workload."""
+    plan = rollout_work.episodes(work)
+    return (
+        f"{work.prompts} prompts x {work.members} members, {work.turns} turns: "
+        f"{rollout_work.num_generated(plan):,} generated tokens, the longest episode {work.longest:,}; "
+        f"median of {repeats}, threads: {threads}."
+    )
+
+
+def report(
+    rounds: Sequence[dict[str, Result]], skipped: dict[str, str], jobs: Sequence[Job], clock: str
+) -> str:
+    """The table with what belongs below it."""
+    work = jobs[0].work
+    plan = rollout_work.episodes(work)
+    systems = [job.system for job in jobs]
+    lines = [table(rounds, systems, rollout_work.num_reusable(plan, work), clock), ""]
+    lines += [f"- {LABELS[name]}: not run, {reason}" for name, reason in skipped.items()]
+    lines += [f"- {LABELS[name]}: {rounds[-1][name].note}" for name in systems if name in rounds[-1]]
+    own = [r for found in rounds for r in found.values() if r.system != "vllm"]
+    share = min((r.cpu_s / r.wall_s for r in own), default=1.0)
+    lines.append(f"- least share of a processor that a run had: {100 * share:.0f} %")
+    return "\n".join(line for line in lines if not line.endswith(": "))
+
+
+def save(path: Path | None, job: Job, repeat: int, result: Result) -> None:
+    """Append a result as a line of JSON."""
+    if path is None:
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    line = {"model": Path(job.model).name, "repeat": repeat, "threads": job.threads}
+    with path.open("a", encoding="utf-8") as file:
+        file.write(json.dumps(line | {"work": asdict(job.work)} | asdict(result)) + "\n")
+
+
+def fill(page: Path, name: str, text: str) -> None:
+    """Put text between the page's comments `begin NAME` and `end NAME`, in place of what is there."""
+    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+    before, _, rest = page.read_text(encoding="utf-8").partition(begin)
+    _, found, after = rest.partition(end)
+    if not found:
+        raise SystemExit(f"{page} has no place for {name}: it needs {begin.strip()} and {end}.")
+    page.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
+
+
+def model_folder(name: str, folder: Path) -> Path:
+    """Made in another process: this one stays small, for it is forked."""
+    command = [sys.executable, str(HERE / "rollout_models.py"), name, str(folder)]
+    done = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", choices=(*rollout_models.SHAPES, rollout_models.SMOLLM2), default="small")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--only", help="systems, separated by commas: " + ", ".join(LABELS))
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--new-limit", type=int, default=160, help="longest turn in tokens")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--greedy", action="store_true", help="instead of sampling at temperature 1")
+    parser.add_argument("--folder", type=Path, default=Path(".bench"), help="models and environments")
+    parser.add_argument("--trl-python", type=Path, help="default: .bench/trl/bin/python")
+    parser.add_argument("--vllm-python", type=Path, help="default: .bench/vllm/bin/python")
+    parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
+    parser.add_argument("--out", type=Path, help="append every result as a line of JSON")
+    parser.add_argument("--page", type=Path, help="fill the table into this page")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the systems and print the table."""
+    args = parse(arguments)
+    systems = args.only.split(",") if args.only else list(LABELS)
+    if unknown := [name for name in systems if name not in LABELS]:
+        raise SystemExit(f"No such system: {', '.join(unknown)}. There are: {', '.join(LABELS)}.")
+    work = Work(
+        vocab=rollout_models.vocabulary(args.model),
+        prompts=args.prompts,
+        members=args.members,
+        turns=args.turns,
+        new_limit=args.new_limit,
+        seed=args.seed,
+        greedy=args.greedy,
+    )
+    model = str(model_folder(args.model, args.folder / "models").resolve())
+    jobs = [Job(name, model, args.threads, work) for name in systems]
+    found = [
+        given or args.folder / name / "bin" / "python"
+        for name, given in (("trl", args.trl_python), ("vllm", args.vllm_python))
+    ]
+    pythons = Pythons(*(path.absolute() if path.is_file() else None for path in found))
+    rounds, skipped = run_all(jobs, pythons, args.repeats, partial(save, args.out, jobs[0]))
+    check(rounds, rollout_work.num_generated(rollout_work.episodes(work)))
+    text = f"{describe(work, args.repeats, args.threads)}\n\n{report(rounds, skipped, jobs, args.clock)}"
+    print(f"{args.model}: {text}")
+    if args.page:
+        fill(args.page, args.model, text)
+
+
+if __name__ == "__main__":
+    main()

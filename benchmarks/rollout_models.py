@@ -1,0 +1,56 @@
+"""Makes the models of the rollout benchmark, as folders that every system loads."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+SMALL = {
+    "vocab_size": 4096,
+    "hidden_size": 192,
+    "intermediate_size": 512,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 16384,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.1,
+}
+"""3.1 M parameters."""
+TINY = SMALL | {
+    "vocab_size": 320,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 8,
+    "initializer_range": 0.3,
+}
+SHAPES = {"small": SMALL, "tiny": TINY}
+SMOLLM2 = "smollm2"
+
+
+def make(name: str, folder: Path) -> Path:
+    """The folder of a model, written at the first call: a Qwen3 with random weights, or SmolLM2-135M."""
+    if name == SMOLLM2:
+        from ludus.engines.smollm2 import materialise_smollm2
+
+        return materialise_smollm2(Path.home() / ".cache" / "ludus" / SMOLLM2)
+    target = folder / name
+    if not (target / "config.json").is_file():
+        import torch
+        from transformers import Qwen3Config, Qwen3ForCausalLM
+
+        torch.manual_seed(0)
+        Qwen3ForCausalLM(Qwen3Config(**SHAPES[name])).save_pretrained(target)
+    return target
+
+
+def vocabulary(name: str) -> int:
+    """Token ids that the workload may use."""
+    return 49_152 if name == SMOLLM2 else int(SHAPES[name]["vocab_size"])
+
+
+if __name__ == "__main__":
+    print(make(sys.argv[1], Path(sys.argv[2])))

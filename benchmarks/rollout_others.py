@@ -1,0 +1,184 @@
+"""Other systems, each in an environment of its own: TRL's trainer with its tool loop, and vLLM on the CPU."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import tempfile
+from dataclasses import replace
+from importlib.metadata import version
+
+import torch
+
+import rollout_work
+from rollout_work import Clock, Episode
+from rollout_worker import Job, Result, finish
+
+END = 1
+"""The id that ends a turn for TRL: forced where a turn is to end, kept from being sampled before."""
+
+
+class _Ends:
+    """A logits processor: row `i` ends with `END` as its `lengths[i]`-th token and not before."""
+
+    def __init__(self, width: int, lengths: list[int]) -> None:
+        self._last = torch.tensor(lengths) + width - 1
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        scores[:, END] = -torch.inf
+        over = input_ids.shape[1] >= self._last
+        scores[over] = -torch.inf
+        scores[over, END] = 0.0
+        return scores
+
+
+def trl(job: Job) -> Result:
+    """TRL's `GRPOTrainer`: its `_generate_single_turn` and its `_tool_call_loop`, generation by transformers.
+
+    Its edges to text are replaced by the workload's ids: what it parses is always one call, and the ids
+    that its chat template would make of the answer are the workload's observation.
+    """
+    torch.set_num_threads(job.threads)
+    plan = rollout_work.episodes(job.work)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = _trainer(job, plan, folder)
+        _feed_lengths(trainer, plan)
+        loaded_mb = rollout_work.memory_mb()
+        clock = Clock()
+        generated = _play_trl(trainer, plan)
+        result = finish(job, clock, loaded_mb, generated)
+    return replace(result, note=f"TRL {version('trl')}, transformers {version('transformers')}")
+
+
+def _trainer(job: Job, plan: list[Episode], folder: str):  # noqa: ANN202 (a type of the other environment)
+    import datasets
+    from tokenizers import Tokenizer, models
+    from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+    from trl import GRPOConfig, GRPOTrainer
+
+    words = {"<pad>": 0, "<end>": END} | {f"t{i}": i for i in range(2, job.work.vocab)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<pad>")),
+        pad_token="<pad>",
+        eos_token="<end>",
+    )
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32)
+    config = GRPOConfig(
+        output_dir=folder,
+        per_device_train_batch_size=len(plan),
+        num_generations=job.work.members,
+        max_completion_length=job.work.longest,
+        temperature=1.0,
+        seed=job.work.seed,
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+        report_to=[],
+    )
+    rows = datasets.Dataset.from_dict({"prompt": ["t20"] * len(plan)})
+    return GRPOTrainer(
+        model=model,
+        args=config,
+        processing_class=tokenizer,
+        reward_funcs=[lambda completions, **_: [0.0] * len(completions)],
+        train_dataset=rows,
+    )
+
+
+def _feed_lengths(trainer, plan: list[Episode]) -> None:  # noqa: ANN001
+    """Have each of the trainer's calls to `generate` end its rows where the workload says."""
+    from transformers import LogitsProcessorList
+
+    plain, turns = trainer.model.generate, itertools.count()
+
+    def generate(input_ids: torch.Tensor, **options: object) -> torch.Tensor:
+        lengths = [episode.lengths[turn] for turn in [next(turns)] for episode in plan]
+        ends = LogitsProcessorList([_Ends(input_ids.shape[1], lengths)])
+        return plain(input_ids=input_ids, logits_processor=ends, **options)
+
+    trainer.model.generate = generate
+
+
+def _play_trl(trainer, plan: list[Episode]) -> list[list[int]]:  # noqa: ANN001
+    from trl.trainer import grpo_trainer
+
+    turns = len(plan[0].lengths)
+
+    def parse_response(*_: object, **__: object) -> dict[str, object]:
+        call = {"type": "function", "function": {"name": "look", "arguments": {}}}
+        return {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    asked = itertools.count()
+
+    def suffix_ids(_: object) -> list[int]:
+        turn, i = divmod(next(asked), len(plan))
+        return list(plan[i].observations[turn])
+
+    grpo_trainer.parse_response = parse_response
+    trainer._get_tool_suffix_ids = suffix_ids
+    trainer.max_tool_calling_iterations = turns - 1
+    trainer._sync_tool_dicts = [{"look": lambda: "seen"}] * len(plan)
+    trainer._async_tool_dicts = [{}] * len(plan)
+    trainer.tools = []
+    prompt_ids = [list(episode.prompt) for episode in plan]
+    completion_ids, logprobs = trainer._generate_single_turn(prompt_ids, None, {}, trainer.num_generations)
+    completions = [[parse_response()] for _ in plan]
+    prompts = [[{"role": "user", "content": ""}] for _ in plan]
+    mask, _, ids, *_ = trainer._tool_call_loop(
+        prompts, prompt_ids, completion_ids, completions, logprobs, None, {}
+    )
+    return [[t for t, m in zip(row, keep, strict=True) if m] for row, keep in zip(ids, mask, strict=True)]
+
+
+def vllm(job: Job) -> Result:
+    """vLLM's engine in this process, requests going on by themselves, prefix caching on."""
+    return asyncio.run(_vllm(job))
+
+
+async def _vllm(job: Job) -> Result:
+    from vllm import AsyncEngineArgs, SamplingParams
+    from vllm.v1.engine.async_llm import AsyncLLM
+
+    plan = rollout_work.episodes(job.work)
+    arguments = AsyncEngineArgs(
+        model=job.model,
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=True,
+        skip_tokenizer_init=True,
+        max_model_len=job.work.longest + 1,
+        max_num_seqs=len(plan),
+        seed=job.work.seed,
+    )
+    engine = AsyncLLM.from_engine_args(arguments)
+
+    async def ask(name: str, history: list[int], length: int, seed: int) -> list[int]:
+        params = SamplingParams(
+            temperature=0.0 if job.work.greedy else 1.0,
+            max_tokens=length,
+            min_tokens=length,
+            ignore_eos=True,
+            logprobs=0,
+            seed=seed,
+            detokenize=False,
+        )
+        tokens: list[int] = []
+        async for output in engine.generate({"prompt_token_ids": history}, params, name):
+            tokens = list(output.outputs[0].token_ids)
+        return tokens
+
+    async def play(i: int, episode: Episode) -> list[int]:
+        history, generated = list(episode.prompt), []
+        for turn, length in enumerate(episode.lengths):
+            new = await ask(f"{i}-{turn}", history, length, i * 100 + turn)
+            generated += new
+            history += [*new, *(*episode.observations, ())[turn]]
+        return generated
+
+    await ask("warm", list(range(20, 40)), 2, 0)
+    loaded_mb = rollout_work.memory_mb()
+    clock = Clock()
+    generated = await asyncio.gather(*(play(i, episode) for i, episode in enumerate(plan)))
+    result = finish(job, clock, loaded_mb, list(generated))
+    engine.shutdown()
+    return replace(result, note=f"vLLM {version('vllm')}; the memory of its engine process is not counted")

@@ -1,0 +1,181 @@
+"""The embedded engine, whole and with one feature off, and the floor below it: its matrix products alone."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, replace
+
+import torch
+from transformers import PreTrainedModel
+
+import rollout_work
+from ludus.engines.base import Request
+from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.types import SamplingParams
+from rollout_hf import load
+from rollout_work import Clock, Episode, Work
+from rollout_worker import Job, Result, Skipped, finish
+
+FORGETFUL = "ours no-turn-cache"
+UNSHARED = "ours no-shared-prefix"
+LOCKSTEP = "ours no-continuous-batching"
+VARIANT = "ours not-batch-invariant"
+WITHOUT_KERNEL = "ours no-kernel"
+
+
+@dataclass
+class Player:
+    """Plays episodes on an engine. `forgetful`: what an episode has in the cache goes after each turn."""
+
+    engine: LocalEngine
+    work: Work
+    forgetful: bool = False
+
+    async def play(self, plan: list[Episode]) -> list[list[int]]:
+        """Each episode goes on as soon as its own turn is done."""
+        return list(await asyncio.gather(*(self._episode(i, episode) for i, episode in enumerate(plan))))
+
+    async def play_in_lockstep(self, plan: list[Episode]) -> list[list[int]]:
+        """No turn begins before all episodes have finished theirs."""
+        histories = [episode.prompt for episode in plan]
+        generated: list[list[int]] = [[] for _ in plan]
+        for turn in range(len(plan[0].lengths)):
+            requests = [self._request(i, e, turn, histories[i]) for i, e in enumerate(plan)]
+            for i, completion in enumerate(await self.engine.generate_batch(requests)):
+                generated[i] += completion.tokens
+                histories[i] += completion.tokens + (*plan[i].observations, ())[turn]
+        return generated
+
+    async def _episode(self, i: int, episode: Episode) -> list[int]:
+        history, generated = episode.prompt, list[int]()
+        for turn in range(len(episode.lengths)):
+            request = self._request(i, episode, turn, history)
+            completion = await self.engine.generate(request)
+            generated += completion.tokens
+            history += completion.tokens + (*episode.observations, ())[turn]
+            if self.forgetful:
+                self.engine.release(request.episode)
+        self.engine.release(f"e{i}")
+        return generated
+
+    def _request(self, i: int, episode: Episode, turn: int, history: tuple[int, ...]) -> Request:
+        params = SamplingParams(
+            temperature=0.0 if self.work.greedy else 1.0,
+            max_new_tokens=episode.lengths[turn],
+            seed=(self.work.seed * 1009 + i) * 1009 + turn,
+        )
+        return Request(f"e{i}", history, params)
+
+
+def settings(job: Job) -> EngineSettings:
+    """The defaults, with a context that the workload fits."""
+    return EngineSettings(
+        context_tokens=job.work.longest + 1,
+        max_batch=max(128, job.work.prompts * job.work.members),
+        threads=job.threads,
+        batch_invariant=job.system != VARIANT,
+    )
+
+
+def ours(job: Job) -> Result:
+    """The engine; what stands after "ours" names the feature that is off."""
+    plan = rollout_work.episodes(job.work)
+    if job.system == UNSHARED:
+        plan = rollout_work.unshareable(plan, job.work)
+    return asyncio.run(_ours(job, plan))
+
+
+async def _ours(job: Job, plan: list[Episode]) -> Result:
+    engine = LocalEngine(load(job), settings=settings(job), copy=False)
+    if engine.batch_invariant != (job.system not in (VARIANT, WITHOUT_KERNEL)):
+        raise Skipped("the compiled kernel is not to be had, or cannot be kept away")
+    player = Player(engine, job.work, forgetful=job.system == FORGETFUL)
+    await engine.generate(Request("warm", tuple(range(20)), SamplingParams(max_new_tokens=2)))
+    engine.release("warm")
+    engine.stats(reset=True)
+    loaded_mb = rollout_work.memory_mb()
+    clock = Clock()
+    if job.system == LOCKSTEP:
+        generated = await player.play_in_lockstep(plan)
+    else:
+        generated = await player.play(plan)
+    result = finish(job, clock, loaded_mb, generated)
+    stats = engine.stats()
+    await engine.close()
+    steps_s = stats.schedule_s + stats.model_s + stats.sample_s
+    note = (
+        f"{stats.steps} steps of {stats.batch_tokens / stats.steps:.0f} tokens; "
+        f"model {stats.model_s:.2f} s, sampling {stats.sample_s:.2f} s, scheduling {stats.schedule_s:.2f} s"
+    )
+    cached = stats.cached_tokens
+    return replace(result, cached_tokens=cached, scheduling=stats.schedule_s / steps_s, note=note)
+
+
+def floor(job: Job) -> Result:
+    """The linear layers alone, on as many rows as the engine's passes had; nothing else is computed."""
+    model = load(job)
+    sizes = asyncio.run(_pass_sizes(job, model))
+    model = load(job)
+    layers, head = _linear_layers(model)
+    shapes = {(rows, layer.in_features) for rows, _ in sizes for layer in layers}
+    shapes |= {(kept, head.in_features) for _, kept in sizes}
+    inputs = {shape: torch.randn(*shape) for shape in shapes}
+    _multiply(sizes[:2], layers, head, inputs)
+    loaded_mb = rollout_work.memory_mb()
+    clock = Clock()
+    _multiply(sizes, layers, head, inputs)
+    result = finish(job, clock, loaded_mb, [])
+    products = sum(
+        rows * sum(la.weight.numel() for la in layers) + kept * head.weight.numel() for rows, kept in sizes
+    )
+    speed = _products_per_second()
+    note = f"computed: {2e-9 * products:.0f} GFLOP, {products / speed:.2f} s at {2e-9 * speed:.0f} GFLOP/s"
+    tokens = rollout_work.num_generated(rollout_work.episodes(job.work))
+    return replace(result, tokens=tokens, digest="", note=note)
+
+
+async def _pass_sizes(job: Job, model: PreTrainedModel) -> list[tuple[int, int]]:
+    """Rows of each pass of the engine, and rows of its logits, padding included."""
+    engine = LocalEngine(model, settings=settings(job), copy=False)
+    sizes: list[tuple[int, int]] = []
+
+    def note(_: object, __: object, inputs: dict[str, torch.Tensor]) -> None:
+        sizes.append((inputs["input_ids"].shape[1], len(inputs["logits_to_keep"])))
+
+    hook = model.register_forward_pre_hook(note, with_kwargs=True)
+    await Player(engine, job.work).play(rollout_work.episodes(job.work))
+    hook.remove()
+    await engine.close()
+    return sizes
+
+
+def _linear_layers(model: PreTrainedModel) -> tuple[list[torch.nn.Linear], torch.nn.Linear]:
+    head = model.get_output_embeddings()
+    return [m for m in model.modules() if isinstance(m, torch.nn.Linear) and m is not head], head
+
+
+@torch.inference_mode()
+def _multiply(
+    sizes: list[tuple[int, int]],
+    layers: list[torch.nn.Linear],
+    head: torch.nn.Linear,
+    inputs: dict[tuple[int, int], torch.Tensor],
+) -> None:
+    for rows, kept in sizes:
+        for layer in layers:
+            layer(inputs[rows, layer.in_features])
+        head(inputs[kept, head.in_features])
+
+
+@torch.inference_mode()
+def _products_per_second() -> float:
+    """Multiplications with additions of a large matrix product, the best of several."""
+    size = 1024
+    left, right = torch.randn(size, size), torch.randn(size, size)
+    best = 0.0
+    for _ in range(8):
+        begin = time.perf_counter()
+        left @ right
+        best = max(best, size**3 / (time.perf_counter() - begin))
+    return best
