@@ -72,8 +72,8 @@ def with_engine(model, work, tokenizer=None, settings=SMALL):
 @torch.no_grad()
 def reference_logprobs(model, tokens, temperature=1.0):
     """Of a plain forward pass: of each token given those before it, from the second on; and all rows."""
-    logprobs = (model(torch.tensor([tokens])).logits[0] / temperature).double().log_softmax(-1)
-    return logprobs[:-1].gather(1, torch.tensor(tokens[1:])[:, None])[:, 0], logprobs
+    logprobs = (model(torch.tensor([list(tokens)])).logits[0] / temperature).double().log_softmax(-1)
+    return logprobs[:-1].gather(1, torch.tensor(list(tokens)[1:])[:, None])[:, 0], logprobs
 
 
 def cut_by_hand(probs, top_k=0, top_p=1.0, min_p=0.0):
@@ -265,6 +265,19 @@ def test_a_model_with_adapters_is_the_reference_with_them_off():
     assert on[1:] == pytest.approx(reference_logprobs(made, prompt)[0].tolist(), abs=1e-4)
     assert off[1:] == pytest.approx(reference_logprobs(base, prompt)[0].tolist(), abs=1e-4)
     assert max(abs(a - b) for a, b in zip(on, off, strict=True)) > 0.1
+
+
+def test_a_model_that_was_lent_is_as_it_was_when_the_engine_is_closed():
+    made = adapted(build(), 1)
+    expected = reference_logprobs(made, range(40))[0]
+
+    async def run():
+        engine = LocalEngine(made, settings=SMALL, copy=False)
+        await engine.score(tuple(range(40)), adapter=BASE)
+        await engine.close()
+
+    asyncio.run(run())
+    assert torch.equal(reference_logprobs(made, range(40))[0], expected)
 
 
 def test_a_new_version_of_an_adapter_reaches_the_next_token_and_leaves_others_alone():

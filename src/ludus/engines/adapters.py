@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
+from torch.utils.hooks import RemovableHandle
 
 from ludus.errors import SyncError, UserError
 
@@ -44,7 +45,8 @@ class AdapterBank:
         self._layers: dict[str, nn.Linear] = {}
         self._pairs: dict[str, dict[str, LowRank]] = {}
         self._active: list[tuple[dict[str, LowRank], Tensor | None]] = []
-        self._hooked: set[str] = set()
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._model = model
         own = dict(_lora_layers(model))
         for name, module in model.named_modules():
             plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
@@ -79,6 +81,13 @@ class AdapterBank:
         """Forget an adapter."""
         self._pairs.pop(name, None)
 
+    def close(self) -> None:
+        """Take the hooks off, and leave a PEFT model with its own adapter on."""
+        for hook in self._hooks.values():
+            hook.remove()
+        if is_peft(self._model):
+            self._model.enable_adapter_layers()
+
     def select(self, names: Sequence[str], counts: Sequence[int], total: int, device: torch.device) -> None:
         """Say for the next pass which runs of tokens, `counts` long, use which adapter ("": none)."""
         self._active = []
@@ -96,9 +105,8 @@ class AdapterBank:
 
     def _put(self, name: str, pairs: dict[str, LowRank]) -> None:
         for layer in pairs:
-            if layer not in self._hooked:
-                self._hooked.add(layer)
-                self._layers[layer].register_forward_hook(_Hook(self, layer))
+            if layer not in self._hooks:
+                self._hooks[layer] = self._layers[layer].register_forward_hook(_Hook(self, layer))
         self._pairs[name] = pairs
 
     def added(self, layer: str, x: Tensor, y: Tensor) -> Tensor:

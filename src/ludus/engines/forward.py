@@ -125,9 +125,11 @@ class RaggedForward:
         return (logits if self._keeps else logits[index])[: len(keep)]
 
     def close(self) -> None:
-        """End the kernel's threads."""
+        """End the kernel's threads, and give the model back as it was."""
         if self._kernel is not None:
             self._kernel.close()
+        self.adapters.close()
+        self.model.set_attn_implementation(self._plain)
 
     def _make_kernel(self, layers: list[LayerShape], max_tokens: int, threads: int) -> Kernel | None:
         if self.device.type != "cpu" or self.dtype != torch.float32:
