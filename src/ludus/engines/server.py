@@ -69,7 +69,7 @@ class ServerEngine:
         ]
         self._facts = _agreed([self._dialect.describe(replica.url) for replica in self._replicas])
         self._settings = settings
-        self._temporary: Path | None = None
+        self._temporary: tempfile.TemporaryDirectory[str] | None = None
         self._sent = _Sent()
         self._routes: dict[str, Replica] = {}
         self._under_way: dict[str, set[str]] = {}
@@ -194,7 +194,7 @@ class ServerEngine:
         for replica in self._replicas:
             await replica.close()
         if self._temporary is not None:
-            shutil.rmtree(self._temporary, ignore_errors=True)
+            self._temporary.cleanup()
             self._temporary, self._sent.folder = None, None
 
     @contextmanager
@@ -291,10 +291,10 @@ class ServerEngine:
         from safetensors.torch import save_file
 
         if not self._settings.weights_folder and self._temporary is None:
-            self._temporary = Path(tempfile.mkdtemp(prefix="ludus-weights-"))
-        shelf = Path(self._settings.weights_folder) if self._settings.weights_folder else self._temporary
-        assert shelf is not None
-        folder = (shelf / f"{self._name}-{version}").absolute()
+            self._temporary = tempfile.TemporaryDirectory(prefix="ludus-weights-", ignore_cleanup_errors=True)
+        shelf = self._settings.weights_folder or (self._temporary and self._temporary.name)
+        assert shelf
+        folder = (Path(shelf) / f"{self._name}-{version}").absolute()
         try:
             folder.mkdir(parents=True, exist_ok=True)
             plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
@@ -322,22 +322,22 @@ class ServerEngine:
 
     async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
         """Refuse sampling whose log-probabilities the server would report of another distribution."""
-        cut, tempered = params.top_p < 1 or params.top_k > 0, params.temperature != 1
+        cut, tempered = params.cuts, params.temperature != 1
         if params.temperature == 0 or self._mode == "exact" or not (cut or tempered):
             return
         if self._mode is None:
             self._mode = await self._find_mode(replica)
         if (tempered and self._mode == "raw") or (cut and self._mode == "processed"):
             wanted = "without" if cut else "with"
-            hint = "Sample at temperature 1, or with neither top_p nor top_k."
+            hint = "Sample at temperature 1, or cut nothing from the distribution."
             if cut != tempered:
                 hint = (
                     f"Start vLLM {wanted} --logprobs-mode processed_logprobs, or {hint[0].lower()}{hint[1:]}"
                 )
             raise EngineError(
                 f"{replica.url} reports {self._mode} log-probabilities, which at temperature "
-                f"{params.temperature:g}, top_p {params.top_p:g} and top_k {params.top_k} are not those of "
-                "the tempered distribution.",
+                f"{params.temperature:g}, top_p {params.top_p:g}, top_k {params.top_k} and min_p "
+                f"{params.min_p:g} are not those of the tempered distribution.",
                 hint,
             )
 
