@@ -10,6 +10,8 @@
 #include <stdint.h>
 
 #define PAGE 16
+#define MANY 3 /* query heads taken together, at most */
+#define WIDE 4 /* vectors of 8 columns of the values taken together */
 #define INLINE static inline __attribute__((always_inline))
 
 typedef float v8 __attribute__((vector_size(32), aligned(4)));
@@ -43,18 +45,27 @@ void ludus_write(const Pass *a, int64_t first, int64_t last)
     }
 }
 
-/* The scores of one query with the keys of a page; two sums each, so that additions overlap. */
-INLINE void score_page(const float *query, const float *keys, const int64_t width, float *out)
+/* The scores of `many` queries with the keys of a page, each in its own row of `out`; two sums each, so that
+ * additions overlap. Pages lie anywhere in memory, so the next one is fetched meanwhile. */
+INLINE void score_page(const float *query, int64_t next_query, const float *keys, const float *next_keys,
+                       const int64_t width, const int many, float *out, int64_t row)
 {
-    v8 a = {0}, b = {0}, c = {0}, e = {0};
+    v8 even[MANY][2] = {{{0}}}, odd[MANY][2] = {{{0}}};
     for (int64_t d = 0; d < width; d += 2) {
-        a += query[d] * LOAD(keys + d * PAGE);
-        b += query[d] * LOAD(keys + d * PAGE + 8);
-        c += query[d + 1] * LOAD(keys + (d + 1) * PAGE);
-        e += query[d + 1] * LOAD(keys + (d + 1) * PAGE + 8);
+        __builtin_prefetch(next_keys + d * PAGE);
+        __builtin_prefetch(next_keys + (d + 1) * PAGE);
+        for (int i = 0; i < many; i++) {
+            const float *q = query + i * next_query + d;
+            even[i][0] += q[0] * LOAD(keys + d * PAGE);
+            even[i][1] += q[0] * LOAD(keys + d * PAGE + 8);
+            odd[i][0] += q[1] * LOAD(keys + (d + 1) * PAGE);
+            odd[i][1] += q[1] * LOAD(keys + (d + 1) * PAGE + 8);
+        }
     }
-    STORE(out, a + c);
-    STORE(out + 8, b + e);
+    for (int i = 0; i < many; i++) {
+        STORE(out + i * row, even[i][0] + odd[i][0]);
+        STORE(out + i * row + 8, even[i][1] + odd[i][1]);
+    }
 }
 
 /* Turns scores into weights whose sum is returned; columns outside [low, high) weigh nothing. */
@@ -75,49 +86,77 @@ INLINE float weigh(float *scores, int64_t n, int64_t low, int64_t high, float sc
     return total;
 }
 
-/* out[0, 8 * wide) = factor * sum of n weighted values, kept in registers meanwhile. */
-INLINE void sum_values(const Pass *a, const float *weights, const float *values, const int32_t *pages, int64_t n,
-                       const int wide, float factor, float *out)
+/* Row i of out: factors[i] * the sum of n values with the weights of row i; `many` rows, 8 * wide columns, kept in
+ * registers meanwhile. */
+INLINE void sum_values(const Pass *a, const float *weights, int64_t row, const float *values, const int32_t *pages,
+                       int64_t n, const int many, const int wide, const float *factors, float *out)
 {
-    v8 sum[4] = {{0}, {0}, {0}, {0}};
+    v8 sum[MANY][WIDE] = {{{0}}};
+    const int64_t page = a->heads * PAGE * a->width;
     for (int64_t p = 0; p * PAGE < n; p++) {
-        const float *rows = values + pages[p] * a->heads * PAGE * a->width;
+        const float *rows = values + pages[p] * page;
+        const float *next = values + pages[(p + 1) * PAGE < n ? p + 1 : 0] * page;
         const int64_t count = n - p * PAGE < PAGE ? n - p * PAGE : PAGE;
-        for (int64_t j = 0; j < count; j++)
-            for (int i = 0; i < wide; i++) sum[i] += weights[p * PAGE + j] * LOAD(rows + j * a->width + 8 * i);
+        for (int64_t j = 0; j < count; j++) {
+            for (int w = 0; w < wide; w += 2) __builtin_prefetch(next + j * a->width + 8 * w);
+            for (int w = 0; w < wide; w++) {
+                const v8 value = LOAD(rows + j * a->width + 8 * w);
+                for (int i = 0; i < many; i++) sum[i][w] += weights[i * row + p * PAGE + j] * value;
+            }
+        }
     }
-    for (int i = 0; i < wide; i++) STORE(out + 8 * i, sum[i] * factor);
+    for (int i = 0; i < many; i++)
+        for (int w = 0; w < wide; w++) STORE(out + i * a->width + 8 * w, sum[i][w] * factors[i]);
 }
 
-INLINE void attend_head(const Pass *a, int64_t t, int64_t h, float *scratch, const int64_t width)
+/* Query heads h to h + many of one token; they share their keys and values, which are read once. */
+INLINE void attend_heads(const Pass *a, int64_t t, int64_t h, const int many, float *scratch, const int64_t width)
 {
     const int64_t end = a->positions[t] + 1, kv = h / (a->query_heads / a->heads);
     const int64_t begin = a->window > 0 && end > a->window ? end - a->window : 0, from = begin / PAGE;
     const int32_t *pages = a->table + a->slots[t] * a->table_stride + from;
-    const int64_t high = end - from * PAGE, count = (high + PAGE - 1) / PAGE;
+    const int64_t high = end - from * PAGE, count = (high + PAGE - 1) / PAGE, row = count * PAGE;
     const float *query = a->query + h * a->query_head + t * a->query_token;
+    const float *keys = a->keys + kv * width * PAGE;
+    const int64_t page = a->heads * width * PAGE;
     for (int64_t p = 0; p < count; p++)
-        score_page(query, a->keys + (pages[p] * a->heads + kv) * width * PAGE, width, scratch + p * PAGE);
-    const float total = weigh(scratch, count * PAGE, begin - from * PAGE, high, a->scale, a->softcap);
+        score_page(query, a->query_head, keys + pages[p] * page, keys + pages[p + 1 < count ? p + 1 : 0] * page, width,
+                   many, scratch + p * PAGE, row);
+    float factors[MANY];
+    for (int i = 0; i < many; i++)
+        factors[i] = 1 / weigh(scratch + i * row, row, begin - from * PAGE, high, a->scale, a->softcap);
     const float *values = a->values + kv * PAGE * width;
     float *out = a->out + (t * a->query_heads + h) * width;
     int64_t d = 0;
-    for (; d + 32 <= width; d += 32) sum_values(a, scratch, values + d, pages, high, 4, 1 / total, out + d);
-    for (; d < width; d += 8) sum_values(a, scratch, values + d, pages, high, 1, 1 / total, out + d);
+    for (; d + 8 * WIDE <= width; d += 8 * WIDE)
+        sum_values(a, scratch, row, values + d, pages, high, many, WIDE, factors, out + d);
+    for (; d < width; d += 8) sum_values(a, scratch, row, values + d, pages, high, many, 1, factors, out + d);
+}
+
+/* All query heads of one token. How many are taken together depends on the model alone, so a head's sums are
+ * always those of the same code. */
+INLINE void attend_token(const Pass *a, int64_t t, float *scratch, const int64_t width)
+{
+    const int64_t group = a->query_heads / a->heads;
+    for (int64_t h = 0; h < a->query_heads; h += group) {
+        int64_t i = 0;
+        for (; i + 3 <= group; i += 3) attend_heads(a, t, h + i, 3, scratch, width);
+        if (i + 2 == group) attend_heads(a, t, h + i, 2, scratch, width);
+        if (i + 1 == group) attend_heads(a, t, h + i, 1, scratch, width);
+    }
 }
 
 INLINE void attend(const Pass *a, int64_t first, int64_t last, float *scratch, const int64_t width)
 {
-    for (int64_t t = first; t < last; t++)
-        for (int64_t h = 0; h < a->query_heads; h++) {
-            if (a->slots[t] >= 0)
-                attend_head(a, t, h, scratch, width);
-            else
-                for (int64_t d = 0; d < width; d++) a->out[(t * a->query_heads + h) * width + d] = 0;
-        }
+    for (int64_t t = first; t < last; t++) {
+        if (a->slots[t] >= 0)
+            attend_token(a, t, scratch, width);
+        else
+            for (int64_t d = 0; d < a->query_heads * width; d++) a->out[t * a->query_heads * width + d] = 0;
+    }
 }
 
-/* Tokens first to last; `scratch` has room for one float per column of a sequence, rounded up to whole pages.
+/* Tokens first to last; `scratch` has room for MANY floats per column of a sequence, rounded up to whole pages.
  * The width is a multiple of 8; the common ones are compiled apart. */
 void ludus_attend(const Pass *a, int64_t first, int64_t last, float *scratch)
 {

@@ -29,6 +29,8 @@ _COMPILE = ("-c", "-O3", "-march=native", "-ffast-math", "-fPIC", "-std=gnu11")
 _LINK = ("-shared",)
 """Linked apart: with `-ffast-math` in sight, compilers link code in that flushes subnormal numbers to zero in
 the whole process."""
+_HEADS = 3
+"""Query heads that the kernel takes together, at most: MANY of its source."""
 _MIN_WORK = 65_536
 """Products of one head and column below which a second thread costs more than it gives."""
 
@@ -56,7 +58,7 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL, max_tokens: int, threads: int) -> None:
         self._library = library
         self._threads = threads
-        self._scratch = torch.empty(threads, max_tokens + 64)
+        self._scratch = torch.empty(threads, _HEADS * (max_tokens + 64))
         self._helpers = ThreadPoolExecutor(threads - 1, "ludus-attention") if threads > 1 else None
 
     def attend(
