@@ -119,6 +119,11 @@ def make_kernel(layers: list[LayerShape], query_width: int, max_tokens: int, thr
     return None if library is None else Kernel(library, max_tokens, threads)
 
 
+def available() -> bool:
+    """Whether the kernel compiles here, or has been compiled."""
+    return _library() is not None
+
+
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """Compile, or find what was compiled: the file is named after its source, flags and processor."""
