@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ludus.cli.main import main
+from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
@@ -21,7 +22,7 @@ from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training.checkpoint import checkpoint_path
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import make_engine, model_path, open_session
-from ludus.training.start import train
+from ludus.training.start import doubts, train
 from small_runs import Silent, config, lasting_files, words
 
 
@@ -171,6 +172,23 @@ def test_a_finished_run_is_extended_by_resuming_with_more_steps(finished, tmp_pa
     final = checkpoint_path(Path("checkpoints"), 6) / "model.safetensors"
     assert (longer / final).read_bytes() == (extended / final).read_bytes()
     assert (longer / "metrics.jsonl").read_bytes() == (extended / "metrics.jsonl").read_bytes()
+
+
+@pytest.mark.parametrize(
+    ("settings", "found"),
+    [
+        ([], 0),
+        (["--rollout.top_p", "0.9"], 1),
+        (["--rollout.top_k", "5"], 1),
+        (["--rollout.min_p", "0.1"], 1),
+        (["--rollout.guided_tools", "true"], 1),
+        (["--rollout.min_p", "0.1", "--training.mask_observations", "false"], 2),
+    ],
+)
+def test_what_changes_the_meaning_of_training_is_announced(settings, found):
+    said = doubts(load_config("search", settings))
+    assert len(said) == found
+    assert any("cut distribution" in text for text in said) == (settings[:1] != [])
 
 
 def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished, tmp_path):

@@ -20,6 +20,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_size, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
+from ludus.rollout.setup import sampling_params
 from ludus.training.checkpoint import list_checkpoints, load_trainer, load_weights
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
 from ludus.training.optimiser import Optimiser, OptimiserSettings
@@ -95,13 +96,27 @@ def train(session: Session, folder: RunFolder, reporter: Reporter) -> list[Compa
     """Run, or go on with, the training in `folder`; gives the evaluations before and after."""
     config = session.config
     algorithm = training_algorithm(config)
-    if not config.training.mask_observations:
-        text = "Observations are in the loss (training.mask_observations is off): for comparison only."
+    for text in doubts(config):
         log.warning(text)
         reporter.alarm(text)
     loop, done = build_loop(session, folder, algorithm, reporter)
     with _closing(loop):
         return asyncio.run(_run(loop, done))
+
+
+def doubts(config: Config) -> list[str]:
+    """What is allowed and changes what training means, one sentence each."""
+    found = []
+    if not config.training.mask_observations:
+        found.append("Observations are in the loss (training.mask_observations is off): for comparison only.")
+    params = sampling_params(config.rollout, config.rollout.temperature)
+    if params.cuts or config.rollout.guided_tools:
+        found.append(
+            "Actions are sampled from a cut distribution (rollout.top_p, top_k, min_p, guided_tools), while "
+            "ratios are those of the whole one: each action was likelier than training believes, and no "
+            "correction sees it."
+        )
+    return found
 
 
 def training_algorithm(config: Config) -> Algorithm:
