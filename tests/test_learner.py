@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import random
+from dataclasses import replace
 
 import pytest
 import torch
@@ -98,12 +99,14 @@ def test_the_gradient_does_not_depend_on_the_partition(algorithm):
         assert statistics.loss == pytest.approx(expected_statistics.loss, abs=1e-10)
 
 
-def test_microbatches_hold_every_row_once_within_the_budget():
+@pytest.mark.parametrize("shared", [True, False])
+def test_microbatches_hold_every_row_once_within_the_budget(shared):
     rows = random_rows(20)
-    parts = microbatches(rows, 64, torch.device("cpu"), torch.float64)
+    parts = microbatches(rows, 64, torch.device("cpu"), torch.float64, shared=shared)
     assert sorted(i for part in parts for i in part.index) == list(range(20))
     for part in parts:
-        assert part.tokens.numel() <= 64 or len(part.index) == 1
+        real = sum(len(rows[i].tokens) for i in part.index)
+        assert (real if shared else part.tokens.numel()) <= 64 or len(part.index) == 1
         for place, i in enumerate(part.index):
             length = len(rows[i].tokens)
             assert part.tokens[place, :length].tolist() == list(rows[i].tokens)
@@ -170,7 +173,7 @@ def test_the_shortcut_past_the_output_layer_gives_the_models_own_logprobs():
         scorer = Scorer(model, temperature=0.7)
         tokens = torch.randint(0, VOCAB, (3, 12))
         asked = torch.rand(3, 12) < 0.5
-        logprobs, entropy = (t.detach() for t in scorer.score(tokens, asked, with_entropy=True))
+        logprobs, entropy = (t.detach() for t in scorer.score(tokens, asked, "value"))
         full = (model(input_ids=tokens).logits.detach() / 0.7).log_softmax(-1)
         for row, column in asked.nonzero().tolist():
             if column == 0:
@@ -181,6 +184,22 @@ def test_the_shortcut_past_the_output_layer_gives_the_models_own_logprobs():
             spread = -(full[row, column - 1].exp() * full[row, column - 1]).sum()
             assert abs(float(entropy[row, column] - spread)) < 1e-10
         assert float(logprobs[~asked].abs().sum()) == 0
+
+
+def test_the_entropy_bonus_has_a_gradient():
+    rows, model = random_rows(), tiny_model()
+    plain, _ = learner(model).gradient(rows)
+    without = gradients(model)
+    model.zero_grad()
+    learner(model, replace(PRESETS["grpo"], entropy_coef=0.5)).gradient(rows)
+    pushed = {name: gradient - without[name] for name, gradient in gradients(model).items()}
+    step = 1e-2
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter -= step * pushed[name]
+    after, _ = learner(model).gradient(rows)
+    expected = step * sum(float(gradient.square().sum()) for gradient in pushed.values()) / 0.5
+    assert after.entropy_mean - plain.entropy_mean == pytest.approx(expected, rel=0.02)
 
 
 def test_several_minibatches_keep_the_first_weights_as_the_proximal_policy():

@@ -1,17 +1,19 @@
 """Rows of tokens, and how they are packed into padded microbatches.
 
-A row is one path through a trajectory or one demonstration. Rows of similar length share a microbatch, so
-that little is padding; the order of rows and their grouping do not change the gradient.
+A row is one path through a trajectory or one demonstration. The order of rows and their grouping do not
+change the gradient.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
+from ludus.training.forest import LEAST_SHARED, shared_length
 from ludus.types import Segment, Trajectory
 
 
@@ -68,17 +70,48 @@ def row_of_trajectory(trajectory: Trajectory, advantage: float, *, mask_observat
 
 
 def microbatches(
-    rows: Sequence[Row], max_tokens: int, device: torch.device, dtype: torch.dtype
+    rows: Sequence[Row], max_tokens: int, device: torch.device, dtype: torch.dtype, *, shared: bool = True
 ) -> list[Microbatch]:
-    """Split rows, longest first, into microbatches of at most `max_tokens` padded tokens (or one row)."""
-    order = sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens))
+    """Split rows into microbatches of at most `max_tokens` tokens to compute (or one row), about equal ones.
+
+    `shared`: a prefix of several rows is computed once, and rows that share stand together. Otherwise rows
+    are padded to the longest of their microbatch, and padding counts.
+    """
+    parts = _by_prefix(rows, max_tokens) if shared else _by_length(rows, max_tokens)
+    return [_pad([rows[i] for i in part], tuple(part), device, dtype) for part in parts]
+
+
+def _by_length(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+    """Longest first."""
     parts: list[list[int]] = []
-    for i in order:
+    for i in sorted(range(len(rows)), key=lambda i: -len(rows[i].tokens)):
         if parts and len(rows[parts[-1][0]].tokens) * (len(parts[-1]) + 1) <= max_tokens:
             parts[-1].append(i)
         else:
             parts.append([i])
-    return [_pad([rows[i] for i in part], tuple(part), device, dtype) for part in parts]
+    return parts
+
+
+def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
+    """In the order of their tokens, each row counted without what it shares with the one before."""
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
+    new = [len(rows[i].tokens) for i in order]
+    for at, (a, b) in enumerate(pairwise(order), start=1):
+        shared = shared_length(rows[a].tokens, rows[b].tokens)
+        new[at] -= shared if shared >= LEAST_SHARED else 0
+    num_parts = max(1, -(-sum(new) // max_tokens))
+    fair = sum(new) / num_parts
+    parts: list[list[int]] = []
+    size = 0
+    for at, i in enumerate(order):
+        full = size + new[at] > max_tokens or size + new[at] / 2 > fair
+        if not parts or full:
+            parts.append([i])
+            size = len(rows[i].tokens)
+        else:
+            parts[-1].append(i)
+            size += new[at]
+    return parts
 
 
 def _pad(rows: Sequence[Row], index: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Microbatch:

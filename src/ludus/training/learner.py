@@ -21,6 +21,7 @@ from ludus.algorithms.presets import Algorithm
 from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batch import Microbatch, Row, microbatches
+from ludus.training.head import Entropy
 from ludus.training.optimiser import Optimiser
 from ludus.training.scoring import Scorer, Scores
 
@@ -28,7 +29,7 @@ from ludus.training.scoring import Scorer, Scores
 class TokenScorer(Protocol):
     """Anything that gives log-probabilities `[B, L]` of given tokens: a reference, a teacher."""
 
-    def score(self, tokens: Tensor, asked: Tensor, *, with_entropy: bool = False) -> Scores: ...
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,6 +94,7 @@ class Learner:
             self.settings.microbatch_tokens,
             device,
             dtype if dtype == torch.float64 else torch.float32,
+            shared=self.scorer.shares_prefixes,
         )
         tokens = sum(sum(row.trains[1:]) for row in rows)
         normaliser = Normaliser(
@@ -124,7 +126,8 @@ class Learner:
     def _backward(
         self, part: Microbatch, normaliser: Normaliser, proximal: Sequence[Tensor] | None
     ) -> Statistics:
-        scores = self.scorer.score(part.tokens, part.trains, with_entropy=True)
+        entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
+        scores = self.scorer.score(part.tokens, part.trains, entropy)
         old = scores.logprobs.detach() if proximal is None else _gathered(proximal, part, scores.logprobs)
         batch = TokenBatch(
             logprobs=scores.logprobs,
@@ -156,7 +159,8 @@ class Learner:
         """Log-probabilities `[T]` of each row under the present weights."""
         device = next(self.scorer.model.parameters()).device
         found: dict[int, Tensor] = {}
-        for part in microbatches(rows, self.settings.microbatch_tokens, device, torch.float32):
+        limit, shared = self.settings.microbatch_tokens, self.scorer.shares_prefixes
+        for part in microbatches(rows, limit, device, torch.float32, shared=shared):
             scores = self.scorer.score(part.tokens, part.trains)
             found |= {i: scores.logprobs[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
         return [found[i] for i in range(len(rows))]

@@ -1,8 +1,9 @@
 """Log-probabilities of given tokens under a Hugging Face causal language model, with gradient.
 
-Only the positions that are asked for pass through the output layer: a dialogue is mostly prompt and
-observation, and a row of logits is as wide as the vocabulary. That shortcut is used for a model only if it
-reproduces the model's own logits on a probe; otherwise the full logits are computed and selected from.
+Rows are computed as one forest: no padding, and a prefix that several of them share is computed once. Only
+the positions that are asked for pass through the output layer, in chunks: a dialogue is mostly prompt and
+observation, and a row of logits is as wide as the vocabulary. Both are used for a model only if they
+reproduce its own logits on a trial; otherwise padded rows and full logits are computed and selected from.
 """
 
 from __future__ import annotations
@@ -11,12 +12,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from ludus.algorithms.entropy import entropy
+from ludus.engines.adapters import is_peft
+from ludus.training import forest as forests
+from ludus.training.head import Entropy, Head, TokenScores, logits_to_scores
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_TRIAL_TOKENS = 24
 
 
 class Scores(NamedTuple):
@@ -34,40 +39,117 @@ class Scorer:
     temperature: float = 1.0
 
     def __post_init__(self) -> None:
-        self._shortcut = _shortcut_holds(self.model)
+        forests.register()
+        self._body = _body(self.model)
+        self._head = _plain_head(self.model)
+        self._planted = self._body is not None and self._head is not None and self._trial()
 
-    def score(self, tokens: Tensor, asked: Tensor, *, with_entropy: bool = False) -> Scores:
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows are computed as a forest; otherwise they are padded."""
+        return self._planted
+
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
         """Log-probability (natural log, float32 or better) of the tokens `[B, L]` marked in `asked`.
 
-        A token is scored from the position before it; the first of a row cannot be and scores 0. Rows are
-        padded on the right, which a causal model does not see. `with_entropy` adds the entropy of the whole
-        distribution, in nats, without gradient.
+        A token is scored from the position before it; the first of a row cannot be and scores 0. What stands
+        after the last token that a row is asked for does not matter. `entropy` adds that of the whole
+        distribution, in nats.
         """
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
         if rows.numel() == 0:
             nothing = torch.zeros(tokens.shape, dtype=self._dtype, device=tokens.device)
-            return Scores(nothing, nothing if with_entropy else None)
-        used = int(columns.max()) + 1
-        logits = self._logits(tokens[:, :used], rows, columns)
-        logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
-        picked = logits.gather(1, tokens[rows, columns + 1, None])[:, 0] - logits.logsumexp(-1)
-        spread = entropy(logits=logits.detach()) if with_entropy else None
+            return Scores(nothing, None if entropy == "none" else nothing)
+        found = self._planted_scores if self._planted else self._padded_scores
+        scores = found(tokens, (rows, columns), entropy)
         at = (rows, columns + 1)
-        return Scores(_placed(picked, at, tokens), None if spread is None else _placed(spread, at, tokens))
+        spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
+        return Scores(_placed(scores.logprobs, at, tokens), spread)
 
     @property
     def _dtype(self) -> torch.dtype:
         own = next(self.model.parameters()).dtype
         return own if own == torch.float64 else torch.float32
 
-    def _logits(self, tokens: Tensor, rows: Tensor, columns: Tensor) -> Tensor:
-        """Logits `[A, V]` at the given positions."""
-        if not self._shortcut:
-            logits: Tensor = self.model(input_ids=tokens, use_cache=False).logits
-            return logits[rows, columns]
-        hidden: Tensor = _body(self.model)(input_ids=tokens, use_cache=False).last_hidden_state
-        picked: Tensor = self.model.get_output_embeddings()(hidden[rows, columns])
-        return picked
+    def _planted_scores(
+        self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none"
+    ) -> TokenScores:
+        """Scores `[A]` of the tokens after the positions `at` (rows, columns), shared ones computed once."""
+        rows, columns = at
+        lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
+        lengths.scatter_reduce_(0, rows, columns + 1, "amax")
+        given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        forest = forests.plant(given, tokens.device)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        states = torch.cat(forest.places)[offsets[rows] + columns]
+        targets = tokens[rows, columns + 1]
+        back: Tensor | None = None
+        if forest.branches:
+            pairs = torch.stack([states, targets])
+            (states, targets), back = torch.unique(pairs, dim=1, return_inverse=True)
+        assert self._head is not None
+        head = Head(self._head.weight, self._head.bias, self.temperature)
+        scores = head.score(self._hidden(forest)[states], targets, entropy)
+        if back is None:
+            return scores
+        return TokenScores(scores.logprobs[back], None if scores.entropy is None else scores.entropy[back])
+
+    def _hidden(self, forest: forests.Forest) -> Tensor:
+        """The states `[T, H]` below the output layer."""
+        assert self._body is not None
+        unused = torch.zeros(
+            1, 1, 1, 1, device=forest.tokens.device
+        )  # a mask of four axes is handed on as it is
+        states: Tensor = self._body(
+            input_ids=forest.tokens,
+            position_ids=forest.positions,
+            attention_mask=unused,
+            use_cache=False,
+            forest=forest,
+        ).last_hidden_state[0]
+        return states
+
+    def _padded_scores(
+        self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none"
+    ) -> TokenScores:
+        rows, columns = at
+        used = int(columns.max()) + 1
+        logits = self.model(input_ids=tokens[:, :used], use_cache=False).logits[rows, columns]
+        logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+        return logits_to_scores(logits, tokens[rows, columns + 1], entropy)
+
+    @torch.no_grad()
+    def _trial(self) -> bool:
+        """Whether the forest of three short sequences gives the model's own log-probabilities.
+
+        From here on the model's attention is the forest's, which without a forest is its own.
+        """
+        before = self.model.config._attn_implementation
+        if before not in ("sdpa", forests.NAME):
+            return False
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        device = next(self.model.parameters()).device
+        line = torch.arange(_TRIAL_TOKENS, device=device) * 7 % vocabulary
+        tokens = torch.stack([line, line, line.flip(0)])
+        tokens[1, forests.LEAST_SHARED + 4 :] = line[: _TRIAL_TOKENS - forests.LEAST_SHARED - 4]
+        rows, columns = torch.nonzero(torch.ones_like(tokens[:, 1:]), as_tuple=True)
+        at = (rows, columns)
+        training = self.model.training
+        self.model.eval()
+        try:
+            plain = self._padded_scores(tokens, at).logprobs
+            self.model.set_attn_implementation(forests.NAME)
+            planted = self._planted_scores(tokens, at).logprobs
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            planted = plain = torch.full((), torch.nan)
+        finally:
+            self.model.train(training)
+        close = 1e-3 if plain.dtype != torch.float64 else 1e-9
+        coarse = next(self.model.parameters()).dtype not in (torch.float32, torch.float64)
+        holds = bool(((planted - plain).abs() <= (0.5 if coarse else close)).all())
+        if not holds:
+            self.model.set_attn_implementation(before)
+        return holds
 
 
 def _placed(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
@@ -75,24 +157,14 @@ def _placed(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
     return empty.index_put(at, values)
 
 
-def _body(model: PreTrainedModel) -> torch.nn.Module:
-    """The model below its output layer."""
-    body: torch.nn.Module = model.base_model
-    return body
+def _body(model: PreTrainedModel) -> nn.Module | None:
+    """The model below its output layer; adapters act inside of it."""
+    inner: PreTrainedModel = model.get_base_model() if is_peft(model) else model
+    body: nn.Module = inner.base_model
+    return None if body is inner else body
 
 
-@torch.no_grad()
-def _shortcut_holds(model: PreTrainedModel) -> bool:
-    """Whether body and output layer alone give the model's logits, bit for bit or nearly so."""
+def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The output layer where it is a matrix and nothing else."""
     head = model.get_output_embeddings()
-    if head is None or _body(model) is model:
-        return False
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    tokens = (torch.arange(8, device=next(model.parameters()).device) * 7 % vocabulary)[None]
-    try:
-        hidden = _body(model)(input_ids=tokens, use_cache=False).last_hidden_state
-        short = head(hidden)
-    except (AttributeError, TypeError, RuntimeError):
-        return False
-    full = model(input_ids=tokens, use_cache=False).logits
-    return short.shape == full.shape and bool(torch.allclose(short, full, rtol=1e-5, atol=1e-5))
+    return head if type(head) is nn.Linear else None

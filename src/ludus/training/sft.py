@@ -111,7 +111,8 @@ def sft_step(scorer: Scorer, optimiser: Optimiser, rows: list[Row], max_tokens: 
     parameter = next(scorer.model.parameters())
     tokens = sum(sum(row.trains[1:]) for row in rows)
     total = 0.0
-    for part in microbatches(rows, max_tokens, parameter.device, torch.float32):
+    shared = scorer.shares_prefixes
+    for part in microbatches(rows, max_tokens, parameter.device, torch.float32, shared=shared):
         logprobs = scorer.score(part.tokens, part.trains).logprobs
         loss = (sft_loss(logprobs=logprobs, mask=part.trains) / tokens).sum()
         loss.backward()  # type: ignore[no-untyped-call]

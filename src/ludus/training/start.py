@@ -8,6 +8,7 @@ import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -22,6 +23,7 @@ from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_size, lo
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.setup import sampling_params
 from ludus.training.checkpoint import list_checkpoints, load_trainer, load_weights
+from ludus.training.head import Entropy
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.rl import Reporter, RlLoop, task_order
@@ -57,10 +59,14 @@ class AdapterOff:
     model: PreTrainedModel
     temperature: float
 
-    def score(self, tokens: Tensor, asked: Tensor, *, with_entropy: bool = False) -> Scores:
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
         """As `Scorer.score`, under the base weights."""
         with self.model.disable_adapter():
-            return Scorer(self.model, self.temperature).score(tokens, asked, with_entropy=with_entropy)
+            return self._scorer.score(tokens, asked, entropy)
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.model, self.temperature)
 
 
 def check(config: Config, world: World) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -79,6 +80,10 @@ class WeightSync:
     def _probe_gap(self, scores: Sequence[float]) -> float:
         device = next(self.model.parameters()).device
         tokens = torch.tensor([self.probe], device=device)
-        own = Scorer(self.model).score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
+        own = self._scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
         theirs = torch.tensor(scores, dtype=own.dtype, device=device)
         return float((own[1:] - theirs[1:]).abs().max())
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.model)

@@ -1,0 +1,153 @@
+"""Log-probabilities and entropies of chosen tokens from hidden states, without the table of all logits.
+
+The logits of `rows` states at a time are made, used and dropped, and made again in the backward pass; the
+gradient of the output layer is added up in place. So memory grows with the rows of a chunk times the
+vocabulary, not with the rows of a batch. Where the whole table is small it is kept, which is faster.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+KEPT_LOGITS = 16_777_216
+"""Logits of a batch that are few enough to keep (64 MiB in float32)."""
+CHUNK_LOGITS = 16_777_216
+"""Logits of one chunk."""
+
+
+Entropy = Literal["none", "value", "gradient"]
+"""Whether entropies are computed, and whether gradients flow through them."""
+
+
+class TokenScores(NamedTuple):
+    """Natural log-probability and entropy in nats (None where not asked for), both `[A]`."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The output layer: `weight` `[V, H]`, `bias` `[V]` or none, and the temperature of its logits."""
+
+    weight: Tensor
+    bias: Tensor | None = None
+    temperature: float = 1.0
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Tempered logits `[A, V]` of `hidden` `[A, H]`, in float32 or better."""
+        made = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        wide = made if made.dtype == torch.float64 else made.float()
+        return wide if self.temperature == 1 else wide / self.temperature
+
+    def score(
+        self, hidden: Tensor, targets: Tensor, entropy: Entropy = "none", *, rows: int | None = None
+    ) -> TokenScores:
+        """Scores of `targets` `[A]` after the states `hidden` `[A, H]`, with gradient.
+
+        `rows` states make a chunk; None chooses, and keeps the logits where they are few.
+        """
+        if rows is None:
+            if hidden.shape[0] * self.weight.shape[0] <= KEPT_LOGITS:
+                return logits_to_scores(self.logits(hidden), targets, entropy)
+            rows = max(1, CHUNK_LOGITS // self.weight.shape[0])
+        how = _How(self.temperature, rows, entropy)
+        logprobs, spread = _Chunked.apply(hidden, self.weight, self.bias, targets, how)  # type: ignore[no-untyped-call]
+        return TokenScores(logprobs, None if entropy == "none" else spread)
+
+
+def logits_to_scores(logits: Tensor, targets: Tensor, entropy: Entropy = "none") -> TokenScores:
+    """Scores of `targets` `[A]` from tempered logits `[A, V]`."""
+    table = torch.log_softmax(logits, -1)
+    picked = table.gather(1, targets[:, None])[:, 0]
+    if entropy == "none":
+        return TokenScores(picked, None)
+    return TokenScores(picked, _entropy(table if entropy == "gradient" else table.detach()))
+
+
+def _entropy(table: Tensor) -> Tensor:
+    """`[A]` from log-probabilities `[A, V]`; a forbidden token counts 0."""
+    return -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    temperature: float
+    rows: int
+    entropy: Entropy
+
+
+class _Context(FunctionCtx):
+    how: _How
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+class _Chunked(torch.autograd.Function):
+    """The same, a chunk of rows at a time.
+
+    With `p` the distribution, `lp` its logarithm, `h` the entropy and upstream gradients `g` and `e` of the
+    two results, the gradient of the logits is `(g (onehot - p) - e p (lp + h)) / temperature`.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: _Context,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        how: _How,
+    ) -> tuple[Tensor, Tensor]:
+        head = Head(weight, bias, how.temperature)
+        parts = [
+            logits_to_scores(head.logits(h), t, how.entropy)
+            for h, t in zip(torch.split(hidden, how.rows), torch.split(targets, how.rows), strict=True)
+        ]
+        logprobs = torch.cat([part.logprobs for part in parts])
+        entropy = [part.entropy for part in parts if part.entropy is not None]
+        ctx.save_for_backward(hidden, weight, targets, *([] if bias is None else [bias]))
+        ctx.how = how
+        spread = torch.cat(entropy) if entropy else torch.zeros_like(logprobs)
+        if how.entropy != "gradient":
+            ctx.mark_non_differentiable(spread)
+        return logprobs, spread
+
+    @staticmethod
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, targets, *rest = ctx.saved_tensors
+        bias, how = rest[0] if rest else None, ctx.how
+        head = Head(weight, bias, how.temperature)
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        to_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for start in range(0, hidden.shape[0], how.rows):
+            at = slice(start, start + how.rows)
+            of_entropy = grads[1][at] if how.entropy == "gradient" else None
+            slope = _slope(head.logits(hidden[at]), targets[at], grads[0][at], of_entropy)
+            slope = slope.div_(how.temperature).to(hidden.dtype)
+            if to_hidden is not None:
+                torch.mm(slope, weight, out=to_hidden[at])
+            if to_weight is not None:
+                to_weight.addmm_(slope.t(), hidden[at])
+            if to_bias is not None:
+                to_bias += slope.sum(0)
+        return to_hidden, to_weight, to_bias, None, None
+
+
+def _slope(logits: Tensor, targets: Tensor, of_logprob: Tensor, of_entropy: Tensor | None) -> Tensor:
+    """The gradient of tempered logits."""
+    table = torch.log_softmax(logits, -1)
+    slope = table.exp()
+    if of_entropy is None:
+        slope *= -of_logprob[:, None]
+    else:
+        table.masked_fill_(table == -torch.inf, 0.0)
+        spread = -(slope * table).sum(-1, keepdim=True)
+        slope *= -of_entropy[:, None] * (table + spread) - of_logprob[:, None]
+    return slope.scatter_add_(1, targets[:, None], of_logprob[:, None].to(slope.dtype))
