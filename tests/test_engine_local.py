@@ -4,6 +4,8 @@ import asyncio
 import copy
 import dataclasses
 import random
+import resource
+from pathlib import Path
 
 import pytest
 import torch
@@ -24,6 +26,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from ludus.engines.attention import LayerShape, PagePool
 from ludus.engines.base import Request
 from ludus.engines.fingerprint import fingerprint_module
 from ludus.engines.local import EngineSettings, LocalEngine
@@ -544,3 +547,19 @@ def test_other_precisions_run():
         for history, answer in play(LocalEngine(model), prompts(4), turns=2, max_new_tokens=5):
             expected = fresh_logprobs(model, history, answer.tokens)
             assert (torch.tensor(answer.logprobs, dtype=torch.float64) - expected).abs().max() < limit
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").is_file(), reason="the system does not tell memory this way")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_large_cache_takes_no_memory_before_it_is_used(dtype):
+    def resident() -> float:
+        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
+
+    before = resident()
+    pool = PagePool([LayerShape(4, 64, 64)] * 2, 65_536 // 2, dtype, torch.device("cpu"))
+    whole = sum(tensor.nbytes for tensor in (*pool.keys, *pool.values)) / 2**20
+    assert whole >= 512
+    assert resident() - before < whole / 20
+    assert all(tensor.data_ptr() % 64 == 0 for tensor in (*pool.keys, *pool.values))
+    pool.keys[1][5] = 2.0
+    assert float(pool.keys[1][5:7].float().mean()) == 1.0

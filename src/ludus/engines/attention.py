@@ -8,6 +8,7 @@ once and for longer runs of tokens sequence by sequence.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +23,8 @@ from ludus.engines.kernel import Kernel
 from ludus.engines.pages import PAGE
 from ludus.errors import EngineError
 
+_LINE = 64
+"""Bytes of a line of the processor's cache."""
 NAME = "ludus_ragged"
 """The attention implementation's name in transformers."""
 
@@ -41,17 +44,23 @@ class PagePool:
     def __init__(
         self, layers: list[LayerShape], num_pages: int, dtype: torch.dtype, device: torch.device
     ) -> None:
-        self.keys = [
-            torch.zeros(num_pages, s.heads, s.key_width, PAGE, dtype=dtype, device=device) for s in layers
-        ]
-        self.values = [
-            torch.zeros(num_pages, s.heads, PAGE, s.value_width, dtype=dtype, device=device) for s in layers
-        ]
+        self.keys = [_zeros((num_pages, s.heads, s.key_width, PAGE), dtype, device) for s in layers]
+        self.values = [_zeros((num_pages, s.heads, PAGE, s.value_width), dtype, device) for s in layers]
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page of every layer."""
         for memory in (*self.keys, *self.values):
             memory[target] = memory[source]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros that take no memory on a CPU until they are written: numpy has them from the system untouched."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    room = np.zeros(num_bytes + _LINE, dtype=np.uint8)
+    start = -room.ctypes.data % _LINE
+    return torch.from_numpy(room[start : start + num_bytes]).view(dtype).view(shape)
 
 
 @dataclass(frozen=True, slots=True)
