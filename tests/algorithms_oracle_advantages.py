@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from hypothesis import strategies as st
@@ -190,11 +191,7 @@ def vapo_lam(b: TurnBatch, alpha: float = 0.05) -> list[float]:
 
 
 def reinforce_pp(b: TurnBatch, how: str, kl_coef: float, gamma: float, ddof: int) -> Tensor:
-    rows = []
-    for rewards in placed(b, how, kl_coef):
-        rows.append(
-            [sum(gamma ** (s - t) * rewards[s] for s in range(t, len(rewards))) for t in range(len(rewards))]
-        )
+    rows = [discounted(rewards, gamma) for rewards in placed(b, how, kl_coef)]
     flat = [x for row in rows for x in row]
     if not flat or max(flat) - min(flat) < 1e-12:
         return torch.zeros(b.mask.shape, dtype=torch.float64)
@@ -250,7 +247,7 @@ def turn_gae(b: TurnBatch, how: str, kl_coef: float, gammas: tuple[float, float,
         found: dict[int, float] = {}
         for k, columns in enumerate(b.turns(i)):
             found[columns[-1]] = high[i][k]
-            for t, after in reversed(list(zip(columns, columns[1:], strict=False))):
+            for t, after in reversed(list(pairwise(columns))):
                 step = gamma * float(b.values[i, after]) - float(b.values[i, t]) - kl_coef * float(b.kl[i, t])
                 found[t] = step + gamma * lam * found[after]
         return found
