@@ -1,0 +1,89 @@
+"""Per-turn reward tiers set from recorded rollouts, arXiv:2604.02869 (iterative reward calibration).
+
+A *tier* is a kind of turn (right call, read-only call, error, ...). Its reward follows how well its presence
+tells success from failure; a tier that does not tell gets 0. Then `tier_advantages` says whether the
+advantage pushes each tier the way its reward means; where the signs differ, calibrate again on new rollouts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.advantages.placing import turns_of
+from ludus.algorithms.advantages.rows import numbers
+
+
+@dataclass(frozen=True, slots=True)
+class TierCalibration:
+    """What recorded rollouts say of each of C tiers; all [C] float64.
+
+    `correlation` of a trajectory having the tier with its success (point-biserial; 0 where either is
+    constant); `reward` it should have; `in_success`, `in_failure` the share of such trajectories that have
+    it.
+    """
+
+    correlation: Tensor
+    reward: Tensor
+    in_success: Tensor
+    in_failure: Tensor
+
+
+def calibrate_tiers(
+    *, tiers: Tensor, success: Tensor, num_tiers: int, alpha: float = 1.0, threshold: float = 0.1
+) -> TierCalibration:
+    """`r_c = alpha rho_c` where `|rho_c| > threshold`, else 0.
+
+    `tiers` [N, K] integers, the tier of each turn of N trajectories, negative for none and padding;
+    `success` [N] of 0 and 1; `rho_c` the correlation of `1[c occurs in i]` with `success_i`. The paper's
+    threshold is not stated as a number: 0.1 is ours. ValueError for shapes, a tier past `num_tiers`, or
+    another success value (naming the row).
+    """
+    if tiers.ndim != 2 or tiers.is_floating_point():
+        raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")
+    won = numbers("success", success, tiers)
+    odd = ((won != 0) & (won != 1)).nonzero()
+    if odd.numel():
+        row = int(odd[0])
+        raise ValueError(f"success[{row}] is {float(won[row])}; it must be 0 or 1")
+    _check_tiers(tiers, num_tiers)
+    present = (tiers[:, :, None] == torch.arange(num_tiers, device=tiers.device)).any(1).double()
+    of_success, of_failure = won.sum().clamp(min=1), (1 - won).sum().clamp(min=1)
+    has = present - present.mean(0)
+    outcome = (won - won.mean())[:, None]
+    scale = (has.square().sum(0) * outcome.square().sum()).sqrt()
+    varied = (present.amin(0) < present.amax(0)) & (won.amin() < won.amax())
+    correlation = torch.where(varied, (has * outcome).sum(0) / torch.where(varied, scale, 1.0), 0.0)
+    return TierCalibration(
+        correlation=correlation,
+        reward=torch.where(correlation.abs() > threshold, alpha * correlation, 0.0),
+        in_success=(present * won[:, None]).sum(0) / of_success,
+        in_failure=(present * (1 - won)[:, None]).sum(0) / of_failure,
+    )
+
+
+def tier_advantages(
+    *, advantages: Tensor, tiers: Tensor, turn: Tensor, mask: Tensor, num_tiers: int
+) -> Tensor:
+    """The mean advantage of the turns of each tier, [C] float64; 0 for a tier without turns.
+
+    `advantages`, `turn`, `mask` [N, L]; a turn counts once, with the advantage of its first action token.
+    A tier is misaligned where this and its reward have opposite signs.
+    """
+    if tiers.ndim != 2 or tiers.is_floating_point():
+        raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")
+    _check_tiers(tiers, num_tiers)
+    turns = turns_of(turn, mask, tiers.shape[1])
+    of_turns = turns.at_opening(turns.tokens.take("advantages", advantages))
+    counted = (tiers.to(mask.device)[:, :, None] == torch.arange(num_tiers, device=mask.device)).double()
+    counted = counted * turns.reached[:, :, None]
+    totals = (counted * of_turns[:, :, None]).sum((0, 1))
+    return totals / counted.sum((0, 1)).clamp(min=1)
+
+
+def _check_tiers(tiers: Tensor, num_tiers: int) -> None:
+    past = (tiers >= num_tiers).any(1).nonzero()
+    if past.numel():
+        raise ValueError(f"row {int(past[0])} has a tier past the {num_tiers} there are")

@@ -1,0 +1,160 @@
+"""Statistics that outlive a step: moving averages per role, moments per domain.
+
+Both are small frozen records: reading one changes nothing, `updated` gives the next one, `to_json` and
+`from_json` save it with a checkpoint and bring it back exactly.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.advantages.rows import check_group, float_dtype, numbers, on_actions
+
+RoleKey = tuple[str, str]
+"""An environment and a role in it."""
+
+
+@dataclass(frozen=True, slots=True)
+class RoleBaselines:
+    """A moving average of rewards per (environment, role).
+
+    `means` holds those seen; another starts at `initial`. One reward `r` makes it `decay b + (1 - decay) r`.
+    """
+
+    decay: float = 0.95
+    initial: float = 0.0
+    means: Mapping[RoleKey, float] = field(default_factory=dict)
+
+    def read(self, roles: Sequence[RoleKey], rewards: Tensor) -> Tensor:
+        """The baseline of each row, [N] float64: the average as it stands before that row's reward enters."""
+        return torch.tensor(self._run(roles, rewards)[0], dtype=torch.float64)
+
+    def updated(self, roles: Sequence[RoleKey], rewards: Tensor) -> RoleBaselines:
+        """The averages after `rewards` [N] entered in the order of the rows. ValueError if not finite."""
+        return replace(self, means=self._run(roles, rewards)[1])
+
+    def _run(self, roles: Sequence[RoleKey], rewards: Tensor) -> tuple[list[float], dict[RoleKey, float]]:
+        values = _values_of(roles, rewards, "roles")
+        means, before = dict(self.means), []
+        for role, reward in zip(roles, values, strict=True):
+            before.append(means.get(role, self.initial))
+            means[role] = self.decay * before[-1] + (1 - self.decay) * reward
+        return before, means
+
+    def to_json(self) -> str:
+        """One line that `from_json` reads back to an equal record."""
+        rows = [[*role, mean] for role, mean in sorted(self.means.items())]
+        return json.dumps({"decay": self.decay, "initial": self.initial, "means": rows})
+
+    @classmethod
+    def from_json(cls, text: str) -> RoleBaselines:
+        """The record that `to_json` wrote."""
+        saved = json.loads(text)
+        means = {(environment, role): mean for environment, role, mean in saved["means"]}
+        return cls(saved["decay"], saved["initial"], means)
+
+
+def rae(
+    *,
+    rewards: Tensor,
+    roles: Sequence[RoleKey],
+    baselines: RoleBaselines,
+    mask: Tensor,
+    group: Tensor | None = None,
+) -> Tensor:
+    """`r - b(environment, role)`, arXiv:2506.24119 (SPIRAL, role-conditioned advantage), [N, L].
+
+    `roles` [N] names each row's environment and role. Rows enter the moving average in their order, and each
+    reads it before its own reward enters (the paper's listing updates first, which shrinks the advantage by
+    `decay`). `baselines` is not changed: `baselines.updated(roles, rewards)` is the next step's. `decay` 0.95
+    as in the paper. ValueError for rewards that are not finite (naming the row) or a wrong shape.
+    """
+    check_group(group, mask)
+    given = numbers("rewards", rewards, mask)
+    before = baselines.read(roles, given).to(given.device)
+    return on_actions(given - before, mask, float_dtype(rewards))
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Count, mean and sum of squared deviations of the rewards of one domain."""
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+
+    @property
+    def variance(self) -> float:
+        """With `ddof` 1; 0 for fewer than two rewards."""
+        return self.squares / (self.count - 1) if self.count > 1 else 0.0
+
+    def with_values(self, values: Sequence[float]) -> Moments:
+        """Joined with those of `values` (Chan, Golub and LeVeque 1979); at least one value."""
+        count = self.count + len(values)
+        mean = sum(values) / len(values)
+        squares = sum((value - mean) ** 2 for value in values)
+        gap = mean - self.mean
+        return Moments(
+            count,
+            self.mean + gap * len(values) / count,
+            self.squares + squares + gap**2 * self.count * len(values) / count,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class DomainMoments:
+    """The running mean and variance of the rewards of each domain, over all that entered."""
+
+    moments: Mapping[str, Moments] = field(default_factory=dict)
+
+    def updated(self, domains: Sequence[str], rewards: Tensor) -> DomainMoments:
+        """The moments after `rewards` [N] of `domains` [N] entered. ValueError if not finite."""
+        values = _values_of(domains, rewards, "domains")
+        found = dict(self.moments)
+        for domain in dict.fromkeys(domains):
+            mine = [value for name, value in zip(domains, values, strict=True) if name == domain]
+            found[domain] = found.get(domain, Moments()).with_values(mine)
+        return replace(self, moments=found)
+
+    def to_json(self) -> str:
+        """One line that `from_json` reads back to an equal record."""
+        rows = [[name, m.count, m.mean, m.squares] for name, m in sorted(self.moments.items())]
+        return json.dumps(rows)
+
+    @classmethod
+    def from_json(cls, text: str) -> DomainMoments:
+        """The record that `to_json` wrote."""
+        return cls({name: Moments(*saved) for name, *saved in json.loads(text)})
+
+
+def domain_normalised(
+    *, rewards: Tensor, domains: Sequence[str], moments: DomainMoments, eps: float = 1e-8
+) -> Tensor:
+    """`(r - mean_d) / sqrt(var_d + eps)`, [N] in the dtype of the rewards: several tasks on one scale.
+
+    Goes before grouping, for advantages that keep the scale of the rewards (`dr_grpo`, `rloo`, `gae`); one
+    that divides by the deviation of its group does not feel it. Enter the step's own rewards first
+    (`moments.updated`), so that the first step has statistics. A domain with fewer than two rewards, or with
+    equal ones, has no scale: its mean is subtracted and nothing divided. One with none stays as it is.
+    ValueError for rewards that are not finite (naming the row) or not [N]. The running mean and variance are
+    those of reward scaling in PPO (arXiv:2005.12729); here there is one pair a domain.
+    """
+    values = _values_of(domains, rewards, "domains")
+    found = []
+    for domain, value in zip(domains, values, strict=True):
+        own = moments.moments.get(domain, Moments())
+        scale = (own.variance + eps) ** 0.5 if own.variance > 0 else 1.0
+        found.append((value - own.mean) / scale)
+    return torch.tensor(found, dtype=torch.float64).to(rewards.device, float_dtype(rewards))
+
+
+def _values_of(keys: Sequence[object], rewards: Tensor, name: str) -> list[float]:
+    if rewards.ndim != 1 or len(keys) != len(rewards):
+        raise ValueError(f"{name} and rewards must be [N], not [{len(keys)}] and {list(rewards.shape)}")
+    found: list[float] = numbers("rewards", rewards, rewards[:, None]).tolist()
+    return found

@@ -1,0 +1,201 @@
+"""Advantages of turns without a critic: each turn is compared with those of the group that it resembles.
+
+`turn` [N, L] integers counts from 0 on action tokens; `turn_rewards` [N, K] is read up to a row's last turn.
+A *normalised* number is `(x - mean) / (std + eps)` over those it is compared with (`scale="none"`: `x -
+mean`), with the `ddof` of `grpo`, exactly 0 where they are equal up to rounding or where there is one alone.
+A turn is reached by the members that have an action token in it. All return [N, L] in the widest float type
+of the rewards. ValueError: shapes, numbers that are not finite (naming the row), a row alone in its group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.advantages.placing import Turns, rewards_of_turns
+from ludus.algorithms.advantages.rows import float_dtype, groups_to_compare, rounding
+from ludus.algorithms.advantages.scan import scan_back
+from ludus.algorithms.masking import select
+
+Scale = Literal["std", "none"]
+
+
+@dataclass(frozen=True, slots=True)
+class _Normaliser:
+    """How numbers are normalised; `noise` is the relative difference that counts as none."""
+
+    ddof: int
+    eps: float
+    scale: Scale
+    noise: float
+
+    def __call__(self, values: Tensor, ids: Tensor) -> Tensor:
+        """`values` [P] among those with the same row of `ids` [P, D], [P]."""
+        if not values.numel():
+            return values
+        unique, index = torch.unique(ids, dim=0, return_inverse=True)
+        empty = torch.zeros(len(unique), dtype=torch.float64, device=values.device)
+        count = empty.scatter_add(0, index, torch.ones_like(values))
+        centred = values - (empty.scatter_add(0, index, values) / count)[index]
+        highest = empty.scatter_reduce(0, index, values, "amax", include_self=False)
+        lowest = empty.scatter_reduce(0, index, values, "amin", include_self=False)
+        size = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
+        equal = (highest - lowest <= self.noise * size) | (count == 1)
+        if self.scale == "std":
+            squares = empty.scatter_add(0, index, centred.square())
+            centred = centred / ((squares / (count - self.ddof).clamp(min=1)).sqrt() + self.eps)[index]
+        return torch.where(equal[index], 0.0, centred)
+
+    def rows(self, values: Tensor, group: Tensor) -> Tensor:
+        """`values` [N] within each group, [N]."""
+        return self(values, group[:, None])
+
+    def per_turn(self, values: Tensor, group: Tensor, turns: Turns) -> Tensor:
+        """`values` [N, K] of each turn among the group's members that reached it, [N, K]."""
+        number = torch.arange(values.shape[1], device=values.device).expand(values.shape)
+        return self.cells(
+            values, torch.stack([group[:, None].expand(values.shape), number], -1), turns.reached
+        )
+
+    def cells(self, values: Tensor, ids: Tensor, where: Tensor) -> Tensor:
+        """`values` [N, K] where `where` [N, K] is set, by `ids` [N, K, D]; 0 elsewhere."""
+        found = torch.zeros_like(values)
+        found[where] = self(values[where], ids[where])
+        return found
+
+
+def turn_grpo(
+    *,
+    rewards: Tensor,
+    turn_rewards: Tensor,
+    turn: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    turn_weight: float = 1.0,
+    outcome_weight: float = 1.0,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Turn reward plus outcome, each normalised in the group, arXiv:2505.11821 (MT-GRPO).
+
+    Turn `k` of trajectory `i` gets `turn_weight norm(r[:, k])_i + outcome_weight norm(rewards)_i`; its own
+    last turn the outcome term alone. Turn `k` is compared among all members that reached it, those for which
+    it is the last included; reached by one alone its term is 0. Weights 1 as in the paper. (arXiv:2604.02869
+    writes the first term as the sum over the turns to come.)
+    """
+    outcome = _checked(rewards, group, mask)
+    ids = group.to(mask.device)
+    turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, None)
+    norm = _Normaliser(ddof, eps, "std", _noise(rewards))
+    norm_turns = _Normaliser(ddof, eps, "std", _noise(turn_rewards))
+    credit = turn_weight * norm_turns.per_turn(of_turns, ids, turns)
+    credit = torch.where(turns.last, 0.0, credit) + outcome_weight * norm.rows(outcome, ids)[:, None]
+    return _on_tokens(turns, credit, rewards, turn_rewards)
+
+
+def turn_return(
+    *,
+    turn_rewards: Tensor | None = None,
+    turn: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    rewards: Tensor | None = None,
+    gamma: float = 1.0,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """`R[i, k] = sum_{j >= k} gamma^(j-k) r[i, j]`, normalised over the group's members that reached turn
+    `k`.
+
+    arXiv:2511.14846 (group turn policy optimisation, whose GTPO is not that of arXiv:2508.03772), which takes
+    `gamma` below 1. `rewards` [N], if given, joins the reward of each row's last turn.
+    """
+    turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, rewards)
+    _checked(torch.zeros(mask.shape[0]) if rewards is None else rewards, group, mask)
+    returns = scan_back(of_turns, torch.full_like(of_turns, gamma))
+    norm = _Normaliser(ddof, eps, "std", _noise(turn_rewards, rewards))
+    return _on_tokens(turns, norm.per_turn(returns, group.to(mask.device), turns), turn_rewards, rewards)
+
+
+def turn_return_hybrid(
+    *,
+    rewards: Tensor,
+    turn_rewards: Tensor,
+    turn: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    gamma: float = 0.9,
+    outcome_weight: float = 0.3,
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """`norm_k(sum_{j=k..K-1} gamma^(j-k) r[i, j] + gamma^(K-k) o_i) + outcome_weight norm(o)_i`.
+
+    The hybrid of arXiv:2604.02869, equation 2, with its damping 0.3 and `gamma` 0.9. `o` is `rewards`, `K`
+    the row's own number of turns: the outcome stands one step behind the last turn. `norm_k` as in
+    `turn_return`.
+    """
+    outcome = _checked(rewards, group, mask)
+    turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, None)
+    ids = group.to(mask.device)
+    terms = of_turns + gamma * select(outcome[:, None].expand(of_turns.shape), turns.last)
+    returns = scan_back(terms, torch.full_like(terms, gamma))
+    norm = _Normaliser(ddof, eps, "std", _noise(turn_rewards, rewards))
+    credit = norm.per_turn(returns, ids, turns) + outcome_weight * norm.rows(outcome, ids)[:, None]
+    return _on_tokens(turns, credit, turn_rewards, rewards)
+
+
+def gigpo(
+    *,
+    rewards: Tensor,
+    anchors: Tensor,
+    turn: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    turn_rewards: Tensor | None = None,
+    gamma: float = 0.95,
+    weight: float = 1.0,
+    scale: Scale = "std",
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """`norm(r)_i + weight norm_over_equal_anchors(R[i, k])`, arXiv:2505.10978 (GiGPO).
+
+    `anchors` [N, K] integers: the hash of the environment's state before each turn. Turns of one group with
+    the same anchor are compared, several of one trajectory among them; an anchor with one turn gives 0. `R`
+    is the return of `turn_return` with `gamma`, from `turn_rewards`, or without them from `rewards` on the
+    last turn. `gamma` 0.95, `weight` 1 and both terms divided by the deviation, as in the paper;
+    `scale="none"` only centres, which its example runs also use.
+    """
+    outcome = _checked(rewards, group, mask)
+    turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, rewards if turn_rewards is None else None)
+    shape = of_turns.shape
+    if anchors.ndim != 2 or anchors.shape[0] != shape[0] or anchors.shape[1] < shape[1]:
+        raise ValueError(f"anchors must be {list(shape)}, not {list(anchors.shape)}")
+    if anchors.is_floating_point():
+        raise ValueError("anchors must hold integers")
+    ids = group.to(mask.device).long()
+    states = anchors[:, : shape[1]].to(mask.device).long()
+    returns = scan_back(of_turns, torch.full_like(of_turns, gamma))
+    norm = _Normaliser(ddof, eps, scale, _noise(turn_rewards, rewards))
+    local = norm.cells(returns, torch.stack([ids[:, None].expand(shape), states], -1), turns.reached)
+    return _on_tokens(turns, norm.rows(outcome, ids)[:, None] + weight * local, rewards, turn_rewards)
+
+
+def _checked(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    """The rewards [N] in float64 on the device of the mask; refused as `grpo` refuses them."""
+    return groups_to_compare(rewards, group, mask).rewards.to(mask.device)
+
+
+def _on_tokens(turns: Turns, credit: Tensor, *rewards: Tensor | None) -> Tensor:
+    """`credit` [N, K] on the action tokens of each turn, [N, L]."""
+    return turns.tokens.spread(turns.spread(credit), float_dtype(*rewards))
+
+
+def _noise(*rewards: Tensor | None) -> float:
+    """The relative difference that rounding may leave: of the coarsest type given, at least float64's."""
+    types = [t.dtype for t in rewards if t is not None]
+    return max(rounding(dtype) for dtype in [*types, torch.float64])
