@@ -32,7 +32,7 @@ class GresoSettings:
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What a group of one task came to: whether its rewards were all equal, and then whether all were high."""
+    """What one group of a task came to: whether its rewards were all equal, and if so all high."""
 
     task: str
     zero_variance: bool

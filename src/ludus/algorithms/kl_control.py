@@ -76,12 +76,14 @@ class KLGuard:
     """Pauses a run whose `kl` exceeds `factor` times its expected value, or is not finite.
 
     `expected` is given, or follows the run: with `decay` d, `expected = d expected + (1 - d) kl` over the
-    steps that did not pause, the first one setting it where it is None. Without `decay` it stays.
+    steps that did not pause, the first one setting it where it is None. Without `decay` it stays. An
+    expected value below `least` counts as `least`: a run starts at the reference, with a KL of 0.
     """
 
     expected: float | None
     factor: float = 2.0
     decay: float | None = None
+    least: float = 1e-3
 
     def __post_init__(self) -> None:
         if self.expected is None and self.decay is None:
@@ -93,7 +95,7 @@ class KLGuard:
         """Whether a step with a mean of `kl` pauses the run."""
         if not math.isfinite(kl):
             return True
-        return self.expected is not None and kl > self.factor * self.expected
+        return self.expected is not None and kl > self.factor * max(self.expected, self.least)
 
     def update(self, kl: float) -> KLGuard:
         """The state after a step; unchanged by one that pauses."""

@@ -116,7 +116,9 @@ def mismatch_by_length(
     )
     check_shapes(mask, positions=places)
     # Token number p + 1 <= bound is place p < bound.
-    bucket = torch.bucketize(places, torch.tensor(ends, device=mask.device, dtype=torch.long), right=True)
+    bucket = torch.bucketize(
+        places.contiguous(), torch.tensor(ends, device=mask.device, dtype=torch.long), right=True
+    )
     rows = [
         _sums(old_logprobs, behavior_logprobs, mask.bool() & (bucket == j), cap) for j in range(len(ends) + 1)
     ]

@@ -1,8 +1,9 @@
 """Losses on pairs of a chosen and a rejected trajectory, or on trajectories judged alone, [N].
 
-Tensors are [N, L] (chosen and rejected may differ in L), column `t` speaks of token `t`, and every sum runs over
-action tokens only: what stands elsewhere never matters. The gradient flows through the policy's log-probabilities
-alone. The loss of a batch is the mean over all its pairs, `sum / N` with the `N` of the whole batch.
+Tensors are [N, L] (chosen and rejected may differ in L), column `t` speaks of token `t`, and every sum runs
+over action tokens only: what stands elsewhere never matters. The gradient flows through the policy's
+log-probabilities alone. The loss of a batch is the mean over all its pairs, `sum / N` with the `N` of the
+whole batch.
 
 Names: `chosen_logprobs`, `rejected_logprobs` under the policy, `ref_...` under the reference.
 """

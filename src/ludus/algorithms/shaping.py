@@ -78,8 +78,8 @@ def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
     spread = sum(term.high - term.low for term in terms)
     if not spread < outcome_gap:
         raise ConfigError(
-            f"Shaping ({', '.join(term.name for term in terms)}) can move a reward by {spread:g}, the outcome by"
-            f" {outcome_gap:g}: a failure could earn as much as a success.",
+            f"Shaping ({', '.join(term.name for term in terms)}) can move a reward by {spread:g}, the outcome"
+            f" by {outcome_gap:g}: a failure could earn as much as a success.",
             "Lower the weights or caps of the shaping, or raise the weight of the outcome.",
         )
 
@@ -100,7 +100,7 @@ def scheduled_sum(*, parts: Tensor, schedules: Sequence[Schedule], step: int) ->
 
 
 def gated(*, gate: Tensor, rewards: Tensor, threshold: float = 0.0, closed: float = 0.0) -> Tensor:
-    """`rewards` where `gate > threshold`, else `closed`: the other parts count once the gate's part is earned."""
+    """`rewards` where `gate > threshold`, else `closed`: they count once the gate is earned."""
     _check_rows(gate, rewards=rewards)
     return torch.where(gate > threshold, rewards, torch.full_like(rewards, closed))
 
@@ -108,8 +108,9 @@ def gated(*, gate: Tensor, rewards: Tensor, threshold: float = 0.0, closed: floa
 def pareto_ranks(*, parts: Tensor, group: Tensor) -> Tensor:
     """The front of each member within its group, [N] int64: 0 for those that no member dominates.
 
-    One member dominates another if it is at least as good in every part and better in one. Front `f` holds what
-    nobody dominates once the fronts before it are taken away (non-dominated sorting, NSGA-II, Deb et al. 2002).
+    One member dominates another if it is at least as good in every part and better in one. Front `f` holds
+    what nobody dominates once the fronts before it are taken away (non-dominated sorting, NSGA-II, Deb et al.
+    2002).
     `parts` [N, K], larger is better; ValueError where one is not finite.
     """
     beats = _domination(parts, group)

@@ -97,7 +97,7 @@ def sapo(
         raise ValueError(f"tau_pos and tau_neg must be above 0: {tau_pos}, {tau_neg}")
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     scores = select(advantages, mask).detach()
-    tau = torch.where(scores > 0, tau_pos, tau_neg).to(scores.dtype)
+    tau = torch.where(scores > 0, scores.new_tensor(tau_pos), scores.new_tensor(tau_neg))
     gate = torch.sigmoid(tau * (token_ratio(logprobs, old_logprobs, mask) - 1)) * 4 / tau
     return select(-scores * gate, mask)
 
