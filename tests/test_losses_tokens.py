@@ -266,6 +266,30 @@ def test_at_the_old_policy_the_ratio_losses_have_the_gradient_of_reinforce():
         )
 
 
+def test_unfit_choices_and_weights_are_refused():
+    given = {"logprobs": rows([0.0]), "old_logprobs": rows([0.0]), "advantages": rows([1.0])}
+    given["mask"] = torch.ones(1, 1)
+    wide = torch.ones(1, 2)
+    for name, extra in (
+        ("clip_cov", "chosen"),
+        ("kl_cov", "chosen"),
+        ("gtpo", "weights"),
+        ("mixed_policy", "expert"),
+    ):
+        with pytest.raises(ValueError, match=extra):
+            getattr(losses, name)(**given, **{extra: wide})
+    with pytest.raises(ValueError, match="expert"):
+        losses.mixed_policy(**given, expert=torch.ones(3))
+    with pytest.raises(ValueError, match="divergence"):
+        losses.dppo(
+            logprobs=rows([0.0]),
+            behavior_logprobs=rows([0.0]),
+            advantages=rows([1.0]),
+            mask=given["mask"],
+            divergence="js",
+        )
+
+
 def test_binary_kl_at_certainty():
     certain, likely = rows(0.0), rows(math.log(0.5))
     assert losses.binary_kl(certain, certain).item() == 0

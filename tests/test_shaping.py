@@ -170,3 +170,11 @@ def test_greso_draws_are_seeded_and_keep_a_floor():
         0.5, abs=0.04
     )
     assert not any(state.skips("new", rules, seed=1, step=s) for s in range(200))
+
+
+def test_rft_keeps_the_first_of_equal_verified_trajectories():
+    keys = [("a", 1), ("a", 1), ("a", 2), ("a", 1), ("b", 1), ("b", 3)]
+    kept = filters.rft(rewards=[0.0, 1.0, 1.0, 1.0, 1.0, 0.5], keys=keys)
+    assert kept.tolist() == [False, True, True, False, True, False]
+    with pytest.raises(ValueError, match="shorter"):
+        filters.rft(rewards=[1.0], keys=[])

@@ -6,7 +6,7 @@ A dropped trajectory leaves every normaliser (its mask is cleared), but stays in
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
@@ -55,3 +55,20 @@ def entropy_bound(*, entropy: Tensor, mask: Tensor, bound: float = math.log(2)) 
     check_shapes(mask, entropy=entropy)
     mean = select(entropy.detach(), mask).sum(1) / mask.bool().sum(1).clamp(min=1)
     return mean <= bound
+
+
+def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float = 0.5) -> Tensor:
+    """True for the trajectories that rejection-sampling fine-tuning trains on with `losses.sft`, [N].
+
+    Those whose reward passes `threshold`, the first of each set with equal `keys` (for example the task and
+    the token ids of all actions). arXiv:2308.01825, which compares by the equations used. ValueError for
+    unequal lengths.
+    """
+    seen: set[Hashable] = set()
+    keep = []
+    for reward, key in zip(rewards, keys, strict=True):
+        fresh = reward > threshold and key not in seen
+        if fresh:
+            seen.add(key)
+        keep.append(fresh)
+    return torch.tensor(keep, dtype=torch.bool)

@@ -75,6 +75,10 @@ def mixed_policy(
     """
     if gamma <= 0:
         raise ValueError(f"gamma must be above 0, not {gamma}")
+    if expert.shape not in (mask.shape, mask.shape[:1]):
+        raise ValueError(
+            f"expert must be [N] or [N, L] for the mask {list(mask.shape)}, not {list(expert.shape)}"
+        )
     foreign = expert.bool()[:, None].expand(mask.shape) if expert.ndim == 1 else expert.bool()
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, expert=foreign)
     own, foreign = mask.bool() & ~foreign, mask.bool() & foreign

@@ -89,7 +89,7 @@ def choose_between(
     if names.shape != mask.shape[:1]:
         raise ValueError(f"rows must be [{mask.shape[0]}], not {list(names.shape)}")
     columns = torch.arange(mask.shape[1], device=mask.device)
-    tickets = _scrambled(_scrambled(names + 1_000_003 * seed)[:, None] + columns)
+    tickets = _scrambled(_scrambled(names + 1_000_003 * seed % 2**61)[:, None] + columns)
     return _smallest(tickets, eligible, _count(share, mask))
 
 
