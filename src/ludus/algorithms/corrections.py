@@ -56,8 +56,7 @@ def tis(
     `w` is, by `level`: `token` `exp(old - behavior)`; `sequence` `exp(sum_t (old - behavior))`, unbiased and
     of high variance; `geometric` `exp(mean_t (old - behavior))`. The last two are the same on all action
     tokens of a trajectory. Sources: https://fengyao.notion.site/off-policy-rl (token, cap 2, as in verl,
-    OpenRLHF and slime) and https://yingru.notion.site/When-Speed-Kills-Stability (sequence; TRL takes cap
-    3).
+    OpenRLHF and slime) and "When Speed Kills Stability" (Liu et al. 2025; sequence, TRL takes cap 3).
     """
     return select(_weights(old_logprobs, behavior_logprobs, mask, level).clamp(max=cap), mask)
 
@@ -74,7 +73,7 @@ def icepop(
     """`w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds is dropped, not truncated.
 
     arXiv:2510.18855 (Ring-1T; 0.5 and 5). `level` as in `tis`; `sequence` is the masked importance sampling
-    of https://yingru.notion.site/When-Speed-Kills-Stability, TRL's default. Dropped tokens stay in the
+    of "When Speed Kills Stability" (Liu et al. 2025), TRL's default. Dropped tokens stay in the
     normaliser.
     """
     _check_bounds(low, high)
@@ -112,7 +111,7 @@ def reject_sequence(
 def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 5.0) -> Tensor:
     """`min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
 
-    AReaL (arXiv:2505.24298, eq. 5): the clip is around the proximal policy, the weight leads from the
+    AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight leads from the
     behaviour policy to it. The numbers are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
     5; its code drops tokens beyond it).
     """

@@ -49,7 +49,7 @@ def overlong_mask(*, truncated: Tensor | Sequence[bool]) -> Tensor:
 def entropy_bound(*, entropy: Tensor, mask: Tensor, bound: float = math.log(2)) -> Tensor:
     """True for trajectories whose mean entropy over action tokens is at most `bound` nats, [N].
 
-    GTPO's filter (arXiv:2508.03772, section 4.2: ln 2, below which one token holds more than half of the
+    GTPO's filter (arXiv:2508.03772: ln 2, below which one token holds more than half of the
     probability; its code has 0.7). `entropy` and `mask` [N, L]. Without action tokens True.
     """
     check_shapes(mask, entropy=entropy)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 @dataclass(frozen=True, slots=True)
 class AdaptiveKL:
-    """`coef *= 1 + clip(kl / target - 1, -0.2, 0.2) num / horizon` (arXiv:1909.08593, section 2.2).
+    """`coef *= 1 + clip(kl / target - 1, -0.2, 0.2) num / horizon` (arXiv:1909.08593).
 
     `target` in nats, the unit of the `kl` that is given; `horizon` in trajectories (10000 in that paper, in
     TRL and verl). The coefficient never turns negative.

@@ -54,7 +54,7 @@ def simpo(
 ) -> Tensor:
     """`-log sigmoid(beta (lp_c / n_c - lp_r / n_r) - gamma)`, without a reference, [N].
 
-    arXiv:2405.14734 (eq. 6; `beta` 2 to 10, `gamma / beta` about 0.5). TRL's CPO trainer has `beta` 0.1 and
+    arXiv:2405.14734 (`beta` 2 to 10, `gamma / beta` about 0.5). TRL's CPO trainer has `beta` 0.1 and
     `gamma` 0.5, and smooths labels as `dpo` does. A trajectory without action tokens counts 0.
     """
     _check_smoothing(label_smoothing, robust=False)
@@ -100,7 +100,7 @@ def kto(
     """`w_d (1 - sigmoid(beta (h - z)))` where desirable, else `w_u (1 - sigmoid(beta (z - h)))`, [N].
 
     `h = sum_t m (lp - ref)` and `z` the `baseline`, one number for the whole batch from `kto_baseline`
-    (arXiv:2402.01306, eq. 8, and TRL). `desirable` [N] bool: no pairs are needed.
+    (arXiv:2402.01306, and TRL). `desirable` [N] bool: no pairs are needed.
     """
     if desirable.shape != mask.shape[:1]:
         raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")

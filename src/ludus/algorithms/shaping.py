@@ -20,7 +20,7 @@ from ludus.errors import ConfigError
 def soft_overlong(*, lengths: Tensor, max_length: int, cache: int) -> Tensor:
     """0 up to `max_length - cache` tokens, then linear to -1 at `max_length`, -1 beyond, float64.
 
-    DAPO's soft overlong punishment (arXiv:2503.14476, eq. 13; 20480 and 4096 there), added to the reward.
+    DAPO's soft overlong punishment (arXiv:2503.14476; 20480 and 4096 there), added to the reward.
     """
     if not 0 < cache <= max_length:
         raise ValueError(f"cache must be above 0 and at most max_length = {max_length}, not {cache}")

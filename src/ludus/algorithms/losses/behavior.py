@@ -68,7 +68,7 @@ def mixed_policy(
 ) -> Tensor:
     """`ppo_clip` on the policy's own tokens, `-f(p) A` with `f(p) = p / (p + gamma)` on an expert's, [N, L].
 
-    LUFFY (arXiv:2504.14945, section 3.2, `gamma` 0.1): expert trajectories sit inside the group and share
+    LUFFY (arXiv:2504.14945, `gamma` 0.1): expert trajectories sit inside the group and share
     its advantages; the shaping keeps a gradient on tokens that the policy finds unlikely, `gamma p / (p +
     gamma)^2` times that of `logprobs`. `expert` is [N] or [N, L] bool; `old_logprobs` are not read there.
     LUFFY's scripts do not clip the own tokens (wide `eps_low`, `eps_high` give that).

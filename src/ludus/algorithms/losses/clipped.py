@@ -68,7 +68,7 @@ def cispo(
 ) -> Tensor:
     """`-stop_grad(clip(ratio, 1 - eps_low, 1 + eps_high)) A logprobs`, [N, L]: no token loses its gradient.
 
-    arXiv:2506.13585 (MiniMax-M1, eq. 4), which leaves the weight without a lower bound (`eps_low = 1`) and
+    arXiv:2506.13585 (MiniMax-M1), which leaves the weight without a lower bound (`eps_low = 1`) and
     names no upper one; 0.28 is Trinity's. verl takes the clip range of PPO for both, TRL and ScaleRL
     (arXiv:2510.13786) an upper bound of 5 (`eps_high = 4`).
     """

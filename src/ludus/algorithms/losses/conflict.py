@@ -18,7 +18,7 @@ from ludus.algorithms.masking import check_shapes, select
 def gtpo(
     *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor
 ) -> Tensor:
-    """`-w ratio A`, [N, L], with `w` from `conflict_weights` (arXiv:2508.03772, eq. 6).
+    """`-w ratio A`, [N, L], with `w` from `conflict_weights` (arXiv:2508.03772).
 
     The authors run one step per batch, where the ratio is 1 and only its gradient counts.
     """

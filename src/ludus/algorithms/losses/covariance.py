@@ -56,7 +56,7 @@ class CovarianceMeans:
 def token_covariance(
     *, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, means: CovarianceMeans
 ) -> Tensor:
-    """`(old - mean old) (A - mean A)`, [N, L], 0 off the mask (arXiv:2505.22617, eq. 10).
+    """`(old - mean old) (A - mean A)`, [N, L], 0 off the mask (arXiv:2505.22617).
 
     `means` are those of the whole batch. The paper and verl take the current log-probabilities of a
     microbatch, which are `old` in the first pass over the batch.
@@ -78,7 +78,7 @@ def choose_between(
 ) -> Tensor:
     """A seeded choice of `max(1, floor(share M))` action tokens with `low < covariance < high`, [N, L].
 
-    For Clip-Cov (arXiv:2505.22617, section 4.2; numbers of the authors' code and verl), over the whole batch;
+    For Clip-Cov (arXiv:2505.22617; numbers of the authors' code and verl), over the whole batch;
     all of them where fewer lie in the band. The choice depends on the seed, on `rows` [N] (an integer that
     names each trajectory; None: its place) and on the column, not on the order of the trajectories.
     """
@@ -96,7 +96,7 @@ def choose_between(
 def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> Tensor:
     """The `max(1, floor(share M))` action tokens with the highest covariance, [N, L] bool; ties by place.
 
-    For KL-Cov (arXiv:2505.22617, section 4.2), over the whole batch. `share` 2e-4 as in verl; the authors use
+    For KL-Cov (arXiv:2505.22617), over the whole batch. `share` 2e-4 as in verl; the authors use
     2e-3 for 7B and 2e-4 for 32B models.
     """
     _check_share(share)
@@ -113,7 +113,7 @@ def clip_cov(
     chosen: Tensor,
     **clip: Unpack[ClipOptions],
 ) -> Tensor:
-    """`ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617, eq. 12).
+    """`ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
     `chosen` [N, L] bool comes from `choose_between` over the whole batch. The tokens stay in the normaliser.
     """
@@ -131,7 +131,7 @@ def kl_cov(
     chosen: Tensor,
     coef: float = 1.0,
 ) -> Tensor:
-    """`-ratio A`, plus `coef |logprobs - old|` on the tokens of `chosen`, [N, L] (arXiv:2505.22617, eq. 14).
+    """`-ratio A`, plus `coef |logprobs - old|` on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
     `chosen` [N, L] bool comes from `choose_highest` over the whole batch. `coef` 1 as in the paper and verl.
     No clip.

@@ -36,7 +36,7 @@ def positive_nll(
 ) -> Tensor:
     """`coef` times the mean of `-logprobs` over the action tokens of positive trajectories, [].
 
-    VAPO's second term (arXiv:2504.05118, section 4.3, `coef` 0.1), to be added to the aggregated policy loss.
+    VAPO's second term (arXiv:2504.05118, `coef` 0.1), to be added to the aggregated policy loss.
     `positive` [N] bool. `num_tokens` is the number of such tokens in the whole batch of the step, so that
     microbatches add up; None takes those given here. Without such tokens 0.
     """

@@ -24,7 +24,7 @@ def gspo(
 ) -> Tensor:
     """`-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(mean_t (logprobs - old))`, [N].
 
-    arXiv:2507.18071 (eq. 5 and 7, clip range of section 5.1). One term per trajectory; `aggregate` takes
+    arXiv:2507.18071 (clip range of its section 5.1). One term per trajectory; `aggregate` takes
     their mean over the trajectories. With one action token in each this is `ppo_clip`.
     """
     bounds = ClipRange(eps_low, eps_high)
@@ -46,7 +46,7 @@ def gspo_token(
 ) -> Tensor:
     """`gspo` with an advantage per token: the value of `s`, each token's own gradient, [N, L].
 
-    `s_t = stop_grad(s) exp(logprobs - stop_grad(logprobs))` (arXiv:2507.18071, eq. 13). With one advantage
+    `s_t = stop_grad(s) exp(logprobs - stop_grad(logprobs))` (arXiv:2507.18071). With one advantage
     per trajectory and the aggregation `seq_mean_token_mean` value and gradient are those of `gspo`.
     """
     bounds = ClipRange(eps_low, eps_high)
@@ -70,7 +70,7 @@ def gmpo(
 ) -> Tensor:
     """`-A exp(mean_t g min(g d, g clip(d, -eps_low, eps_high)))`, `d = logprobs - old`, `g = sign(A)`, [N].
 
-    Geometric-mean policy optimisation (arXiv:2507.20673, eq. 4, range (exp(-0.4), exp(0.4))); the bounds are
+    Geometric-mean policy optimisation (arXiv:2507.20673, range (exp(-0.4), exp(0.4))); the bounds are
     those of the log-ratio, each token is clipped before the mean. verl applies its PPO range here and the
     sign of each token's own advantage, which is the same where a trajectory has one advantage.
     """
