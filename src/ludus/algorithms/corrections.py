@@ -1,21 +1,40 @@
 """Weights against the mismatch between the engine that sampled and the learner that trains.
 
 Every correction returns weights [N, L] without gradient, 0 where `mask` is 0, which multiply the policy loss.
-They do not change its normaliser. To add one: the function, and its line in `CORRECTIONS`.
+They do not change its normaliser (`reject_sequence`, a filter, narrows the mask). What may go together says
+`combinations.check_corrections`. To add one: the function, and its line in `CORRECTIONS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.kl import k3
 from ludus.algorithms.masking import check_shapes, clamped_ratio, select
+from ludus.algorithms.mismatch import Mismatch, MismatchByLength, mismatch, mismatch_by_length
 from ludus.algorithms.presets import Algorithm
+
+__all__ = [
+    "CORRECTIONS",
+    "CorrectionFn",
+    "Level",
+    "Mismatch",
+    "MismatchByLength",
+    "decoupled",
+    "icepop",
+    "mismatch",
+    "mismatch_by_length",
+    "none",
+    "reject_sequence",
+    "tis",
+]
+
+Level = Literal["token", "sequence", "geometric"]
+"""Over what a ratio is taken: each token, the product over a trajectory, or its geometric mean."""
 
 
 def none(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
@@ -24,92 +43,96 @@ def none(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Te
     return mask.bool().to(old_logprobs.dtype)
 
 
-def tis(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 2.0) -> Tensor:
-    """`min(exp(old - behavior), cap)` per token, truncated importance sampling.
+def tis(
+    *,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    cap: float = 2.0,
+    level: Level = "token",
+) -> Tensor:
+    """`min(w, cap)`, truncated importance sampling, [N, L].
 
-    Source: https://fengyao.notion.site/off-policy-rl (cap 2).
+    `w` is, by `level`: `token` `exp(old - behavior)`; `sequence` `exp(sum_t (old - behavior))`, unbiased and
+    of high variance; `geometric` `exp(mean_t (old - behavior))`. The last two are the same on all action
+    tokens of a trajectory. Sources: https://fengyao.notion.site/off-policy-rl (token, cap 2, as in verl,
+    OpenRLHF and slime) and "When Speed Kills Stability" (Liu et al. 2025; sequence, TRL takes cap 3).
     """
-    return select(_weights(old_logprobs, behavior_logprobs, mask).clamp(max=cap), mask)
+    return select(_weights(old_logprobs, behavior_logprobs, mask, level).clamp(max=cap), mask)
 
 
-@dataclass(frozen=True, slots=True)
-class Mismatch:
-    """Sums over action tokens, with `w = exp(old - behavior)` before truncation; `+` joins microbatches."""
+def icepop(
+    *,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    low: float = 0.5,
+    high: float = 5.0,
+    level: Level = "token",
+) -> Tensor:
+    """`w` where `low <= w <= high`, else 0, [N, L]: a ratio out of bounds is dropped, not truncated.
 
-    tokens: int
-    gap_sum: float
-    gap_max: float
-    weight_sum: float
-    weight_square_sum: float
-    k3_sum: float
-    truncated: int
-
-    @property
-    def gap_mean(self) -> float:
-        """Mean of `|old - behavior|`, nats; 0 without tokens."""
-        return self.gap_sum / max(self.tokens, 1)
-
-    @property
-    def effective_share(self) -> float:
-        """Effective sample size `(sum w)^2 / (n sum w^2)` in (0, 1]; 1 without tokens."""
-        return self.weight_sum**2 / (self.tokens * self.weight_square_sum) if self.tokens else 1.0
-
-    @property
-    def k3(self) -> float:
-        """Estimate of KL(engine || learner), nats per token; 0 without tokens."""
-        return self.k3_sum / max(self.tokens, 1)
-
-    @property
-    def truncated_share(self) -> float:
-        """Share of action tokens whose weight passes the cap; 0 without tokens."""
-        return self.truncated / max(self.tokens, 1)
-
-    def __add__(self, other: Mismatch) -> Mismatch:
-        return Mismatch(
-            tokens=self.tokens + other.tokens,
-            gap_sum=self.gap_sum + other.gap_sum,
-            gap_max=max(self.gap_max, other.gap_max),
-            weight_sum=self.weight_sum + other.weight_sum,
-            weight_square_sum=self.weight_square_sum + other.weight_square_sum,
-            k3_sum=self.k3_sum + other.k3_sum,
-            truncated=self.truncated + other.truncated,
-        )
+    arXiv:2510.18855 (Ring-1T; 0.5 and 5). `level` as in `tis`; `sequence` is the masked importance sampling
+    of "When Speed Kills Stability" (Liu et al. 2025), TRL's default. Dropped tokens stay in the
+    normaliser.
+    """
+    _check_bounds(low, high)
+    weights = _weights(old_logprobs, behavior_logprobs, mask, level)
+    return torch.where((weights >= low) & (weights <= high), weights, 0.0)
 
 
-def mismatch(
-    *, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float | None = None
-) -> Mismatch:
-    """How far learner and engine are apart on the action tokens; `cap` None counts none as truncated."""
-    weights = _weights(old_logprobs.double(), behavior_logprobs.double(), mask)
-    old, behavior = select(old_logprobs, mask).double(), select(behavior_logprobs, mask).double()
-    gap = (old - behavior).abs().detach()
-    truncated = weights > (torch.inf if cap is None else cap)
-    sums = [
-        mask.bool().sum(),
-        gap.sum(),
-        gap.amax() if gap.numel() else gap.sum(),
-        weights.sum(),
-        weights.square().sum(),
-        select(k3(logprobs=behavior, ref_logprobs=old).detach(), mask).sum(),
-        truncated.sum(),
-    ]
-    tokens, gap_sum, gap_max, *moments, num_truncated = torch.stack([s.double() for s in sums]).tolist()
-    weight_sum, weight_square_sum, k3_sum = moments
-    return Mismatch(
-        tokens=int(tokens),
-        gap_sum=gap_sum,
-        gap_max=gap_max,
-        weight_sum=weight_sum,
-        weight_square_sum=weight_square_sum,
-        k3_sum=k3_sum,
-        truncated=int(num_truncated),
-    )
+def reject_sequence(
+    *,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    low: float = 0.5,
+    high: float = 2.0,
+    by: Literal["geometric", "largest"] = "geometric",
+) -> Tensor:
+    """1 on the action tokens of trajectories whose ratio lies in `[low, high]`, else 0, [N, L].
+
+    The ratio is `geometric`, `exp(mean_t (old - behavior))`, or the `largest` of the tokens. A filter, so
+    what it drops leaves the normaliser: meant to narrow the mask. verl's `rollout_rs` has 2 and its inverse;
+    the geometric form is often held far tighter (0.999 to 1.001 in verl's examples).
+    """
+    _check_bounds(low, high)
+    if by not in ("geometric", "largest"):
+        raise ValueError(f"by = {by!r} is neither 'geometric' nor 'largest'")
+    if by == "geometric":
+        ratio = _weights(old_logprobs, behavior_logprobs, mask, "geometric")
+    else:
+        tokens = _weights(old_logprobs, behavior_logprobs, mask, "token")
+        largest = tokens.amax(1, keepdim=True) if tokens.shape[1] else tokens
+        ratio = select(largest.expand(mask.shape), mask)
+    return ((ratio >= low) & (ratio <= high) & mask.bool()).to(old_logprobs.dtype)
 
 
-def _weights(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor) -> Tensor:
+def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 5.0) -> Tensor:
+    """`min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
+
+    AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight leads from the
+    behaviour policy to it. The numbers are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
+    5; its code drops tokens beyond it).
+    """
+    return tis(old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs, mask=mask, cap=cap)
+
+
+def _weights(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, level: Level) -> Tensor:
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
-    ratio = clamped_ratio(select(old_logprobs, mask) - select(behavior_logprobs, mask))
-    return select(ratio, mask).detach()
+    gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
+    if level == "sequence":
+        gap = gap.sum(1, keepdim=True)
+    elif level == "geometric":
+        gap = gap.sum(1, keepdim=True) / mask.bool().sum(1, keepdim=True).clamp(min=1)
+    elif level != "token":
+        raise ValueError(f"level = {level!r} is none of token, sequence, geometric")
+    return select(clamped_ratio(gap).expand(mask.shape), mask)
+
+
+def _check_bounds(low: float, high: float) -> None:
+    if not 0 <= low <= high:
+        raise ValueError(f"low and high must be bounds of a ratio, 0 <= low <= high: {low}, {high}")
 
 
 CorrectionFn = Callable[[TokenBatch, Algorithm], Tensor]

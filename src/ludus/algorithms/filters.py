@@ -5,12 +5,14 @@ A dropped trajectory leaves every normaliser (its mask is cleared), but stays in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Hashable, Sequence
 
 import torch
 from torch import Tensor
 
 from ludus.algorithms.grouping import group_rewards
+from ludus.algorithms.masking import check_shapes, select
 
 
 def zero_variance(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> Tensor:
@@ -42,3 +44,31 @@ def variance_top(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[
 def overlong_mask(*, truncated: Tensor | Sequence[bool]) -> Tensor:
     """False for truncated trajectories (DAPO's overlong filtering, arXiv:2503.14476); `truncated` [N]."""
     return ~torch.as_tensor(truncated, dtype=torch.bool)
+
+
+def entropy_bound(*, entropy: Tensor, mask: Tensor, bound: float = math.log(2)) -> Tensor:
+    """True for trajectories whose mean entropy over action tokens is at most `bound` nats, [N].
+
+    GTPO's filter (arXiv:2508.03772: ln 2, below which one token holds more than half of the
+    probability; its code has 0.7). `entropy` and `mask` [N, L]. Without action tokens True.
+    """
+    check_shapes(mask, entropy=entropy)
+    mean = select(entropy.detach(), mask).sum(1) / mask.bool().sum(1).clamp(min=1)
+    return mean <= bound
+
+
+def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float = 0.5) -> Tensor:
+    """True for the trajectories that rejection-sampling fine-tuning trains on with `losses.sft`, [N].
+
+    Those whose reward passes `threshold`, the first of each set with equal `keys` (for example the task and
+    the token ids of all actions). arXiv:2308.01825, which compares by the equations used. ValueError for
+    unequal lengths.
+    """
+    seen: set[Hashable] = set()
+    keep = []
+    for reward, key in zip(rewards, keys, strict=True):
+        fresh = reward > threshold and key not in seen
+        if fresh:
+            seen.add(key)
+        keep.append(fresh)
+    return torch.tensor(keep, dtype=torch.bool)

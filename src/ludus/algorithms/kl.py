@@ -1,4 +1,4 @@
-"""Estimators of the KL divergence from a reference, per token, and the three places where one enters.
+"""The KL divergence from a reference, per token, and the three places where it enters.
 
 With `d = logprobs - ref_logprobs` on tokens sampled from the policy (http://joschu.net/blog/kl-approx.html).
 In the *reward* `k1` gives the unbiased gradient of the reverse KL. In the *loss* the estimator itself is
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Literal, Protocol
 
+import torch
 from torch import Tensor
 
 from ludus.algorithms.masking import check_shapes, clamped_ratio, select
@@ -36,11 +37,32 @@ def absolute(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return (logprobs - ref_logprobs).abs()
 
 
+abs = absolute
+
+
 def k3_k2grad(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     """The value of `k3` with the gradient of `k2` (straight-through)."""
     value = k3(logprobs=logprobs, ref_logprobs=ref_logprobs).detach()
     gradient = k2(logprobs=logprobs, ref_logprobs=ref_logprobs)
     return value + (gradient - gradient.detach())
+
+
+def full_reverse(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """`KL(policy || reference) = sum_v p (log p - log q)` of the tempered distributions, nats.
+
+    `logits`, `ref_logits` [..., V] give [...]; no sampling noise. Each position stands alone: long inputs
+    can be given in pieces, and only action positions should be given at all. A token that the policy forbids
+    (logit -inf) counts 0; one that only the reference forbids makes the divergence infinite. Half precision
+    is computed and returned in float32. The gradient flows through both.
+    """
+    policy, reference = _log_softmax(logits, temperature), _log_softmax(ref_logits, temperature)
+    return _divergence(policy, reference)
+
+
+def full_forward(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """`KL(reference || policy) = sum_v q (log q - log p)`; otherwise as `full_reverse`."""
+    policy, reference = _log_softmax(logits, temperature), _log_softmax(ref_logits, temperature)
+    return _divergence(reference, policy)
 
 
 def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
@@ -53,6 +75,24 @@ def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float)
         raise ValueError(f"rewards must be [{mask.shape[0]}], not {list(rewards.shape)}")
     total = select(kl.detach(), mask).sum(1)
     return rewards.detach() - (coef * total).to(rewards.device, rewards.dtype)
+
+
+def penalised_token_rewards(*, token_rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
+    """`r_t - coef kl_t` on action tokens, 0 elsewhere, [N, L]: placement `reward` for advantages per token.
+
+    For `reinforce_pp` and the GAE family (arXiv:2203.02155, as in verl and OpenRLHF). No gradient flows.
+    """
+    check_shapes(mask, token_rewards=token_rewards, kl=kl)
+    return select(token_rewards.detach(), mask) - coef * select(kl.detach(), mask)
+
+
+def trajectory_kl(*, kl: Tensor, mask: Tensor) -> Tensor:
+    """`sum_t m kl`, [N], with gradient: granularity `trajectory` for the placement `loss`.
+
+    `aggregate` takes its mean over the trajectories.
+    """
+    check_shapes(mask, kl=kl)
+    return select(kl, mask).sum(1)
 
 
 def penalised_advantages(
@@ -74,6 +114,19 @@ def penalised_advantages(
         penalty = select(penalty.sum(1, keepdim=True).expand(mask.shape), mask)
     centred = penalty - penalty.sum() / mask.bool().sum().clamp(min=1)
     return select(advantages.detach() - coef * centred, mask)
+
+
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
+    wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
+    return torch.log_softmax(wide / temperature, dim=-1)
+
+
+def _divergence(first: Tensor, second: Tensor) -> Tensor:
+    if first.shape != second.shape:
+        raise ValueError(f"logits {list(first.shape)} and {list(second.shape)} differ in shape")
+    possible = first != -torch.inf
+    gap = torch.where(possible, first, 0.0) - torch.where(possible, second, 0.0)
+    return (first.exp() * gap).sum(-1)
 
 
 class KLFn(Protocol):

@@ -1,24 +1,17 @@
-"""Policy losses per token, to be aggregated.
+"""Losses on the ratio of each token to the policy of the step's start, clipped or gated.
 
-Every function takes padded tensors [N, L] by keyword and returns [N, L], 0 where `mask` is 0. The gradient
-flows through `logprobs` alone; `old_logprobs` and `advantages` are constants. What stands at masked
-positions never matters, NaN and infinity included.
-
-To add one: write the function, and its line in `LOSSES`, which says where its arguments come from.
+The gradient flows through `logprobs` alone; `old_logprobs` and `advantages` are constants.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
-from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.masking import check_shapes, clamped_ratio, select
-from ludus.algorithms.presets import Algorithm
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +48,7 @@ def ppo_clip(
     """
     bounds = ClipRange(**clip)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    ratio = _ratio(logprobs, old_logprobs, mask)
+    ratio = token_ratio(logprobs, old_logprobs, mask)
     scores = select(advantages, mask).detach()
     clipped = ratio.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
     loss = -torch.minimum(ratio * scores, clipped * scores)
@@ -64,16 +57,49 @@ def ppo_clip(
     return select(loss, mask)
 
 
-def reinforce(*, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """`-A logprobs` (Williams 1992)."""
-    check_shapes(mask, logprobs=logprobs, advantages=advantages)
-    return -select(advantages, mask).detach() * select(logprobs, mask)
+def cispo(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float = 1.0,
+    eps_high: float = 0.28,
+) -> Tensor:
+    """`-stop_grad(clip(ratio, 1 - eps_low, 1 + eps_high)) A logprobs`, [N, L]: no token loses its gradient.
+
+    arXiv:2506.13585 (MiniMax-M1), which leaves the weight without a lower bound (`eps_low = 1`) and
+    names no upper one; 0.28 is Trinity's. verl takes the clip range of PPO for both, TRL and ScaleRL
+    (arXiv:2510.13786) an upper bound of 5 (`eps_high = 4`).
+    """
+    bounds = ClipRange(eps_low, eps_high)
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    ratio = token_ratio(logprobs.detach(), old_logprobs, mask)
+    weights = ratio.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
+    return -select(weights * select(advantages, mask).detach(), mask) * select(logprobs, mask)
 
 
-def sft(*, logprobs: Tensor, mask: Tensor) -> Tensor:
-    """`-logprobs`: the negative log-likelihood of the masked tokens, for supervised training."""
-    check_shapes(mask, logprobs=logprobs)
-    return -select(logprobs, mask)
+def sapo(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    tau_pos: float = 1.0,
+    tau_neg: float = 1.05,
+) -> Tensor:
+    """`-A (4 / tau) sigmoid(tau (ratio - 1))`, [N, L]: a soft gate in place of the clip.
+
+    arXiv:2511.20347 with its temperatures: `tau_pos` where `A > 0`, the larger `tau_neg` elsewhere, so that
+    negative tokens fade faster. At ratio 1 the gradient is that of `-A ratio`. TRL has the same defaults.
+    """
+    if tau_pos <= 0 or tau_neg <= 0:
+        raise ValueError(f"tau_pos and tau_neg must be above 0: {tau_pos}, {tau_neg}")
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    scores = select(advantages, mask).detach()
+    tau = torch.where(scores > 0, scores.new_tensor(tau_pos), scores.new_tensor(tau_neg))
+    gate = torch.sigmoid(tau * (token_ratio(logprobs, old_logprobs, mask) - 1)) * 4 / tau
+    return select(-scores * gate, mask)
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +145,7 @@ def clip_stats(
     """How far the policy moved from `old_logprobs` on action tokens; `clip` None counts none as clipped."""
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     actions = mask.bool()
-    ratio = select(_ratio(logprobs.detach(), old_logprobs, mask), mask).double()
+    ratio = select(token_ratio(logprobs.detach(), old_logprobs, mask), mask).double()
     low, high, dual = torch.zeros_like(actions), torch.zeros_like(actions), torch.zeros_like(actions)
     if clip is not None:
         positive, negative = actions & (advantages > 0), actions & (advantages < 0)
@@ -134,21 +160,6 @@ def clip_stats(
     return ClipStats(int(tokens), int(num_low), int(num_high), int(num_dual), ratio_sum, ratio_max)
 
 
-def _ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+def token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """`exp(logprobs - old_logprobs)` with the exponent clamped to +-20, 1 where the mask is 0, [N, L]."""
     return clamped_ratio(select(logprobs, mask) - select(old_logprobs, mask).detach())
-
-
-LossFn = Callable[[TokenBatch, Algorithm], Tensor]
-
-LOSSES: dict[str, LossFn] = {
-    "ppo_clip": lambda b, a: ppo_clip(
-        logprobs=b.logprobs,
-        old_logprobs=b.old_logprobs,
-        advantages=b.advantages,
-        mask=b.mask,
-        eps_low=a.eps_low,
-        eps_high=a.eps_high,
-        dual_clip=a.dual_clip,
-    ),
-    "reinforce": lambda b, a: reinforce(logprobs=b.logprobs, advantages=b.advantages, mask=b.mask),
-}

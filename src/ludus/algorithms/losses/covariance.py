@@ -1,0 +1,168 @@
+"""Clip-Cov and KL-Cov: hold back the few tokens whose covariance of probability and advantage is high.
+
+Both choose tokens over the whole batch of the step, once, from what is known before it: the means
+(`CovarianceMeans`, which add over parts of the batch), the covariances (`token_covariance`), the choice
+(`choose_between` or `choose_highest`). The losses then take the rows of the choice that belong to their
+microbatch, so that no split of the batch changes what is chosen. In other systems both the means and the
+random choice are those of the microbatch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Unpack
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.losses.clipped import ClipOptions, ppo_clip, token_ratio
+from ludus.algorithms.masking import check_shapes, select
+
+
+@dataclass(frozen=True, slots=True)
+class CovarianceMeans:
+    """Sums of `old_logprobs` and `advantages` over action tokens; `+` joins the parts of a batch."""
+
+    tokens: int
+    logprob_sum: float
+    advantage_sum: float
+
+    @classmethod
+    def of(cls, *, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> CovarianceMeans:
+        """The sums over the action tokens of one part; all [N, L]."""
+        check_shapes(mask, old_logprobs=old_logprobs, advantages=advantages)
+        sums = [select(x.detach(), mask).sum(dtype=torch.float64) for x in (old_logprobs, advantages)]
+        tokens, logprob_sum, advantage_sum = torch.stack([mask.bool().sum().double(), *sums]).tolist()
+        return cls(int(tokens), logprob_sum, advantage_sum)
+
+    @property
+    def logprob(self) -> float:
+        """Mean of `old_logprobs`; 0 without tokens."""
+        return self.logprob_sum / max(self.tokens, 1)
+
+    @property
+    def advantage(self) -> float:
+        """Mean advantage; 0 without tokens."""
+        return self.advantage_sum / max(self.tokens, 1)
+
+    def __add__(self, other: CovarianceMeans) -> CovarianceMeans:
+        return CovarianceMeans(
+            self.tokens + other.tokens,
+            self.logprob_sum + other.logprob_sum,
+            self.advantage_sum + other.advantage_sum,
+        )
+
+
+def token_covariance(
+    *, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, means: CovarianceMeans
+) -> Tensor:
+    """`(old - mean old) (A - mean A)`, [N, L], 0 off the mask (arXiv:2505.22617).
+
+    `means` are those of the whole batch. The paper and verl take the current log-probabilities of a
+    microbatch, which are `old` in the first pass over the batch.
+    """
+    check_shapes(mask, old_logprobs=old_logprobs, advantages=advantages)
+    logprob = select(old_logprobs.detach(), mask) - means.logprob
+    return select(logprob * (select(advantages.detach(), mask) - means.advantage), mask)
+
+
+def choose_between(
+    *,
+    covariance: Tensor,
+    mask: Tensor,
+    seed: int,
+    share: float = 2e-4,
+    low: float = 1.0,
+    high: float = 5.0,
+    rows: Tensor | None = None,
+) -> Tensor:
+    """A seeded choice of `max(1, floor(share M))` action tokens with `low < covariance < high`, [N, L].
+
+    For Clip-Cov (arXiv:2505.22617; numbers of the authors' code and verl), over the whole batch;
+    all of them where fewer lie in the band. The choice depends on the seed, on `rows` [N] (an integer that
+    names each trajectory; None: its place) and on the column, not on the order of the trajectories.
+    """
+    _check_share(share)
+    check_shapes(mask, covariance=covariance)
+    eligible = mask.bool() & (covariance > low) & (covariance < high)
+    names = torch.arange(mask.shape[0], device=mask.device) if rows is None else rows.to(mask.device).long()
+    if names.shape != mask.shape[:1]:
+        raise ValueError(f"rows must be [{mask.shape[0]}], not {list(names.shape)}")
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    tickets = _scrambled(_scrambled(names + 1_000_003 * seed % 2**61)[:, None] + columns)
+    return _smallest(tickets, eligible, _count(share, mask))
+
+
+def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> Tensor:
+    """The `max(1, floor(share M))` action tokens with the highest covariance, [N, L] bool; ties by place.
+
+    For KL-Cov (arXiv:2505.22617), over the whole batch. `share` 2e-4 as in verl; the authors use
+    2e-3 for 7B and 2e-4 for 32B models.
+    """
+    _check_share(share)
+    check_shapes(mask, covariance=covariance)
+    return _smallest(-covariance, mask.bool(), _count(share, mask))
+
+
+def clip_cov(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    chosen: Tensor,
+    **clip: Unpack[ClipOptions],
+) -> Tensor:
+    """`ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
+
+    `chosen` [N, L] bool comes from `choose_between` over the whole batch. The tokens stay in the normaliser.
+    """
+    check_shapes(mask, chosen=chosen)
+    loss = ppo_clip(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, **clip)
+    return select(loss, ~chosen.bool())
+
+
+def kl_cov(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    chosen: Tensor,
+    coef: float = 1.0,
+) -> Tensor:
+    """`-ratio A`, plus `coef |logprobs - old|` on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
+
+    `chosen` [N, L] bool comes from `choose_highest` over the whole batch. `coef` 1 as in the paper and verl.
+    No clip.
+    """
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, chosen=chosen)
+    loss = -token_ratio(logprobs, old_logprobs, mask) * select(advantages, mask).detach()
+    gap = (select(logprobs, mask) - select(old_logprobs, mask).detach()).abs()
+    return select(loss, mask) + coef * select(gap, mask.bool() & chosen.bool())
+
+
+def _check_share(share: float) -> None:
+    if not 0 < share <= 1:
+        raise ValueError(f"share must be above 0 and at most 1, not {share}")
+
+
+def _count(share: float, mask: Tensor) -> int:
+    return max(1, int(share * int(mask.bool().sum()) + 1e-9))
+
+
+def _smallest(keys: Tensor, eligible: Tensor, count: int) -> Tensor:
+    """The `count` eligible places with the smallest keys, fewer where fewer are eligible; ties by place."""
+    places = eligible.flatten().nonzero().squeeze(1)
+    order = torch.argsort(keys.flatten()[places], stable=True)[:count]
+    chosen = torch.zeros(eligible.numel(), dtype=torch.bool, device=eligible.device)
+    chosen[places[order]] = True
+    return chosen.reshape(eligible.shape)
+
+
+def _scrambled(numbers: Tensor) -> Tensor:
+    """A fixed pseudo-random int64 for each int64: the finaliser of SplitMix64 (Steele et al. 2014)."""
+    mixed = numbers + -0x61C8864680B583EB
+    mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)

@@ -1,0 +1,128 @@
+"""Losses without a ratio to an old policy: likelihoods, the value loss, distillation.
+
+`reinforce`, `sft`, `value_loss` and `distill` give one term per token; `echo` and `positive_nll` are means
+over tokens of their own, and so carry a normaliser of their own and give [].
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.kl import full_reverse
+from ludus.algorithms.losses.clipped import token_ratio
+from ludus.algorithms.masking import check_shapes, select
+
+
+def reinforce(*, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """`-A logprobs`, [N, L] (Williams 1992)."""
+    check_shapes(mask, logprobs=logprobs, advantages=advantages)
+    return -select(advantages, mask).detach() * select(logprobs, mask)
+
+
+def sft(*, logprobs: Tensor, mask: Tensor) -> Tensor:
+    """`-logprobs`, [N, L]: the negative log-likelihood of the masked tokens, for supervised training."""
+    check_shapes(mask, logprobs=logprobs)
+    return -select(logprobs, mask)
+
+
+def positive_nll(
+    *,
+    logprobs: Tensor,
+    positive: Tensor,
+    mask: Tensor,
+    coef: float = 0.1,
+    num_tokens: int | None = None,
+) -> Tensor:
+    """`coef` times the mean of `-logprobs` over the action tokens of positive trajectories, [].
+
+    VAPO's second term (arXiv:2504.05118, `coef` 0.1), to be added to the aggregated policy loss.
+    `positive` [N] bool. `num_tokens` is the number of such tokens in the whole batch of the step, so that
+    microbatches add up; None takes those given here. Without such tokens 0.
+    """
+    if positive.shape != mask.shape[:1]:
+        raise ValueError(f"positive must be [{mask.shape[0]}], not {list(positive.shape)}")
+    tokens = mask.bool() & positive.bool()[:, None]
+    return coef * _mean_nll(logprobs, tokens, num_tokens)
+
+
+def echo(*, logprobs: Tensor, observations: Tensor, coef: float, num_tokens: int | None = None) -> Tensor:
+    """`coef` times the mean of `-logprobs` over observation tokens, []: the one place where those train.
+
+    ECHO (arXiv:2605.24517), to be added to the aggregated policy loss. `observations` [N, L] is set on the
+    tokens that the environment wrote (not on prompt or padding); `logprobs` must hold their
+    log-probabilities. `num_tokens` is their number in the whole batch of the step, so that microbatches add
+    up; None takes those given here. Without such tokens 0.
+    """
+    return coef * _mean_nll(logprobs, observations, num_tokens)
+
+
+def value_loss(
+    *,
+    values: Tensor,
+    old_values: Tensor,
+    returns: Tensor,
+    mask: Tensor,
+    eps: float | None = 0.2,
+) -> Tensor:
+    """`0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)`, [N, L].
+
+    PPO's clipped value loss as in OpenAI baselines (`ppo2`), TRL and OpenRLHF (`eps` 0.2); verl's default is
+    0.5. `eps` None does not clip. The gradient flows through `values` alone.
+    """
+    check_shapes(mask, values=values, old_values=old_values, returns=returns)
+    target = select(returns, mask).detach()
+    value = select(values, mask)
+    error = (value - target).square()
+    if eps is not None:
+        old = select(old_values, mask).detach()
+        clipped = torch.minimum(torch.maximum(value, old - eps), old + eps)
+        error = torch.maximum(error, (clipped - target).square())
+    return select(0.5 * error, mask)
+
+
+def distill(
+    *,
+    logprobs: Tensor,
+    teacher_logprobs: Tensor,
+    mask: Tensor,
+    old_logprobs: Tensor | None = None,
+) -> Tensor:
+    """`ratio stop_grad(logprobs - teacher_logprobs)`, [N, L]: on-policy distillation, the reverse KL as cost.
+
+    `ratio` is `exp(logprobs - old_logprobs)`; without `old_logprobs` its value is 1 and the loss is
+    `logprobs - teacher_logprobs`. The gradient is `ratio (logprobs - teacher) d logprobs`, that of the
+    reverse KL at each token; the plain gradient of the difference has expectation 0 and would teach nothing.
+    Sources: arXiv:2306.13649 (GKD), https://thinkingmachines.ai/blog/on-policy-distillation. No reward is
+    needed; the teacher scores the student's own tokens in one forward pass.
+    """
+    check_shapes(mask, logprobs=logprobs, teacher_logprobs=teacher_logprobs)
+    old = logprobs.detach() if old_logprobs is None else old_logprobs
+    check_shapes(mask, old_logprobs=old)
+    cost = select(logprobs, mask).detach() - select(teacher_logprobs, mask).detach()
+    return select(token_ratio(logprobs, old, mask) * cost, mask)
+
+
+def distill_full(*, logits: Tensor, teacher_logits: Tensor, mask: Tensor, temperature: float = 1.0) -> Tensor:
+    """`KL(student || teacher)` over the whole vocabulary at each action token, [N, L].
+
+    `logits`, `teacher_logits` [N, L, V]; column `t` holds the distribution that token `t` was drawn from. Its
+    gradient has no sampling noise, for the price of the teacher's logits. arXiv:2306.13649 (GKD).
+    """
+    if mask.ndim != 2 or logits.shape[:-1] != mask.shape or teacher_logits.shape != logits.shape:
+        raise ValueError(
+            f"logits {list(logits.shape)} and teacher_logits {list(teacher_logits.shape)} must be"
+            f" [N, L, V] for the mask {list(mask.shape)}"
+        )
+    actions = mask.bool()
+    divergence = full_reverse(
+        logits=logits[actions], ref_logits=teacher_logits[actions].detach(), temperature=temperature
+    )
+    empty = torch.zeros(mask.shape, dtype=divergence.dtype, device=divergence.device)
+    return empty.masked_scatter(actions, divergence)
+
+
+def _mean_nll(logprobs: Tensor, tokens: Tensor, num_tokens: int | None) -> Tensor:
+    check_shapes(tokens, logprobs=logprobs)
+    total = -select(logprobs, tokens).sum()
+    return total / (tokens.bool().sum() if num_tokens is None else torch.tensor(num_tokens)).clamp(min=1)

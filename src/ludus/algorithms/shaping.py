@@ -1,0 +1,166 @@
+"""Rewards before they become advantages: length penalties, caps on them, and several rewards as one.
+
+All tensors are [N] unless a docstring says otherwise, and nothing here has a gradient. Lengths are numbers of
+action tokens. A reward or a length that is not finite is passed on as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.grouping import group_rewards
+from ludus.algorithms.schedules import Schedule
+from ludus.errors import ConfigError
+
+
+def soft_overlong(*, lengths: Tensor, max_length: int, cache: int) -> Tensor:
+    """0 up to `max_length - cache` tokens, then linear to -1 at `max_length`, -1 beyond, float64.
+
+    DAPO's soft overlong punishment (arXiv:2503.14476; 20480 and 4096 there), added to the reward.
+    """
+    if not 0 < cache <= max_length:
+        raise ValueError(f"cache must be above 0 and at most max_length = {max_length}, not {cache}")
+    return ((max_length - cache - lengths.double()) / cache).clamp(-1.0, 0.0)
+
+
+def length_linear(*, lengths: Tensor, target: float, lam: float, cap: float | None = None) -> Tensor:
+    """`-lam max(0, T - target)`, not below `-cap` where one is given, float64; added to the reward."""
+    if lam < 0 or (cap is not None and cap < 0):
+        raise ValueError(f"lam and cap must not be negative: {lam}, {cap}")
+    penalty = -lam * (lengths.double() - target).clamp(min=0.0)
+    return penalty if cap is None else penalty.clamp(min=-cap)
+
+
+def length_sigmoid(*, rewards: Tensor, lengths: Tensor, target: float, tau: float) -> Tensor:
+    """`r sigmoid(-(T - target) / tau)`: the reward itself fades with length, half of it at `target`.
+
+    After arXiv:2502.04463 (Arora and Zanette), who put the length normalised within the group in its place. A
+    negative reward fades too, so use it on rewards that are not.
+    """
+    if tau <= 0:
+        raise ValueError(f"tau must be above 0, not {tau}")
+    _check_rows(rewards, lengths=lengths)
+    return rewards * torch.sigmoid(-(lengths.double() - target) / tau).to(rewards.dtype)
+
+
+def capped(*, shaping: Tensor, cap: float) -> Tensor:
+    """`shaping` held within `[-cap, cap]`; any shape."""
+    if cap < 0:
+        raise ValueError(f"cap must not be negative, not {cap}")
+    return shaping.clamp(-cap, cap)
+
+
+@dataclass(frozen=True, slots=True)
+class ShapingRange:
+    """What one shaping term can add to a reward, its weight included: at least `low`, at most `high`."""
+
+    name: str
+    low: float
+    high: float
+
+
+def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
+    """ConfigError where shaping could lift a failure to a success or above.
+
+    `outcome_gap` is the smallest difference of the outcome reward between a success and a failure, its weight
+    included. All terms together may move a reward by less than that: `sum (high - low) < outcome_gap`.
+    """
+    for term in terms:
+        if not term.low <= term.high:
+            raise ConfigError(
+                f"The shaping {term.name} runs from {term.low} to {term.high}.",
+                "Give low <= high, both finite.",
+            )
+    spread = sum(term.high - term.low for term in terms)
+    if not spread < outcome_gap:
+        raise ConfigError(
+            f"Shaping ({', '.join(term.name for term in terms)}) can move a reward by {spread:g}, the outcome"
+            f" by {outcome_gap:g}: a failure could earn as much as a success.",
+            "Lower the weights or caps of the shaping, or raise the weight of the outcome.",
+        )
+
+
+def weighted_sum(*, parts: Tensor, weights: Sequence[float]) -> Tensor:
+    """`sum_k w_k parts[:, k]`, [N] from `parts` [N, K]; a part of weight 0 does not matter, NaN included."""
+    _check_parts(parts, len(weights))
+    total = torch.zeros_like(parts[:, 0])
+    for k, weight in enumerate(weights):
+        if weight != 0:
+            total = total + weight * parts[:, k]
+    return total
+
+
+def scheduled_sum(*, parts: Tensor, schedules: Sequence[Schedule], step: int) -> Tensor:
+    """`weighted_sum` with the weights that `schedules` have at `step`, [N] from `parts` [N, K]."""
+    return weighted_sum(parts=parts, weights=[schedule.at(step) for schedule in schedules])
+
+
+def gated(*, gate: Tensor, rewards: Tensor, threshold: float = 0.0, closed: float = 0.0) -> Tensor:
+    """`rewards` where `gate > threshold`, else `closed`: they count once the gate is earned."""
+    _check_rows(gate, rewards=rewards)
+    return torch.where(gate > threshold, rewards, torch.full_like(rewards, closed))
+
+
+def pareto_ranks(*, parts: Tensor, group: Tensor) -> Tensor:
+    """The front of each member within its group, [N] int64: 0 for those that no member dominates.
+
+    One member dominates another if it is at least as good in every part and better in one. Front `f` holds
+    what nobody dominates once the fronts before it are taken away (non-dominated sorting, NSGA-II, Deb et al.
+    2002).
+    `parts` [N, K], larger is better; ValueError where one is not finite.
+    """
+    beats = _domination(parts, group)
+    ranks = torch.full(group.shape, -1, dtype=torch.long, device=parts.device)
+    front = 0
+    while bool((left := ranks < 0).any()):
+        ranks = torch.where(left & ~(beats & left[:, None]).any(0), front, ranks)
+        front += 1
+    return ranks
+
+
+def pareto(*, parts: Tensor, group: Tensor) -> Tensor:
+    """`1 - rank / (number of fronts in the group)`, [N] float64: 1 for the first front, above 0 for the last.
+
+    A member scores more than all that it dominates; no weights between the parts. A group with one front has
+    equal rewards. `parts` [N, K], `group` [N] integers.
+    """
+    ranks = pareto_ranks(parts=parts, group=group)
+    index = torch.unique(group, return_inverse=True)[1]
+    fronts = torch.zeros(int(index.max()) + 1 if index.numel() else 0, dtype=torch.long, device=ranks.device)
+    fronts = fronts.scatter_reduce(0, index, ranks + 1, "amax")
+    return 1 - ranks.double() / fronts[index]
+
+
+def dominance_violations(*, parts: Tensor, rewards: Tensor, group: Tensor) -> list[tuple[int, int]]:
+    """Pairs `(better, worse)` of rows where the better dominates the worse and does not earn more.
+
+    The check of a composite: empty where `rewards` [N] respect `parts` [N, K] within each group.
+    """
+    _check_rows(rewards, group=group)
+    bad = _domination(parts, group) & ~(rewards[:, None] > rewards[None, :])
+    return [(int(i), int(j)) for i, j in bad.nonzero().tolist()]
+
+
+def _domination(parts: Tensor, group: Tensor) -> Tensor:
+    """[N, N] bool: row dominates column, both in one group."""
+    _check_parts(parts, None)
+    for k in range(parts.shape[1]):
+        group_rewards(parts[:, k], group)  # refuses what is not finite, and unfit shapes
+    first, second = parts[:, None, :], parts[None, :, :]
+    same = group[:, None] == group[None, :]
+    return same & (first >= second).all(2) & (first > second).any(2)
+
+
+def _check_parts(parts: Tensor, num: int | None) -> None:
+    if parts.ndim != 2 or parts.shape[1] < 1 or (num is not None and parts.shape[1] != num):
+        raise ValueError(f"parts must be [N, {'K' if num is None else num}], not {list(parts.shape)}")
+
+
+def _check_rows(reference: Tensor, **tensors: Tensor) -> None:
+    for name, tensor in tensors.items():
+        if reference.ndim != 1 or tensor.shape != reference.shape:
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, not {list(reference.shape)}")

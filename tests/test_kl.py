@@ -1,0 +1,181 @@
+"""KL of whole distributions, its places and granularity, schedules, controllers and the guard."""
+
+import math
+from dataclasses import asdict
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import algorithms_oracle as oracle
+from ludus.algorithms import kl
+from ludus.algorithms.aggregate import aggregate
+from ludus.algorithms.kl_control import PIDKL, AdaptiveKL, KLGuard
+from ludus.algorithms.schedules import Schedule
+
+quick = settings(max_examples=20, deadline=None, derandomize=True)
+LOGITS = st.lists(st.tuples(st.floats(-8, 8), st.floats(-8, 8)), min_size=1, max_size=6)
+
+
+def shares(logits, temperature):
+    weights = [math.exp(x / temperature) for x in logits]
+    return [w / sum(weights) for w in weights]
+
+
+@quick
+@given(pairs=LOGITS, temperature=st.sampled_from([0.5, 1.0, 1.7]))
+def test_full_kl_equals_the_loop(pairs, temperature):
+    logits = torch.tensor(pairs, dtype=torch.float64).T
+    p, q = (shares(row, temperature) for row in logits.tolist())
+    given = {"logits": logits[0], "ref_logits": logits[1], "temperature": temperature}
+    reverse = sum(a * math.log(a / b) for a, b in zip(p, q, strict=True))
+    forward = sum(b * math.log(b / a) for a, b in zip(p, q, strict=True))
+    assert kl.full_reverse(**given).item() == pytest.approx(reverse, abs=1e-10)
+    assert kl.full_forward(**given).item() == pytest.approx(forward, abs=1e-10)
+
+
+def test_full_kl_gradients_pieces_and_forbidden_tokens():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    ref = torch.randn(5, 4, generator=generator, dtype=torch.float64)
+    for function in (kl.full_reverse, kl.full_forward):
+        assert torch.autograd.gradcheck(
+            lambda x, f=function: f(logits=x, ref_logits=ref, temperature=0.7), logits.requires_grad_()
+        )
+        whole = function(logits=logits, ref_logits=ref)
+        pieces = [
+            function(logits=a, ref_logits=b) for a, b in zip(logits.split(2), ref.split(2), strict=True)
+        ]
+        assert torch.equal(torch.cat(pieces), whole)
+    forbidden = torch.tensor([0.0, 0.0, -torch.inf], dtype=torch.float64, requires_grad=True)
+    uniform = torch.zeros(3, dtype=torch.float64)
+    reverse = kl.full_reverse(logits=forbidden, ref_logits=uniform)
+    assert reverse.item() == pytest.approx(math.log(1.5), abs=1e-12)
+    (gradient,) = torch.autograd.grad(reverse, forbidden)
+    torch.testing.assert_close(gradient, torch.zeros(3, dtype=torch.float64), **oracle.TOLERANCE)
+    assert kl.full_forward(logits=forbidden, ref_logits=uniform).item() == math.inf
+    assert kl.full_reverse(logits=uniform, ref_logits=forbidden.detach()).item() == math.inf
+    with pytest.raises(ValueError, match="differ in shape"):
+        kl.full_reverse(logits=logits, ref_logits=ref[:, :3])
+
+
+def test_estimators_are_unbiased_where_they_say_so():
+    """The exact expectation under the policy: k1 and k3 are the reverse KL."""
+    generator = torch.Generator().manual_seed(2)
+    policy, ref = (torch.randn(6, generator=generator, dtype=torch.float64).log_softmax(0) for _ in range(2))
+    exact = kl.full_reverse(logits=policy, ref_logits=ref).item()
+    for estimate in (kl.k1, kl.k3, kl.k3_k2grad):
+        mean = (policy.exp() * estimate(logprobs=policy, ref_logprobs=ref)).sum().item()
+        assert mean == pytest.approx(exact, abs=1e-12)
+    gap = kl.abs(logprobs=policy, ref_logprobs=ref)
+    assert torch.equal(gap, torch.abs(policy - ref))
+
+
+@quick
+@given(batch=oracle.batches(), coef=st.sampled_from([0.0, 0.3]))
+def test_penalised_token_rewards_equal_the_loop(batch, coef):
+    estimate = kl.k1(logprobs=batch.logprobs, ref_logprobs=batch.ref)
+    ours = kl.penalised_token_rewards(
+        token_rewards=batch.advantages, kl=estimate.requires_grad_(), mask=batch.mask, coef=coef
+    )
+    assert not ours.requires_grad
+    loop = oracle.tokens(
+        batch.mask,
+        lambda i, t: batch.advantages[i, t] - coef * (batch.logprobs[i, t] - batch.ref[i, t]),
+    )
+    torch.testing.assert_close(ours, loop, **oracle.TOLERANCE)
+
+
+@quick
+@given(batch=oracle.batches())
+def test_trajectory_kl_in_the_loss_is_the_sum_over_each_trajectory(batch):
+    leaf = batch.logprobs.clone().requires_grad_()
+    tokens = kl.k2(logprobs=torch.where(batch.mask, leaf, 0.0), ref_logprobs=batch.clean(batch.ref))
+    total = kl.trajectory_kl(kl=tokens, mask=batch.mask)
+    expected = [
+        sum(((batch.logprobs[i, t] - batch.ref[i, t]) ** 2 / 2).item() for t, m in enumerate(row) if m)
+        for i, row in enumerate(batch.mask.tolist())
+    ]
+    assert total.tolist() == pytest.approx(expected, abs=1e-10)
+    mean = aggregate(loss=total, mask=batch.mask)
+    (gradient,) = torch.autograd.grad(mean, leaf)
+    num = max(int(batch.mask.any(1).sum()), 1)
+    torch.testing.assert_close(gradient, batch.clean(batch.logprobs - batch.ref) / num, **oracle.TOLERANCE)
+
+
+def test_schedules():
+    linear, cosine = (Schedule(kind, 0.4, 0.1, 10) for kind in ("linear", "cosine"))
+    assert [linear.at(s) for s in (0, 5, 10, 99)] == pytest.approx([0.4, 0.25, 0.1, 0.1])
+    assert [cosine.at(s) for s in (0, 5, 10, 99)] == pytest.approx([0.4, 0.25, 0.1, 0.1])
+    quarter = 0.1 + 0.3 * (1 + math.sqrt(0.5)) / 2
+    assert cosine.at(2.5) == pytest.approx(quarter)
+    assert Schedule("constant", 0.4, 0.1).at(10**6) == 0.4
+    with pytest.raises(ValueError, match="kind"):
+        Schedule("step", 1.0)
+    with pytest.raises(ValueError, match="num_steps"):
+        Schedule("linear", 1.0, 0.0)
+
+
+@quick
+@given(kls=st.lists(st.floats(0, 5), max_size=12), num=st.integers(1, 64))
+def test_adaptive_kl_equals_the_loop_and_resumes(kls, num):
+    state, beta = AdaptiveKL(coef=0.1, target=0.8, horizon=500.0), 0.1
+    for value in kls:
+        state = AdaptiveKL(**asdict(state)).update(value, num)
+        beta *= 1 + max(-0.2, min(0.2, value / 0.8 - 1)) * num / 500
+        assert state.coef == pytest.approx(beta, rel=1e-12)
+
+
+@quick
+@given(kls=st.lists(st.floats(0, 0.5), max_size=12))
+def test_pid_equals_the_loop_and_resumes(kls):
+    """Far from its bounds the controller is the textbook sum."""
+    state = PIDKL(target=0.2, base=50.0, kp=2.0, ki=0.5, kd=1.0, most=100.0)
+    assert state.value == 50.0
+    errors = []
+    for value in kls:
+        state = PIDKL(**asdict(state)).update(value)
+        errors.append(value - 0.2)
+        slope = errors[-1] - errors[-2] if len(errors) > 1 else 0.0
+        expected = 50 + 2 * errors[-1] + 0.5 * sum(errors) + slope
+        assert state.value == pytest.approx(expected, abs=1e-10)
+
+
+def test_pid_keeps_its_bounds_and_does_not_wind_up():
+    state = PIDKL(target=0.1, base=0.0, kp=0.0, ki=1.0, most=0.5)
+    for _ in range(100):
+        state = state.update(0.4)
+    assert state.value == 0.5
+    assert state.integral <= 0.5
+    state = state.update(0.0)
+    assert state.value < 0.5
+    for _ in range(100):
+        state = state.update(0.0)
+    assert state.value == 0.0
+
+
+def test_controllers_refuse_what_is_not_finite():
+    for state in (AdaptiveKL(0.1, 1.0), PIDKL(1.0, 0.1, 0.1)):
+        arguments = (1,) if isinstance(state, AdaptiveKL) else ()
+        with pytest.raises(ValueError, match="finite"):
+            state.update(math.nan, *arguments)
+    with pytest.raises(ValueError, match="target"):
+        AdaptiveKL(coef=0.1, target=0.0)
+
+
+def test_the_guard_pauses_beyond_twice_the_expected_value():
+    fixed = KLGuard(expected=0.1)
+    assert not fixed.pauses(0.2)
+    assert fixed.pauses(0.2001)
+    assert fixed.pauses(math.nan)
+    assert fixed.update(0.15) == fixed
+    learning = KLGuard(expected=None, decay=0.5)
+    for value in (0.0, 0.001, 0.002):
+        assert not learning.pauses(value)
+        learning = KLGuard(**asdict(learning.update(value)))
+    assert learning.expected == pytest.approx(0.00125)
+    assert learning.pauses(0.0026)
+    assert learning.update(0.0026) == learning
+    with pytest.raises(ValueError, match="decay"):
+        KLGuard(expected=None)

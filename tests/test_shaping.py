@@ -1,0 +1,180 @@
+"""Length terms, caps, composite rewards, GRESO and the entropy filter."""
+
+import math
+from dataclasses import asdict, replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import algorithms_oracle as oracle
+from ludus.algorithms import filters, shaping
+from ludus.algorithms.greso import GresoSettings, GresoState, Visit
+from ludus.algorithms.schedules import Schedule
+from ludus.errors import ConfigError
+
+quick = settings(max_examples=40, deadline=None, derandomize=True)
+PARTS = st.lists(st.tuples(*[st.sampled_from([0.0, 0.5, 1.0])] * 3), min_size=1, max_size=8)
+
+
+def numbers(*values):
+    return torch.tensor(values, dtype=torch.float64)
+
+
+@quick
+@given(
+    lengths=st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    cache=st.integers(1, 20),
+    target=st.floats(0, 30),
+)
+def test_length_terms_equal_the_loop(lengths, cache, target):
+    tensor = torch.tensor(lengths)
+
+    def overlong(n):
+        if n <= 30 - cache:
+            return 0.0
+        return (30 - cache - n) / cache if n <= 30 else -1.0
+
+    ours = shaping.soft_overlong(lengths=tensor, max_length=30, cache=cache)
+    assert ours.tolist() == pytest.approx([overlong(n) for n in lengths], abs=1e-12)
+    linear = shaping.length_linear(lengths=tensor, target=target, lam=0.1)
+    assert linear.tolist() == pytest.approx([-0.1 * max(0, n - target) for n in lengths], abs=1e-12)
+    held = shaping.length_linear(lengths=tensor, target=target, lam=0.1, cap=0.5)
+    assert held.tolist() == pytest.approx([-min(0.5, 0.1 * max(0, n - target)) for n in lengths], abs=1e-12)
+    sigmoid = shaping.length_sigmoid(
+        rewards=torch.full((len(lengths),), 2.0, dtype=torch.float64), lengths=tensor, target=target, tau=3.0
+    )
+    expected = [2 / (1 + math.exp((n - target) / 3)) for n in lengths]
+    assert sigmoid.tolist() == pytest.approx(expected, abs=1e-12)
+
+
+def test_caps_and_the_check_that_shaping_cannot_outweigh_the_outcome():
+    assert shaping.capped(shaping=numbers(-3, 0.2, 9), cap=0.5).tolist() == [-0.5, 0.2, 0.5]
+    small = [shaping.ShapingRange("overlong", -0.5, 0.0), shaping.ShapingRange("format", 0.0, 0.4)]
+    shaping.check_shaping(outcome_gap=1.0, terms=small)
+    for gap in (0.9, 0.5, math.nan):
+        with pytest.raises(ConfigError, match="overlong, format"):
+            shaping.check_shaping(outcome_gap=gap, terms=small)
+    with pytest.raises(ConfigError, match="from 1 to -1"):
+        shaping.check_shaping(outcome_gap=9.0, terms=[shaping.ShapingRange("odd", 1, -1)])
+    with pytest.raises(ValueError, match="cache"):
+        shaping.soft_overlong(lengths=torch.tensor([1]), max_length=10, cache=11)
+
+
+def test_sums_and_gates_by_hand():
+    parts = torch.tensor([[1.0, 2.0, math.nan], [0.0, -1.0, 5.0]], dtype=torch.float64)
+    assert shaping.weighted_sum(parts=parts, weights=[1.0, 0.5, 0.0]).tolist() == [2.0, -0.5]
+    fading = [Schedule("constant", 1.0), Schedule("linear", 1.0, 0.0, 4), Schedule("constant", 0.0)]
+    totals = [shaping.scheduled_sum(parts=parts, schedules=fading, step=s).tolist() for s in (0, 2, 4)]
+    assert totals == [[3.0, -1.0], [2.0, -0.5], [1.0, 0.0]]
+    gated = shaping.gated(gate=parts[:, 0], rewards=numbers(7, 8), threshold=0.5, closed=-1.0)
+    assert gated.tolist() == [7.0, -1.0]
+    with pytest.raises(ValueError, match="parts must be"):
+        shaping.weighted_sum(parts=parts, weights=[1.0])
+
+
+def dominates(a, b):
+    return all(x >= y for x, y in zip(a, b, strict=True)) and a != b
+
+
+@quick
+@given(rows=PARTS, seed=st.integers(0, 99))
+def test_pareto_ranks_equal_the_loop(rows, seed):
+    group = torch.randint(2, (len(rows),), generator=torch.Generator().manual_seed(seed))
+    ranks = [-1] * len(rows)
+    for name in set(group.tolist()):
+        left = [i for i in range(len(rows)) if group[i] == name]
+        front = 0
+        while left:
+            best = [i for i in left if not any(dominates(rows[j], rows[i]) for j in left)]
+            for i in best:
+                ranks[i] = front
+            left = [i for i in left if i not in best]
+            front += 1
+    parts = torch.tensor(rows, dtype=torch.float64)
+    assert shaping.pareto_ranks(parts=parts, group=group).tolist() == ranks
+    rewards = shaping.pareto(parts=parts, group=group)
+    assert rewards.min() > 0
+    assert rewards[torch.tensor(ranks) == 0].eq(1).all()
+    assert shaping.dominance_violations(parts=parts, rewards=rewards, group=group) == []
+    upside_down = shaping.dominance_violations(parts=parts, rewards=-rewards, group=group)
+    pairs = [
+        (i, j)
+        for i in range(len(rows))
+        for j in range(len(rows))
+        if group[i] == group[j] and dominates(rows[i], rows[j])
+    ]
+    assert upside_down == pairs
+
+
+def test_pareto_refuses_what_is_not_finite():
+    with pytest.raises(ValueError, match=r"rewards\[1\] is nan"):
+        shaping.pareto(parts=torch.tensor([[1.0], [math.nan]]), group=torch.tensor([0, 0]))
+
+
+@quick
+@given(batch=oracle.batches(), bound=st.sampled_from([0.3, math.log(2), 1.5]))
+def test_entropy_bound_equals_the_loop(batch, bound):
+    kept = filters.entropy_bound(entropy=batch.entropy, mask=batch.mask, bound=bound)
+    expected = []
+    for i, row in enumerate(batch.mask.tolist()):
+        values = [batch.entropy[i, t].item() for t, m in enumerate(row) if m]
+        expected.append(not values or sum(values) / len(values) <= bound)
+    assert kept.tolist() == expected
+
+
+VISITS = st.lists(
+    st.lists(
+        st.builds(Visit, st.sampled_from("abcd"), st.booleans(), st.booleans()),
+        max_size=5,
+        unique_by=lambda v: v.task,
+    ),
+    max_size=8,
+)
+
+
+@quick
+@given(steps=VISITS)
+def test_greso_follows_the_visits_and_resumes(steps):
+    rules, state = GresoSettings(change=0.1, floor=0.07), GresoState()
+    easy = hard = 0.5
+    history = {name: [] for name in "abcd"}
+    for visits in steps:
+        state = GresoState(**asdict(state)).update(visits, rules)
+        for visit in visits:
+            history[visit.task].append(visit)
+        if visits:
+            zero = [v for v in visits if v.zero_variance]
+            num_easy = sum(v.easy for v in zero)
+            easy += -0.1 if num_easy / len(visits) >= 1 / 12 else 0.1
+            hard += -0.1 if (len(zero) - num_easy) / len(visits) >= 1 / 6 else 0.1
+            easy, hard = (min(max(p, 0.0), 1.0) for p in (easy, hard))
+    for name, past in history.items():
+        streak = 0
+        while streak < len(past) and past[-1 - streak].zero_variance:
+            streak += 1
+        p = easy if past and past[-1].easy else hard
+        expected = 1 - max(p**streak, 0.07) if streak else 0.0
+        assert state.skip_probability(name, rules) == pytest.approx(expected, abs=1e-12)
+
+
+def test_greso_draws_are_seeded_and_keep_a_floor():
+    rules = GresoSettings(floor=0.2)
+    state = replace(GresoState(), streaks={"stuck": -50, "fresh": 1})
+    draws = [state.skips("stuck", rules, seed=1, step=s) for s in range(2000)]
+    assert draws == [state.skips("stuck", rules, seed=1, step=s) for s in range(2000)]
+    assert draws != [state.skips("stuck", rules, seed=2, step=s) for s in range(2000)]
+    assert sum(draws) / 2000 == pytest.approx(0.8, abs=0.03)
+    assert sum(state.skips("fresh", rules, seed=1, step=s) for s in range(2000)) / 2000 == pytest.approx(
+        0.5, abs=0.04
+    )
+    assert not any(state.skips("new", rules, seed=1, step=s) for s in range(200))
+
+
+def test_rft_keeps_the_first_of_equal_verified_trajectories():
+    keys = [("a", 1), ("a", 1), ("a", 2), ("a", 1), ("b", 1), ("b", 3)]
+    kept = filters.rft(rewards=[0.0, 1.0, 1.0, 1.0, 1.0, 0.5], keys=keys)
+    assert kept.tolist() == [False, True, True, False, True, False]
+    with pytest.raises(ValueError, match="shorter"):
+        filters.rft(rewards=[1.0], keys=[])
