@@ -19,6 +19,7 @@ from ludus.engines.forward import RaggedForward
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.pages import PAGE, PageTree
 from ludus.types import Completion, SamplingParams
+from waiting import until
 
 VOCAB = 300
 SMALL = EngineSettings(context_tokens=256, max_batch=32, cache_tokens=4096, pass_tokens=64)
@@ -148,8 +149,7 @@ def test_weights_that_change_under_way_drop_no_request_and_mark_each_token(recom
     async def run():
         engine = LocalEngine(old, settings=settings)
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
-        while engine.stats().decode_tokens < 60:
-            await asyncio.sleep(0)
+        await until(lambda: engine.stats().decode_tokens >= 60)
         await engine.load_weights(1, dict(new.named_parameters()))
         answers = await asyncio.gather(*tasks)
         stats = engine.stats()
@@ -183,8 +183,7 @@ def test_an_aborted_request_gives_what_it_has_and_goes_on_later():
     async def run():
         engine = LocalEngine(model, settings=SMALL)
         task = asyncio.create_task(engine.generate(request))
-        while engine.stats().decode_tokens < 10:
-            await asyncio.sleep(0)
+        await until(lambda: engine.stats().decode_tokens >= 10)
         await engine.pause()
         engine.abort("e")
         await engine.resume()

@@ -21,6 +21,7 @@ from ludus.errors import EngineBusy, EngineError, SyncError
 from ludus.training.session import model_path
 from ludus.types import Guide, SamplingParams
 from small_runs import config
+from waiting import until
 
 VOCAB = 300
 SMALL = EngineSettings(context_tokens=256, max_batch=32, cache_tokens=4096, pass_tokens=64)
@@ -324,9 +325,8 @@ def test_adapters_that_are_missing_or_do_not_fit_are_refused():
 def test_a_deadline_ends_a_request_with_what_it_has_also_while_paused():
     async def work(engine):
         params = SamplingParams(max_new_tokens=200)
-        running = asyncio.create_task(engine.generate(Request("r", (1, 2, 3), params, timeout_s=0.2)))
-        while engine.stats().decode_tokens < 2:
-            await asyncio.sleep(0)
+        running = asyncio.create_task(engine.generate(Request("r", (1, 2, 3), params, timeout_s=2.0)))
+        await until(lambda: engine.stats().decode_tokens >= 2)
         await engine.pause()
         waiting = asyncio.create_task(engine.generate(Request("w", (4, 5), params, timeout_s=0.05)))
         cut = await asyncio.wait_for(asyncio.gather(running, waiting), 20)

@@ -33,6 +33,7 @@ from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.stopping import StopStrings
 from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import SamplingParams
+from waiting import until
 
 VOCAB = 300
 SHAPE = {
@@ -489,8 +490,7 @@ def test_a_cancelled_request_does_not_disturb_the_others(under_way):
             await engine.pause()
         tasks = [asyncio.create_task(engine.generate(request)) for request in requests]
         await asyncio.sleep(0)
-        while under_way and not engine.stats().decode_tokens:
-            await asyncio.sleep(0)
+        await until(lambda: not under_way or engine.stats().decode_tokens > 0)
         tasks[1].cancel()
         await engine.resume()
         return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 10)
