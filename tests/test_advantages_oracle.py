@@ -1,6 +1,7 @@
 """Every advantage against a slow loop over random ragged batches, and what holds of all of them."""
 
 from dataclasses import fields, replace
+from inspect import signature
 
 import pytest
 import torch
@@ -10,9 +11,9 @@ from hypothesis import strategies as st
 import algorithms_oracle_advantages as oracle
 from algorithms_oracle import TOLERANCE
 from ludus.algorithms import advantages as adv
-from ludus.algorithms.advantages import ADVANTAGES, FUNCTIONS, UNNAMED
+from ludus.algorithms.advantages import ADVANTAGES, FUNCTIONS
 from ludus.algorithms.batch import Outcomes
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.presets import ADVANTAGE_OPTIONS, PRESETS, PartOptions
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 HOWS = st.sampled_from(["rewards", "turns", "both"])
@@ -316,12 +317,33 @@ def test_turns_that_do_not_count_up_are_refused():
         adv.token_rewards(mask=torch.ones(2, 3))
 
 
-@pytest.mark.parametrize("name", sorted(UNNAMED))
-def test_the_adapters_hand_over_what_the_functions_take(name):
-    assert not set(UNNAMED) & set(ADVANTAGES)
-    found = UNNAMED[name](Outcomes(ONE.rewards, ONE.group, ONE.mask), replace(PRESETS["grpo"], std_ddof=0))
-    same(found, call(name, ONE, **({"ddof": 0} if name == "reinforce_pp" else {})))
-    assert set(ADVANTAGES) | set(UNNAMED) <= set(FUNCTIONS)
+@pytest.mark.parametrize("name", sorted(ADVANTAGES))
+def test_the_registry_hands_over_what_the_functions_take(name):
+    b = ONE
+    algorithm = replace(PRESETS["grpo"], std_ddof=0, options=PartOptions(advantage=OWN.get(name, {})))
+    found = ADVANTAGES[name](Outcomes(b.rewards, b.group, b.mask, b.turn, b.turn_rewards), algorithm)
+    takes = signature(FUNCTIONS[name]).parameters
+    given = {"rewards": b.rewards, "group": b.group, "mask": b.mask, "turn": b.turn}
+    given |= {"turn_rewards": b.turn_rewards, "ddof": 0, **OWN.get(name, {})}
+    if name == "reinforce_pp":
+        del given["turn"], given["turn_rewards"]
+    same(found, FUNCTIONS[name](**{key: value for key, value in given.items() if key in takes}))
+
+
+OWN = {
+    "grpo": {"std_floor": 0.4},
+    "pass_at_k": {"k": 2},
+    "reinforce_pp": {"gamma": 0.9},
+    "turn_grpo": {"turn_weight": 0.5, "outcome_weight": 2.0},
+    "turn_return": {"gamma": 0.8},
+    "turn_return_hybrid": {"gamma": 0.7, "outcome_weight": 0.4},
+}
+
+
+def test_every_option_is_tried():
+    assert {name: set(options) for name, options in OWN.items()} == {
+        name: set(options) for name, options in ADVANTAGE_OPTIONS.items() if options
+    }
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))

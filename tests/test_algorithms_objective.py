@@ -125,7 +125,10 @@ def test_microbatches_add_up_in_any_split_and_order(batch, algorithm, data):
 
 
 def numbers(stats):
-    return [number for entry in astuple(stats) for number in (entry if isinstance(entry, tuple) else [entry])]
+    def flat(entry):
+        return [number for part in entry for number in flat(part)] if isinstance(entry, tuple) else [entry]
+
+    return flat(astuple(stats))
 
 
 def test_a_mean_of_microbatch_means_would_be_another_number():

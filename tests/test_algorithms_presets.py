@@ -69,11 +69,43 @@ def test_every_setting_reaches_the_algorithm():
         "overlong_mask": True,
         "std_ddof": 0,
         "entropy_coef": 0.01,
+        "overlong_cache": 0.3,
     }
-    assert set(settings) == set(AlgorithmConfig.model_fields) - {"preset"}
+    assert set(settings) == set(AlgorithmConfig.model_fields) - {"preset", "options"}
     resolved = resolve(AlgorithmConfig(preset="rloo", **settings))
     assert resolved == Algorithm(name="rloo", source=PRESETS["rloo"].source, **settings)
-    assert {f.name for f in fields(Algorithm)} == set(settings) | {"name", "source"}
+    assert {f.name for f in fields(Algorithm)} == set(settings) | {"name", "source", "options"}
+
+
+def test_numbers_of_a_part_reach_the_algorithm():
+    options = {"loss": {"bound": 0.3, "divergence": "kl"}}
+    assert resolve(AlgorithmConfig(preset="dppo", options=options)).options.loss == options["loss"]
+    kept = resolve(AlgorithmConfig(preset="pass_at_k"))
+    assert kept.options.advantage == {"k": 4}
+    assert resolve(AlgorithmConfig(preset="pass_at_k", advantage="grpo")).options.advantage == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"options": {"loss": {"bound": 0.1}}}, "loss.bound is nothing that the loss ppo_clip has"),
+        ({"preset": "dppo", "options": {"loss": {"bond": 0.1}}}, "'bound'"),
+        ({"preset": "dppo", "options": {"loss": {"divergence": "js"}}}, "divergence = 'js'"),
+        ({"preset": "dppo", "options": {"loss": {"bound": "wide"}}}, "bound = 'wide' is not a number"),
+        ({"preset": "dppo", "correction": "tis"}, "twice"),
+        ({"preset": "gspo", "correction": "tis"}, "one term per trajectory"),
+        ({"preset": "kl_cov", "eps_low": 0.1}, "eps_low"),
+        ({"preset": "gspo", "dual_clip": 3.0}, "no second clip"),
+    ],
+)
+def test_what_no_part_reads_is_refused(settings, words):
+    error = refused(**settings)
+    assert words in f"{error} {error.hint}"
+
+
+def test_a_loss_of_trajectories_takes_a_weight_of_trajectories():
+    options = {"correction": {"level": "geometric"}}
+    assert resolve(AlgorithmConfig(preset="gspo", correction="tis", options=options)).correction == "tis"
 
 
 def test_a_setting_that_is_off_or_zero_overrides_the_preset():

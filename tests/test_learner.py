@@ -13,7 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from ludus.algorithms.presets import PRESETS, Algorithm
 from ludus.errors import LearnerError
 from ludus.training.batch import Row, microbatches, row_of_trajectory
-from ludus.training.learner import Learner, LearnerSettings
+from ludus.training.learner import Known, Learner, LearnerSettings
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.scoring import Scorer
 from ludus.types import Segment, StopReason, Trajectory
@@ -86,7 +86,7 @@ def test_the_gradient_does_not_depend_on_the_partition(algorithm):
     proximal = [torch.rand(len(row.tokens), dtype=torch.float64).log() for row in rows]
     longest = max(len(row.tokens) for row in rows)
     whole = learner(model, algorithm, LearnerSettings(microbatch_tokens=10**6), reference)
-    expected_statistics, tokens = whole.gradient(rows, proximal)
+    expected_statistics, tokens = whole.gradient(rows, Known(proximal))
     expected = gradients(model)
     assert tokens == sum(sum(row.trains) for row in rows)
     for size in (1, 2, 3, 7):
@@ -94,7 +94,7 @@ def test_the_gradient_does_not_depend_on_the_partition(algorithm):
         order = list(range(len(rows)))
         random.Random(size).shuffle(order)
         part = learner(model, algorithm, settings, reference)
-        statistics, _ = part.gradient([rows[i] for i in order], [proximal[i] for i in order])
+        statistics, _ = part.gradient([rows[i] for i in order], Known([proximal[i] for i in order]))
         assert largest_difference(expected, gradients(model)) < 1e-10
         assert statistics.loss == pytest.approx(expected_statistics.loss, abs=1e-10)
 

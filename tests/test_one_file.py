@@ -25,7 +25,7 @@ from ludus.rollout.scheduler import Episode
 from ludus.tools.search import PassageIndex, search_tool
 from ludus.training.batch import row_of_trajectory
 from ludus.training.credit import assign_credit
-from ludus.training.learner import Learner, LearnerSettings
+from ludus.training.learner import Known, Learner, LearnerSettings
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.scoring import Scorer
 from ludus.types import Message, Segment, StopReason, Task, Trajectory
@@ -273,7 +273,7 @@ def test_loss_and_gradient_are_those_of_the_learner(dtype, moved):
         proximal = [torch.cat([s.new_zeros(1), s]) for s in scores]
     loss = one().accumulate_gradient(mine, episodes, old)
     rows = [row_of_trajectory(t, a) for t, a in zip(trajectories, advantages, strict=True)]
-    statistics, _ = learner(theirs).gradient(rows, proximal)
+    statistics, _ = learner(theirs).gradient(rows, Known(proximal))
     assert loss == pytest.approx(statistics.loss, abs=TOLERANCE[dtype])
     assert (0.1 < statistics.clip.fraction < 0.9) == moved
     for (name, own), real in zip(gradients(mine).items(), gradients(theirs).values(), strict=True):

@@ -14,12 +14,17 @@ class Outcomes:
     """The whole batch of one optimiser step, as advantages see it.
 
     `rewards` [N] (float64 is best); `group` [N] integer ids; `mask` [N, L], set on action tokens. All
-    finished members of a group belong here, also those that a filter then keeps from training.
+    finished members of a group belong here, also those that a filter then keeps from training. Where they are
+    known: `turn` [N, L] the turn of each action token, counted from 0 without gaps, `turn_rewards` [N, K],
+    `kl` [N, L] per token to the reference, for the placement `reward` of advantages that work on tokens.
     """
 
     rewards: Tensor
     group: Tensor
     mask: Tensor
+    turn: Tensor | None = None
+    turn_rewards: Tensor | None = None
+    kl: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +34,8 @@ class TokenBatch:
     `logprobs` under the weights being trained (with gradient); `old_logprobs` under the weights at the start
     of the step; `behavior_logprobs` as the engine recorded them; `ref_logprobs` under the reference. Natural
     log, of the tempered distribution. `entropy` in nats, of the full vocabulary. `mask` is set on the action
-    tokens that train; what stands elsewhere (NaN too) does not matter.
+    tokens that train; what stands elsewhere (NaN too) does not matter. `chosen` [N, L] bool are the tokens
+    that a loss of covariances treats apart.
     """
 
     logprobs: Tensor
@@ -39,6 +45,7 @@ class TokenBatch:
     mask: Tensor
     ref_logprobs: Tensor | None = None
     entropy: Tensor | None = None
+    chosen: Tensor | None = None
 
     def __post_init__(self) -> None:
         check_shapes(

@@ -16,7 +16,7 @@ from torch import Tensor
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.masking import check_shapes, clamped_ratio, select
 from ludus.algorithms.mismatch import Mismatch, MismatchByLength, mismatch, mismatch_by_length
-from ludus.algorithms.presets import Algorithm
+from ludus.algorithms.presets import Algorithm, number, word
 
 __all__ = [
     "CORRECTIONS",
@@ -137,11 +137,41 @@ def _check_bounds(low: float, high: float) -> None:
 
 CorrectionFn = Callable[[TokenBatch, Algorithm], Tensor]
 
+
+_LEVELS: tuple[Level, ...] = ("token", "sequence", "geometric")
+
+
+def _level(algorithm: Algorithm) -> Level:
+    return word(algorithm.options.correction, "level", _LEVELS)
+
+
 CORRECTIONS: dict[str, CorrectionFn] = {
     "none": lambda b, a: none(
         old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask
     ),
     "tis": lambda b, a: tis(
-        old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask, cap=a.tis_cap
+        old_logprobs=b.old_logprobs,
+        behavior_logprobs=b.behavior_logprobs,
+        mask=b.mask,
+        cap=a.tis_cap,
+        level=_level(a),
+    ),
+    "icepop": lambda b, a: icepop(
+        old_logprobs=b.old_logprobs,
+        behavior_logprobs=b.behavior_logprobs,
+        mask=b.mask,
+        low=number(a.options.correction, "low", 0.5),
+        high=number(a.options.correction, "high", 5.0),
+        level=_level(a),
+    ),
+    "decoupled": lambda b, a: decoupled(
+        old_logprobs=b.old_logprobs,
+        behavior_logprobs=b.behavior_logprobs,
+        mask=b.mask,
+        cap=number(a.options.correction, "cap", 5.0),
+    ),
+    # What it drops has left the batch before (`training.learner`).
+    "reject_sequence": lambda b, a: none(
+        old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask
     ),
 }

@@ -12,7 +12,13 @@ from torch import Tensor
 
 from ludus.algorithms.aggregate import Normaliser, aggregate
 from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.corrections import CORRECTIONS, Mismatch, mismatch
+from ludus.algorithms.corrections import (
+    CORRECTIONS,
+    Mismatch,
+    MismatchByLength,
+    mismatch,
+    mismatch_by_length,
+)
 from ludus.algorithms.kl import KLS
 from ludus.algorithms.losses import LOSSES, ClipRange, ClipStats, clip_stats
 from ludus.algorithms.masking import select
@@ -24,14 +30,15 @@ class Statistics:
     """Sums of one microbatch; `+` joins microbatches. Numbers of action tokens stand in `clip.tokens`.
 
     `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch);
-    `kl_sum` and `entropy_sum` are plain sums over action tokens, None where the batch has no reference or
-    entropy.
+    `by_length` is `mismatch` by the place of the token; `kl_sum` and `entropy_sum` are plain sums over action
+    tokens, None where the batch has no reference or entropy.
     """
 
     loss: float
     policy_loss: float
     clip: ClipStats
     mismatch: Mismatch
+    by_length: MismatchByLength
     kl_sum: float | None
     entropy_sum: float | None
 
@@ -51,6 +58,7 @@ class Statistics:
             policy_loss=self.policy_loss + other.policy_loss,
             clip=self.clip + other.clip,
             mismatch=self.mismatch + other.mismatch,
+            by_length=self.by_length + other.by_length,
             kl_sum=_add(self.kl_sum, other.kl_sum),
             entropy_sum=_add(self.entropy_sum, other.entropy_sum),
         )
@@ -82,6 +90,9 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
             mask=batch.mask,
             cap=algorithm.tis_cap if algorithm.correction == "tis" else None,
         ),
+        by_length=mismatch_by_length(
+            old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask
+        ),
         kl_sum=_sum(kl, batch.mask),
         entropy_sum=_sum(batch.entropy, batch.mask),
     )
@@ -91,8 +102,8 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
 def _policy_loss(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -> Tensor:
     loss = LOSSES[algorithm.loss](batch, algorithm)
     weights = CORRECTIONS[algorithm.correction](batch, algorithm)
-    if loss.shape != weights.shape:
-        raise ValueError(f"the loss {algorithm.loss} has no token for the weights of {algorithm.correction}")
+    if loss.ndim == 1:  # one term a trajectory, and `presets` has seen to it that it has one weight
+        weights = weights.amax(1)
     return _aggregated(loss * weights, batch, algorithm, normaliser)
 
 

@@ -8,26 +8,114 @@ from __future__ import annotations
 
 import difflib
 import warnings
-from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
 
+from ludus.algorithms.combinations import check_corrections
 from ludus.config.schema import AlgorithmConfig
+from ludus.config.schema import PartOptions as PartOptionsConfig
 from ludus.errors import ConfigError
 
-ADVANTAGE_NAMES = ("grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline", "raw")
-LOSS_NAMES = ("ppo_clip", "reinforce")
+ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
+    "grpo": ("std_floor",),
+    "dr_grpo": (),
+    "rloo": (),
+    "opo": (),
+    "maxrl": (),
+    "best_of_group": (),
+    "pass_at_k": ("k",),
+    "reinforce_pp": ("gamma",),
+    "reinforce_pp_baseline": (),
+    "turn_grpo": ("turn_weight", "outcome_weight"),
+    "turn_return": ("gamma",),
+    "turn_return_hybrid": ("gamma", "outcome_weight"),
+    "raw": (),
+}
+"""Advantages, and the numbers of their own that `algorithm.options.advantage` may hold."""
+LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
+    "ppo_clip": (),
+    "reinforce": (),
+    "gspo": (),
+    "gspo_token": (),
+    "cispo": (),
+    "gmpo": (),
+    "sapo": ("tau_pos", "tau_neg"),
+    "dppo": ("bound", "divergence"),
+    "gtpo": ("amplify", "entropy_bound"),
+    "clip_cov": ("share", "low", "high"),
+    "kl_cov": ("share", "coef"),
+}
+CORRECTION_OPTIONS: dict[str, tuple[str, ...]] = {
+    "none": (),
+    "tis": ("level",),
+    "icepop": ("low", "high", "level"),
+    "decoupled": ("cap",),
+    "reject_sequence": ("low", "high", "by"),
+}
+OPTION_WORDS: dict[str, tuple[str, ...]] = {
+    "level": ("token", "sequence", "geometric"),
+    "by": ("geometric", "largest"),
+    "divergence": ("tv", "kl"),
+}
+"""Options that are words and not numbers."""
+ADVANTAGE_NAMES = tuple(ADVANTAGE_OPTIONS)
+LOSS_NAMES = tuple(LOSS_OPTIONS)
 AGGREGATION_NAMES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
 KL_NAMES = ("k1", "k2", "k3", "abs", "k3_k2grad")
-CORRECTION_NAMES = ("none", "tis")
+CORRECTION_NAMES = tuple(CORRECTION_OPTIONS)
 PLACEMENTS = ("loss", "reward", "advantage")
 
-CLIPPING_LOSSES = ("ppo_clip",)
-"""Losses that read eps_low, eps_high and dual_clip."""
-SCALED_ADVANTAGES = ("grpo", "reinforce_pp_baseline")
+CLIPPING_LOSSES = ("ppo_clip", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov")
+"""Losses that read eps_low and eps_high."""
+DUAL_CLIPPING_LOSSES = ("ppo_clip", "clip_cov")
+"""Losses that read dual_clip."""
+SEQUENCE_LOSSES = ("gspo", "gmpo")
+"""Losses with one term per trajectory, which is averaged over the trajectories."""
+SCALED_ADVANTAGES = (
+    "grpo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+    "turn_grpo",
+    "turn_return",
+    "turn_return_hybrid",
+)
 """Advantages that divide by a standard deviation and so read std_ddof."""
+TURN_ADVANTAGES = ("turn_grpo", "turn_return", "turn_return_hybrid")
+"""Advantages that read the rewards of turns."""
+
+Options = dict[str, float | str]
 
 Placement = Literal["loss", "reward", "advantage"]
+
+
+def number(options: Options, name: str, default: float) -> float:
+    """An option that is a number."""
+    value = options.get(name, default)
+    if isinstance(value, str):
+        raise ConfigError(f"{name} = {value!r} is not a number.")
+    return value
+
+
+W = TypeVar("W", bound=str)
+
+
+def word(options: Options, name: str, choices: Sequence[W]) -> W:
+    """An option that is one of some words; the first is the default."""
+    value = options.get(name, choices[0])
+    for choice in choices:
+        if choice == value:
+            return choice
+    raise ConfigError(f"{name} = {value!r} is not known.", f"There are: {', '.join(choices)}.")
+
+
+@dataclass(frozen=True, slots=True)
+class PartOptions:
+    """What the three parts have to themselves."""
+
+    advantage: Options = field(default_factory=dict)
+    loss: Options = field(default_factory=dict)
+    correction: Options = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,60 +145,133 @@ class Algorithm:
     overlong_mask: bool = False
     std_ddof: int = 1
     entropy_coef: float = 0.0
+    overlong_cache: float = 0.0
+    options: PartOptions = PartOptions()
 
 
-PRESETS: dict[str, Algorithm] = {
-    "grpo": Algorithm(
+_PRESETS = (
+    Algorithm(
         name="grpo",
         source="arXiv:2402.03300 with the clip range and aggregation of arXiv:2503.14476, no KL",
         eps_high=0.28,
         zero_variance=True,
     ),
-    "grpo_paper": Algorithm(
+    Algorithm(
         name="grpo_paper",
         source="arXiv:2402.03300",
         aggregation="seq_mean_token_mean",
         kl_coef=0.04,
         std_ddof=0,
     ),
-    "dapo": Algorithm(
+    Algorithm(
         name="dapo",
-        source="arXiv:2503.14476, without its soft overlong punishment (a reward)",
+        source="arXiv:2503.14476",
         eps_high=0.28,
         zero_variance=True,
         resample_rounds=3,
         overlong_mask=True,
+        overlong_cache=0.2,
     ),
-    "dr_grpo": Algorithm(
-        name="dr_grpo", source="arXiv:2503.20783", advantage="dr_grpo", aggregation="constant"
-    ),
-    "rloo": Algorithm(
+    Algorithm(name="dr_grpo", source="arXiv:2503.20783", advantage="dr_grpo", aggregation="constant"),
+    Algorithm(
         name="rloo",
         source="arXiv:2402.14740, without its KL term",
         advantage="rloo",
         loss="reinforce",
         aggregation="seq_mean_token_sum",
     ),
-    "reinforce": Algorithm(
+    Algorithm(
         name="reinforce",
         source="Williams 1992",
         advantage="raw",
         loss="reinforce",
         aggregation="seq_mean_token_sum",
     ),
-}
+    Algorithm(
+        name="reinforce_pp",
+        source="arXiv:2501.03262",
+        advantage="reinforce_pp",
+        kl="k1",
+        kl_coef=0.01,
+        kl_placement="reward",
+    ),
+    Algorithm(
+        name="reinforce_pp_baseline",
+        source="arXiv:2501.03262, its form for several samples a task",
+        advantage="reinforce_pp_baseline",
+        kl="k2",
+        kl_coef=0.01,
+    ),
+    Algorithm(
+        name="gspo",
+        source="arXiv:2507.18071",
+        loss="gspo",
+        aggregation="seq_mean_token_mean",
+        eps_low=3e-4,
+        eps_high=4e-4,
+    ),
+    Algorithm(
+        name="gspo_token",
+        source="arXiv:2507.18071, section 4.3",
+        loss="gspo_token",
+        aggregation="seq_mean_token_mean",
+        eps_low=3e-4,
+        eps_high=4e-4,
+    ),
+    Algorithm(
+        name="cispo",
+        source="arXiv:2506.13585",
+        loss="cispo",
+        eps_low=1.0,
+        eps_high=0.28,
+        zero_variance=True,
+    ),
+    Algorithm(name="gmpo", source="arXiv:2507.20673", loss="gmpo", eps_low=0.4, eps_high=0.4),
+    Algorithm(name="sapo", source="arXiv:2511.20347", loss="sapo", aggregation="seq_mean_token_mean"),
+    Algorithm(name="dppo", source="arXiv:2602.04879", loss="dppo"),
+    Algorithm(name="gtpo", source="arXiv:2508.03772", loss="gtpo", zero_variance=True),
+    Algorithm(name="clip_cov", source="arXiv:2505.22617", loss="clip_cov"),
+    Algorithm(name="kl_cov", source="arXiv:2505.22617", loss="kl_cov"),
+    Algorithm(name="opo", source="arXiv:2505.23585", advantage="opo", loss="reinforce"),
+    Algorithm(name="maxrl", source="arXiv:2602.02710", advantage="maxrl", loss="reinforce"),
+    Algorithm(name="best_of_group", source="arXiv:2503.19595", advantage="best_of_group"),
+    Algorithm(
+        name="pass_at_k",
+        source="arXiv:2508.10751",
+        advantage="pass_at_k",
+        options=PartOptions(advantage={"k": 4}),
+    ),
+    Algorithm(name="turn_grpo", source="arXiv:2505.11821", advantage="turn_grpo", kl_coef=0.04),
+    Algorithm(
+        name="turn_return",
+        source="arXiv:2511.14846",
+        advantage="turn_return",
+        options=PartOptions(advantage={"gamma": 0.9}),
+    ),
+    Algorithm(
+        name="turn_return_hybrid", source="arXiv:2604.02869, equation 2", advantage="turn_return_hybrid"
+    ),
+)
+PRESETS: dict[str, Algorithm] = {preset.name: preset for preset in _PRESETS}
 
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
     """The preset with the configured changes. Raises ConfigError for unknown names and contradictions."""
     _check_name("preset", config.preset, PRESETS)
-    changes = config.model_dump(exclude_none=True, exclude={"preset"})
-    algorithm = replace(PRESETS[config.preset], **changes)
+    preset = PRESETS[config.preset]
+    changes = config.model_dump(exclude_none=True, exclude={"preset", "options"})
+    algorithm = replace(preset, **changes)
+    algorithm = replace(algorithm, options=_options(config.options, preset, algorithm))
     _check_name("advantage", algorithm.advantage, ADVANTAGE_NAMES)
     _check_name("loss", algorithm.loss, LOSS_NAMES)
     _check_name("aggregation", algorithm.aggregation, AGGREGATION_NAMES)
     _check_name("kl", algorithm.kl, KL_NAMES)
     _check_name("correction", algorithm.correction, CORRECTION_NAMES)
+    _check_options("advantage", algorithm.advantage, algorithm.options.advantage, ADVANTAGE_OPTIONS)
+    _check_options("loss", algorithm.loss, algorithm.options.loss, LOSS_OPTIONS)
+    _check_options("correction", algorithm.correction, algorithm.options.correction, CORRECTION_OPTIONS)
+    check_corrections(algorithm.correction, algorithm.loss, algorithm.advantage)
+    _check_sequence_weights(algorithm)
     _refuse_idle_settings(config, algorithm)
     if algorithm.resample_rounds and not algorithm.zero_variance:
         raise ConfigError(
@@ -121,6 +282,43 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     if algorithm.kl_coef > 0:
         check_placement(algorithm.kl, algorithm.kl_placement)
     return algorithm
+
+
+def _check_options(part: str, name: str, options: Options, known: Mapping[str, tuple[str, ...]]) -> None:
+    """Raises ConfigError for an option that this part does not have, or that it cannot take."""
+    for key in options:
+        if key in known[name]:
+            word(options, key, OPTION_WORDS[key]) if key in OPTION_WORDS else number(options, key, 0.0)
+        else:
+            near = difflib.get_close_matches(key, known[name], n=1, cutoff=0.5)
+            guess = f"Did you mean {near[0]!r}? " if near else ""
+            have = ", ".join(known[name]) or "none"
+            raise ConfigError(
+                f"algorithm.options.{part}.{key} is nothing that the {part} {name} has.",
+                f"{guess}It has: {have}.",
+            )
+
+
+def _check_sequence_weights(algorithm: Algorithm) -> None:
+    """A loss with one term a trajectory takes one weight a trajectory."""
+    if algorithm.loss not in SEQUENCE_LOSSES or algorithm.correction in ("none", "reject_sequence"):
+        return
+    if algorithm.options.correction.get("level", "token") == "token":
+        raise ConfigError(
+            f"The loss {algorithm.loss} has one term per trajectory, and algorithm.correction = "
+            f"{algorithm.correction!r} weighs tokens.",
+            "Set algorithm.options.correction.level = 'sequence' or 'geometric', or correction = 'none'.",
+        )
+
+
+def _options(given: PartOptionsConfig, preset: Algorithm, algorithm: Algorithm) -> PartOptions:
+    """The preset's numbers with those given; a part that is replaced brings none of the preset's."""
+    own = preset.options
+    return PartOptions(
+        advantage=(own.advantage if algorithm.advantage == preset.advantage else {}) | given.advantage,
+        loss=(own.loss if algorithm.loss == preset.loss else {}) | given.loss,
+        correction=(own.correction if algorithm.correction == preset.correction else {}) | given.correction,
+    )
 
 
 def check_placement(kl: str, placement: str) -> None:
@@ -140,7 +338,8 @@ def _refuse_idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> None
     if algorithm.loss not in CLIPPING_LOSSES:
         _refuse("eps_low", config.eps_low, f"the loss {algorithm.loss} does not clip")
         _refuse("eps_high", config.eps_high, f"the loss {algorithm.loss} does not clip")
-        _refuse("dual_clip", config.dual_clip, f"the loss {algorithm.loss} does not clip")
+    if algorithm.loss not in DUAL_CLIPPING_LOSSES:
+        _refuse("dual_clip", config.dual_clip, f"the loss {algorithm.loss} has no second clip")
     if algorithm.advantage not in SCALED_ADVANTAGES:
         _refuse("std_ddof", config.std_ddof, f"the advantage {algorithm.advantage} has no deviation in it")
     if algorithm.correction != "tis":

@@ -164,11 +164,22 @@ class EngineConfig(Section):
     """Where new weights are written; the server must see the same path. None takes a temporary folder."""
 
 
+class PartOptions(Section):
+    """Numbers and words that one part of an algorithm has to itself; `ludus algorithms` lists them."""
+
+    advantage: dict[str, float | str] = {}
+    """Of the advantage, such as turn_grpo's outcome_weight."""
+    loss: dict[str, float | str] = {}
+    """Of the loss, such as sapo's tau_neg."""
+    correction: dict[str, float | str] = {}
+    """Of the correction, such as icepop's low and high."""
+
+
 class AlgorithmConfig(Section):
     """A preset by name and what to change in it; None keeps the preset's value."""
 
     preset: str = "grpo"
-    """The algorithm that the other settings start from: grpo, grpo_paper, dapo, dr_grpo, rloo, reinforce."""
+    """The algorithm that the other settings start from; `ludus algorithms` lists them."""
     group_size: Annotated[int, Why("a group of one has no baseline to compare with")] = Field(8, ge=2)
     """Trajectories per task (G)."""
     advantage: str | None = None
@@ -188,9 +199,9 @@ class AlgorithmConfig(Section):
     kl_coef: float | None = Field(None, ge=0)
     """Weight of the KL term; 0 is no term."""
     kl_placement: Literal["loss", "reward", "advantage"] | None = None
-    """Where the KL term goes; the learner runs `loss`."""
+    """Where the KL term goes: into the loss, or detached into the reward or the advantage."""
     correction: str | None = Field(None, examples=["none", "tis"])
-    """Off-policy correction between engine and learner: none, tis."""
+    """Off-policy correction between engine and learner: none, tis, icepop, decoupled, reject_sequence."""
     tis_cap: float | None = Field(None, gt=0)
     """Largest importance weight between engine and learner (with tis)."""
     zero_variance: bool | None = None
@@ -203,6 +214,10 @@ class AlgorithmConfig(Section):
     """Divisor n - std_ddof of the standard deviation in a group."""
     entropy_coef: float | None = Field(None, ge=0)
     """Weight of the entropy bonus; 0 is none."""
+    overlong_cache: float | None = Field(None, ge=0, le=1)
+    """Soft overlong punishment: the reward falls by up to 1 over this last share of the action tokens that an
+    episode may have; 0 is none."""
+    options: PartOptions = PartOptions()
 
 
 class TrainingConfig(Section):

@@ -56,17 +56,34 @@ def row_of_segments(segments: Sequence[Segment]) -> Row:
     return Row(tokens, trains, (False,) * len(tokens), zeros, tuple(map(float, trains)))
 
 
-def row_of_trajectory(trajectory: Trajectory, advantage: float, *, mask_observations: bool = True) -> Row:
-    """The row of a chain: its action tokens train with one advantage.
+def row_of_trajectory(
+    trajectory: Trajectory, advantage: float | Sequence[float], *, mask_observations: bool = True
+) -> Row:
+    """The row of a chain, in which action tokens train.
 
-    With `mask_observations` False observation tokens train as well, as if the model had written them.
+    `advantage` is one number, or one for each action token. With `mask_observations` False observation tokens
+    train as well, as if the model had written them, with the advantage of the action before.
     """
     sampled = trajectory.action_mask
     trains = sampled
     if not mask_observations:
         trains = tuple(s.kind != "prompt" for s in trajectory.chain for _ in s.tokens)
-    advantages = tuple(advantage if t else 0.0 for t in trains)
+    if isinstance(advantage, float | int):
+        advantages = tuple(float(advantage) if t else 0.0 for t in trains)
+    else:
+        advantages = _spread(advantage, sampled, trains)
     return Row(trajectory.token_ids, trains, sampled, trajectory.behavior_logprobs, advantages)
+
+
+def _spread(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
+    """A value for each action token onto the row; other tokens that train have that of the action before."""
+    given = iter(values)
+    found, current = [], 0.0
+    for action, train in zip(sampled, trains, strict=True):
+        if action:
+            current = next(given)
+        found.append(current if train else 0.0)
+    return tuple(found)
 
 
 def microbatches(

@@ -2,33 +2,55 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 
 from ludus.algorithms.advantages import ADVANTAGES
 from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.filters import overlong_mask, zero_variance
-from ludus.algorithms.presets import Algorithm
+from ludus.algorithms.kl import penalised_advantages, penalised_rewards
+from ludus.algorithms.losses import conflict_weights
+from ludus.algorithms.presets import Algorithm, number
+from ludus.algorithms.shaping import soft_overlong
 from ludus.rollout.ledger import Ledger, Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord
 from ludus.training.batch import Row, row_of_trajectory
-from ludus.types import StopReason
+from ludus.types import StopReason, Trajectory
 
 CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
 """Stop reasons of a trajectory that a token limit ended: what the overlong filter masks."""
+TOKEN_ADVANTAGES = ("reinforce_pp",)
+"""Advantages that take the KL of a reward token by token."""
 
 
 @dataclass(frozen=True)
 class Credit:
-    """What becomes of one episode. `advantage` is None unless it took part in its group's comparison."""
+    """What becomes of one episode.
+
+    `advantages` has one number per action token; None unless the episode took part in its group's comparison.
+    `group` numbers the groups of a step.
+    """
 
     episode: Episode
     outcome: Outcome
     reason: str
-    advantage: float | None = None
+    group: int = 0
+    advantages: tuple[float, ...] | None = None
+
+    @property
+    def advantage(self) -> float | None:
+        """The mean over the action tokens: the advantage itself where all carry the same."""
+        if self.advantages is None:
+            return None
+        first = self.advantages[0] if self.advantages else 0.0
+        if all(value == first for value in self.advantages):
+            return first
+        return math.fsum(self.advantages) / len(self.advantages)
 
     @property
     def record(self) -> RolloutRecord:
@@ -45,20 +67,40 @@ class Credit:
         )
 
 
-def assign_credit(groups: Sequence[Sequence[Episode]], algorithm: Algorithm) -> list[Credit]:
-    """One credit for each episode of the groups, in order.
+def assign_credit(
+    groups: Sequence[Sequence[Episode]],
+    algorithm: Algorithm,
+    max_action_tokens: int = 0,
+    first_group: int = 0,
+) -> list[Credit]:
+    """One credit for each episode of the groups, in order; groups are numbered from `first_group`.
 
     A group with a failed member is dropped whole: a partial group is never trained. Statistics of a group
     run over all its members; those that a filter takes out keep their advantage on record and do not train.
+    `max_action_tokens` is the most that an episode may have, which the soft overlong punishment counts from.
     """
     credits: list[Credit] = []
-    compared: list[Sequence[Episode]] = []
-    for group in groups:
+    compared: list[Credit] = []
+    for place, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
             credits += [_of_partial_group(episode) for episode in group]
         else:
-            compared.append(group)
-    return credits + _compare(compared, algorithm)
+            compared += [Credit(episode, Outcome.TRAINED, "trained", place) for episode in group]
+    return credits + _compare(compared, algorithm, max_action_tokens)
+
+
+def with_kl(
+    credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int, kl: Sequence[Tensor]
+) -> list[Credit]:
+    """The same fates, with advantages that count the KL to the reference, placed as `algorithm` says.
+
+    `kl` holds, for each credit that was compared and in their order, the estimate per action token `[n_i]`.
+    """
+    compared = [credit for credit in credits if credit.advantages is not None]
+    found = iter(_advantages(compared, algorithm, max_action_tokens, kl))
+    return [
+        credit if credit.advantages is None else replace(credit, advantages=next(found)) for credit in credits
+    ]
 
 
 def _of_partial_group(episode: Episode) -> Credit:
@@ -68,20 +110,20 @@ def _of_partial_group(episode: Episode) -> Credit:
     return Credit(episode, Outcome.DROPPED, "partial_group")
 
 
-def _compare(groups: Sequence[Sequence[Episode]], algorithm: Algorithm) -> list[Credit]:
-    episodes = [episode for group in groups for episode in group]
-    if not episodes:
+def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int) -> list[Credit]:
+    if not credits:
         return []
-    rewards = torch.tensor([e.trajectory.reward for e in episodes], dtype=torch.float64)
-    index = torch.tensor([i for i, group in enumerate(groups) for _ in group])
+    trajectories = [credit.episode.trajectory for credit in credits]
+    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
+    index = torch.tensor([credit.group for credit in credits])
     varied = zero_variance(rewards=rewards, group=index)
-    whole = overlong_mask(truncated=[e.trajectory.stop_reason in CUT_OFF for e in episodes])
-    fates = [_fate(episode, bool(varied[i]), bool(whole[i]), algorithm) for i, episode in enumerate(episodes)]
-    advantages = _advantages(episodes, rewards, index, algorithm)
-    return [
-        Credit(episode, outcome, reason, advantage)
-        for episode, (outcome, reason), advantage in zip(episodes, fates, advantages, strict=True)
-    ]
+    whole = overlong_mask(truncated=[t.stop_reason in CUT_OFF for t in trajectories])
+    advantages = _advantages(credits, algorithm, max_action_tokens)
+    found = []
+    for i, credit in enumerate(credits):
+        outcome, reason = _fate(credit.episode, bool(varied[i]), bool(whole[i]), algorithm)
+        found.append(replace(credit, outcome=outcome, reason=reason, advantages=advantages[i]))
+    return found
 
 
 def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[Outcome, str]:
@@ -95,14 +137,89 @@ def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> 
 
 
 def _advantages(
-    episodes: Sequence[Episode], rewards: torch.Tensor, index: torch.Tensor, algorithm: Algorithm
-) -> list[float]:
-    """The advantage of each trajectory: the same on all its action tokens."""
-    lengths = [max(1, episode.trajectory.num_action_tokens) for episode in episodes]
-    mask = torch.arange(max(lengths))[None, :] < torch.tensor(lengths)[:, None]
-    per_token = ADVANTAGES[algorithm.advantage](Outcomes(rewards, index, mask), algorithm)
-    found: list[float] = per_token[:, 0].tolist()
-    return found
+    credits: Sequence[Credit],
+    algorithm: Algorithm,
+    max_action_tokens: int,
+    kl: Sequence[Tensor] | None = None,
+) -> list[tuple[float, ...]]:
+    """One number per action token of each trajectory."""
+    outcomes = _outcomes(credits, kl)
+    rewards = outcomes.rewards
+    if algorithm.overlong_cache > 0 and max_action_tokens > 0:
+        cache = max(1, round(algorithm.overlong_cache * max_action_tokens))
+        lengths = outcomes.mask.sum(1)
+        rewards = rewards + soft_overlong(lengths=lengths, max_length=max_action_tokens, cache=cache)
+    penalty = None if kl is None else outcomes.kl
+    token_level = algorithm.advantage in TOKEN_ADVANTAGES
+    if penalty is not None and algorithm.kl_placement == "reward" and not token_level:
+        rewards = penalised_rewards(rewards=rewards, kl=penalty, mask=outcomes.mask, coef=algorithm.kl_coef)
+    given = replace(outcomes, rewards=rewards)
+    if algorithm.kl_placement != "reward":
+        given = replace(given, kl=None)
+    found = ADVANTAGES[algorithm.advantage](given, algorithm)
+    if penalty is not None and algorithm.kl_placement == "advantage":
+        found = penalised_advantages(advantages=found, kl=penalty, mask=outcomes.mask, coef=algorithm.kl_coef)
+    if algorithm.loss == "gtpo":
+        found = found * _spared(credits, outcomes, found, algorithm)
+    rows = found.tolist()
+    return [tuple(row[:n]) for row, n in zip(rows, outcomes.mask.sum(1).tolist(), strict=True)]
+
+
+def _outcomes(credits: Sequence[Credit], kl: Sequence[Tensor] | None) -> Outcomes:
+    """The batch, action tokens alone: column `j` is the j-th action token of a trajectory."""
+    trajectories = [credit.episode.trajectory for credit in credits]
+    lengths = torch.tensor([t.num_action_tokens for t in trajectories])
+    width = max(1, int(lengths.max()))
+    turns = [_turns_of_actions(t) for t in trajectories]
+    most = max((max(row, default=0) + 1 for row in turns), default=1)
+    turn = torch.zeros(len(turns), width, dtype=torch.int64)
+    turn_rewards = torch.zeros(len(turns), most, dtype=torch.float64)
+    penalties = torch.zeros(len(turns), width, dtype=torch.float64)
+    for i, row in enumerate(turns):
+        turn[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        given = trajectories[i].turn_rewards[:most]
+        turn_rewards[i, : len(given)] = torch.tensor(given, dtype=torch.float64)
+        if kl is not None:
+            penalties[i, : len(row)] = kl[i].double().cpu()
+    return Outcomes(
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
+        group=torch.tensor([credit.group for credit in credits]),
+        mask=torch.arange(width)[None, :] < lengths[:, None],
+        turn=turn,
+        turn_rewards=turn_rewards,
+        kl=None if kl is None else penalties,
+    )
+
+
+def _turns_of_actions(trajectory: Trajectory) -> list[int]:
+    """The turn of each action token, counted from 0 without gaps."""
+    of_actions = [
+        t for t, action in zip(trajectory.turn_index, trajectory.action_mask, strict=True) if action
+    ]
+    numbers = {turn: number for number, turn in enumerate(dict.fromkeys(of_actions))}
+    return [numbers[turn] for turn in of_actions]
+
+
+def _spared(
+    credits: Sequence[Credit], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
+) -> Tensor:
+    """GTPO's weights of conflict tokens."""
+    ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
+    for i, credit in enumerate(credits):
+        trajectory = credit.episode.trajectory
+        actions = [
+            token
+            for token, action in zip(trajectory.token_ids, trajectory.action_mask, strict=True)
+            if action
+        ]
+        ids[i, : len(actions)] = torch.tensor(actions, dtype=torch.int64)
+    return conflict_weights(
+        token_ids=ids,
+        group=outcomes.group,
+        advantages=advantages,
+        mask=outcomes.mask,
+        amplify=number(algorithm.options.loss, "amplify", 2.0),
+    )
 
 
 def settle(ledger: Ledger, credits: Sequence[Credit]) -> None:
@@ -116,7 +233,7 @@ def training_rows(credits: Sequence[Credit], *, mask_observations: bool) -> list
     """The rows of those that train."""
     return [
         row_of_trajectory(
-            credit.episode.trajectory, credit.advantage or 0.0, mask_observations=mask_observations
+            credit.episode.trajectory, credit.advantages or (), mask_observations=mask_observations
         )
         for credit in credits
         if credit.outcome is Outcome.TRAINED

@@ -16,14 +16,19 @@ from torch import Tensor
 
 from ludus.algorithms.aggregate import Normaliser
 from ludus.algorithms.batch import TokenBatch
+from ludus.algorithms.kl import KLS
+from ludus.algorithms.losses import CovarianceMeans, choose_between, choose_highest, token_covariance
 from ludus.algorithms.objective import Statistics, objective
-from ludus.algorithms.presets import Algorithm
+from ludus.algorithms.presets import Algorithm, number
 from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batch import Microbatch, Row, microbatches
 from ludus.training.head import Entropy
 from ludus.training.optimiser import Optimiser
 from ludus.training.scoring import Scorer, Scores
+
+CHOOSING_LOSSES = ("clip_cov", "kl_cov")
+"""Losses that treat some tokens apart, which are chosen over the whole batch."""
 
 
 class TokenScorer(Protocol):
@@ -36,7 +41,7 @@ class TokenScorer(Protocol):
 class LearnerSettings:
     """How a batch is worked through.
 
-    `microbatch_tokens` bounds the padded tokens of one forward pass. `trajectory_tokens` is the C of the
+    `microbatch_tokens` bounds the tokens of one forward pass. `trajectory_tokens` is the C of the
     `constant` aggregation.
     """
 
@@ -44,6 +49,25 @@ class LearnerSettings:
     epochs: int = 1
     minibatches: int = 1
     trajectory_tokens: int = 768
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of each row before its gradient, `[T]` each.
+
+    `proximal` are the log-probabilities of the weights at the start of the step; None means that the present
+    weights are those, so that the ratio is exactly 1. `chosen` marks tokens that were chosen over the batch.
+    """
+
+    proximal: Sequence[Tensor] | None = None
+    chosen: Sequence[Tensor] | None = None
+
+    def of(self, index: Sequence[int]) -> Known:
+        """What is known of these rows."""
+        return Known(
+            None if self.proximal is None else [self.proximal[i] for i in index],
+            None if self.chosen is None else [self.chosen[i] for i in index],
+        )
 
 
 @dataclass
@@ -56,17 +80,46 @@ class Learner:
     settings: LearnerSettings = field(default_factory=LearnerSettings)
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
 
-    def train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
+    def score(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Log-probabilities `[T]` of each row's training tokens under the present weights."""
+        return [scores.logprobs for scores in self._score_all(rows, self.scorer)]
+
+    def entropies(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Entropies `[T]` in nats at each row's training tokens under the present weights."""
+        found = self._score_all(rows, self.scorer, "value")
+        return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
+
+    def penalties(self, rows: Sequence[Row], proximal: Sequence[Tensor]) -> list[Tensor]:
+        """The KL estimate to the reference `[T]` of each row, 0 off its training tokens.
+
+        Raises LearnerError without a reference.
+        """
+        if "reference" not in self.scorers:
+            raise LearnerError("There is no reference to take a KL to.")
+        references = self._score_all(rows, self.scorers["reference"])
+        estimate = KLS[self.algorithm.kl]
+        return [
+            estimate(logprobs=own, ref_logprobs=theirs.logprobs)
+            for own, theirs in zip(proximal, references, strict=True)
+        ]
+
+    def train(
+        self, rows: Sequence[Row], seed: int, proximal: Sequence[Tensor] | None = None
+    ) -> dict[str, float]:
         """Work through one batch of rows; gives the metrics, averaged over its optimiser steps.
 
-        `seed` orders the rows where there are several minibatches. Without a row nothing changes. Raises
-        LearnerError where loss or gradient is not finite; the weights are then those of the last good step.
+        `seed` orders the rows where there are several minibatches. `proximal` holds, per row, the
+        log-probabilities `[T]` under the present weights, where they are known already (`score`). Without a
+        row nothing changes. Raises LearnerError where loss or gradient is not finite; the weights are then
+        those of the last good step.
         """
         if not rows:
             return {}
         settings = self.settings
         num_updates = settings.epochs * settings.minibatches
-        proximal = self._score_all(rows) if num_updates > 1 else None
+        if proximal is None and (num_updates > 1 or self.algorithm.loss in CHOOSING_LOSSES):
+            proximal = self.score(rows)
+        known = Known(proximal, choose_tokens(rows, proximal, self.algorithm, seed) if proximal else None)
         shuffled = random.Random(seed)
         reports = []
         for _ in range(settings.epochs):
@@ -76,44 +129,34 @@ class Learner:
             for part in range(settings.minibatches):
                 chosen = order[part :: settings.minibatches]
                 if chosen:
-                    reports.append(self._update(rows, chosen, proximal))
+                    reports.append(self._update([rows[i] for i in chosen], known.of(chosen)))
         return _mean_metrics(reports)
 
-    def gradient(
-        self, rows: Sequence[Row], proximal: Sequence[Tensor] | None = None
-    ) -> tuple[Statistics, int]:
-        """Add the gradient of one batch to the parameters' `.grad`; gives statistics and the tokens trained.
-
-        `proximal` holds, per row, the log-probabilities `[T]` of the weights at the start of the step; None
-        means that these are those weights, so that the ratio is exactly 1.
-        """
-        dtype = next(self.scorer.model.parameters()).dtype
+    def gradient(self, rows: Sequence[Row], known: Known | None = None) -> tuple[Statistics, int]:
+        """Add the gradient of a batch to the parameters' `.grad`; gives statistics and the tokens trained."""
+        known = known or Known()
         device = next(self.scorer.model.parameters()).device
-        parts = microbatches(
-            rows,
-            self.settings.microbatch_tokens,
-            device,
-            dtype if dtype == torch.float64 else torch.float32,
-            shared=self.scorer.shares_prefixes,
-        )
+        limit, shared = self.settings.microbatch_tokens, self.scorer.shares_prefixes
+        parts = microbatches(rows, limit, device, self._float, shared=shared)
         tokens = sum(sum(row.trains[1:]) for row in rows)
         normaliser = Normaliser(
             tokens, sum(any(row.trains[1:]) for row in rows), self.settings.trajectory_tokens
         )
         total: Statistics | None = None
         for part in parts:
-            statistics = self._backward(part, normaliser, proximal)
+            statistics = self._backward(part, normaliser, known)
             total = statistics if total is None else total + statistics
         if total is None:
             raise ValueError("a batch needs at least one row")
         return total, tokens
 
-    def _update(
-        self, rows: Sequence[Row], chosen: Sequence[int], proximal: Sequence[Tensor] | None
-    ) -> dict[str, float]:
-        batch = [rows[i] for i in chosen]
-        old = None if proximal is None else [proximal[i] for i in chosen]
-        statistics, tokens = self.gradient(batch, old)
+    @property
+    def _float(self) -> torch.dtype:
+        dtype = next(self.scorer.model.parameters()).dtype
+        return dtype if dtype == torch.float64 else torch.float32
+
+    def _update(self, batch: Sequence[Row], known: Known) -> dict[str, float]:
+        statistics, tokens = self.gradient(batch, known)
         rate = self.optimiser.settings.rate(self.optimiser.num_steps)
         norm = self.optimiser.step()
         return _metrics(statistics) | {
@@ -123,12 +166,12 @@ class Learner:
             "batch/trained_rows": float(len(batch)),
         }
 
-    def _backward(
-        self, part: Microbatch, normaliser: Normaliser, proximal: Sequence[Tensor] | None
-    ) -> Statistics:
+    def _backward(self, part: Microbatch, normaliser: Normaliser, known: Known) -> Statistics:
         entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
         scores = self.scorer.score(part.tokens, part.trains, entropy)
-        old = scores.logprobs.detach() if proximal is None else _gathered(proximal, part, scores.logprobs)
+        old = scores.logprobs.detach()
+        if known.proximal is not None:
+            old = _gathered(known.proximal, part, old)
         batch = TokenBatch(
             logprobs=scores.logprobs,
             old_logprobs=old,
@@ -137,6 +180,7 @@ class Learner:
             mask=_scored(part.trains),
             ref_logprobs=self._reference(part),
             entropy=scores.entropy,
+            chosen=None if known.chosen is None else _gathered(known.chosen, part, part.trains),
         )
         loss, statistics = objective(batch, self.algorithm, normaliser)
         if not torch.isfinite(loss):
@@ -155,14 +199,17 @@ class Learner:
             return self.scorers["reference"].score(part.tokens, part.trains).logprobs
 
     @torch.no_grad()
-    def _score_all(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Log-probabilities `[T]` of each row under the present weights."""
+    def _score_all(self, rows: Sequence[Row], scorer: TokenScorer, entropy: Entropy = "none") -> list[Scores]:
+        """The scores of each row, `[T]`."""
         device = next(self.scorer.model.parameters()).device
-        found: dict[int, Tensor] = {}
+        found: dict[int, Scores] = {}
         limit, shared = self.settings.microbatch_tokens, self.scorer.shares_prefixes
-        for part in microbatches(rows, limit, device, torch.float32, shared=shared):
-            scores = self.scorer.score(part.tokens, part.trains)
-            found |= {i: scores.logprobs[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        for part in microbatches(rows, limit, device, self._float, shared=shared):
+            scores = scorer.score(part.tokens, part.trains, entropy)
+            for place, i in enumerate(part.index):
+                length = len(rows[i].tokens)
+                spread = None if scores.entropy is None else scores.entropy[place, :length]
+                found[i] = Scores(scores.logprobs[place, :length], spread)
         return [found[i] for i in range(len(rows))]
 
 
@@ -173,11 +220,37 @@ def _scored(trains: Tensor) -> Tensor:
     return scored
 
 
-def _gathered(proximal: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
+def _gathered(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
     padded = torch.zeros_like(like)
     for place, i in enumerate(part.index):
-        padded[place, : len(proximal[i])] = proximal[i]
+        padded[place, : len(values[i])] = values[i].to(padded)
     return padded.detach()
+
+
+def choose_tokens(
+    rows: Sequence[Row], proximal: Sequence[Tensor], algorithm: Algorithm, seed: int
+) -> list[Tensor] | None:
+    """The tokens `[T]` of each row that a loss of covariances treats apart, chosen over all rows."""
+    if algorithm.loss not in CHOOSING_LOSSES:
+        return None
+    width = max(len(row.tokens) for row in rows)
+    old = torch.zeros(len(rows), width, dtype=torch.float64)
+    advantages = torch.zeros(len(rows), width, dtype=torch.float64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        old[i, : len(row.tokens)] = proximal[i].double().cpu()
+        advantages[i, : len(row.tokens)] = torch.tensor(row.advantages, dtype=torch.float64)
+        mask[i, : len(row.tokens)] = torch.tensor(row.trains)
+    mask = _scored(mask)
+    means = CovarianceMeans.of(old_logprobs=old, advantages=advantages, mask=mask)
+    covariance = token_covariance(old_logprobs=old, advantages=advantages, mask=mask, means=means)
+    share = number(algorithm.options.loss, "share", 2e-4)
+    if algorithm.loss == "kl_cov":
+        chosen = choose_highest(covariance=covariance, mask=mask, share=share)
+    else:
+        low, high = (number(algorithm.options.loss, n, d) for n, d in (("low", 1.0), ("high", 5.0)))
+        chosen = choose_between(covariance=covariance, mask=mask, seed=seed, share=share, low=low, high=high)
+    return [chosen[i, : len(row.tokens)] for i, row in enumerate(rows)]
 
 
 def _metrics(statistics: Statistics) -> dict[str, float]:
@@ -195,6 +268,11 @@ def _metrics(statistics: Statistics) -> dict[str, float]:
         "policy/kl_engine": mismatch.k3,
         "policy/truncated_share": mismatch.truncated_share,
     }
+    metrics |= {
+        f"{LOGPROB_GAP}/{label}": bucket.gap_mean
+        for label, bucket in zip(statistics.by_length.labels, statistics.by_length.buckets, strict=True)
+        if bucket.tokens
+    }
     if statistics.entropy_mean is not None:
         metrics[ENTROPY] = statistics.entropy_mean
     if statistics.kl_mean is not None:
@@ -203,4 +281,8 @@ def _metrics(statistics: Statistics) -> dict[str, float]:
 
 
 def _mean_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    return {name: sum(report[name] for report in reports) / len(reports) for name in reports[0]}
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for report in reports for name in report):
+        values = [report[name] for report in reports if name in report]
+        found[name] = sum(values) / len(values)
+    return found

@@ -22,7 +22,7 @@ from ludus.engines.base import Engine
 from ludus.envs.base import World
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, evaluate, plans, save_evaluation
-from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.setup import Play, engine_scheduler
 from ludus.rollout.store import rollouts_path, write_rollouts
@@ -30,6 +30,7 @@ from ludus.tasks.order import TaskOrder
 from ludus.training.checkpoint import TrainerState, prune, save_checkpoint
 from ludus.training.credit import Credit, assign_credit, settle, training_rows
 from ludus.training.learner import Learner
+from ludus.training.refine import refine
 from ludus.training.run import RunFolder
 from ludus.training.session import Session
 from ludus.training.sync import WeightSync
@@ -72,6 +73,7 @@ class RlLoop:
     reporter: Reporter
     ledger: Ledger = field(default_factory=Ledger)
     history: list[Mapping[str, float]] = field(default_factory=list)
+    _checked: bool = field(default=False, init=False)
 
     async def run(self, done: int = 0) -> None:
         """Train from step `done` to the last."""
@@ -90,13 +92,13 @@ class RlLoop:
         with clock.phase("rollout"):
             credits = await self.sample(step, order)
         clock.engine = self.engine.stats(reset=True).metrics()
-        rows = training_rows(credits, mask_observations=self.session.config.training.mask_observations)
         self.reporter.phase(f"step {step}: learning", None)
         with clock.phase("learn"):
-            learned = self.learner.train(rows, seed=step)
+            credits, learned = self.learn(step, credits)
         with clock.phase("sync"):
             proof = await self.sync.publish(step)
-        counts = self.ledger.close(step, trained=len(rows))
+        trained = sum(credit.outcome is Outcome.TRAINED for credit in credits)
+        counts = self.ledger.close(step, trained=trained)
         metrics = rollout_metrics(_groups(credits), self.session.world.rewards[0].name)
         metrics |= learned | counts.metrics() | {"sync/probe_gap": proof.probe_gap}
         with clock.phase("evaluate"):
@@ -113,11 +115,25 @@ class RlLoop:
             start = ((step - 1) * rounds + number) * num_tasks
             wanted = num_tasks - _num_training_groups(credits)
             tasks = order.take(start, wanted)
-            credits += assign_credit(await self.roll_out(step, tasks), self.algorithm)
+            groups = await self.roll_out(step, tasks)
+            credits += assign_credit(groups, self.algorithm, self._max_action_tokens, number * num_tasks)
             if _num_training_groups(credits) >= num_tasks:
                 break
-        settle(self.ledger, credits)
         return credits
+
+    def learn(self, step: int, credits: Sequence[Credit]) -> tuple[list[Credit], dict[str, float]]:
+        """Settle what trains and train on it; gives the final credits and the metrics."""
+        credits = refine(credits, self.learner, self._max_action_tokens, check=not self._checked)
+        self._checked = True
+        settle(self.ledger, credits)
+        rows = training_rows(credits, mask_observations=self.session.config.training.mask_observations)
+        return credits, self.learner.train(rows, seed=step)
+
+    @property
+    def _max_action_tokens(self) -> int:
+        """The most action tokens that an episode may have."""
+        rollout = self.session.config.rollout
+        return min(rollout.max_tokens, rollout.max_turns * rollout.max_new_tokens)
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> list[list[Episode]]:
         """One group of episodes for each task."""

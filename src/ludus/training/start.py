@@ -18,7 +18,6 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World, check_ids
 from ludus.envs.registry import build_world
-from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_size, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.setup import sampling_params
@@ -74,7 +73,7 @@ def check(config: Config, world: World) -> None:
 
     Raises ConfigError and UserError for settings of the algorithm, trackers and splits.
     """
-    training_algorithm(config)
+    resolve(config.algorithm)
     for name in config.run.trackers:
         check_tracker(name)
     settings = config.evaluation
@@ -101,7 +100,7 @@ def prepare(config: Config) -> Session | None:
 def train(session: Session, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
     """Run, or go on with, the training in `folder`; gives the evaluations before and after."""
     config = session.config
-    algorithm = training_algorithm(config)
+    algorithm = resolve(config.algorithm)
     for text in doubts(config):
         log.warning(text)
         reporter.alarm(text)
@@ -123,17 +122,6 @@ def doubts(config: Config) -> list[str]:
             "correction sees it."
         )
     return found
-
-
-def training_algorithm(config: Config) -> Algorithm:
-    """The algorithm of a configuration, as far as the learner runs it."""
-    algorithm = resolve(config.algorithm)
-    if algorithm.kl_coef > 0 and algorithm.kl_placement != "loss":
-        raise ConfigError(
-            f"algorithm.kl_placement = {algorithm.kl_placement!r} is not run by the learner.",
-            "Use kl_placement = 'loss'.",
-        )
-    return algorithm
 
 
 def build_loop(

@@ -25,28 +25,92 @@ from ludus.algorithms.advantages.running import rae
 from ludus.algorithms.advantages.turn_values import step_gae, turn_gae
 from ludus.algorithms.advantages.turns import gigpo, turn_grpo, turn_return, turn_return_hybrid
 from ludus.algorithms.batch import Outcomes
-from ludus.algorithms.presets import Algorithm
+from ludus.algorithms.presets import Algorithm, number
 
 AdvantageFn = Callable[[Outcomes, Algorithm], Tensor]
 
+
+def _turns(outcomes: Outcomes) -> tuple[Tensor, Tensor]:
+    """Turn indices and turn rewards. Raises ValueError where the batch has none."""
+    if outcomes.turn is None or outcomes.turn_rewards is None:
+        raise ValueError("this advantage needs the rewards of turns, and the batch has none")
+    return outcomes.turn, outcomes.turn_rewards
+
+
+def _turn_grpo(o: Outcomes, a: Algorithm) -> Tensor:
+    turn, turn_rewards = _turns(o)
+    return turn_grpo(
+        rewards=o.rewards,
+        turn_rewards=turn_rewards,
+        turn=turn,
+        group=o.group,
+        mask=o.mask,
+        turn_weight=number(a.options.advantage, "turn_weight", 1.0),
+        outcome_weight=number(a.options.advantage, "outcome_weight", 1.0),
+        ddof=a.std_ddof,
+    )
+
+
+def _turn_return(o: Outcomes, a: Algorithm) -> Tensor:
+    turn, turn_rewards = _turns(o)
+    return turn_return(
+        rewards=o.rewards,
+        turn_rewards=turn_rewards,
+        turn=turn,
+        group=o.group,
+        mask=o.mask,
+        gamma=number(a.options.advantage, "gamma", 1.0),
+        ddof=a.std_ddof,
+    )
+
+
+def _turn_return_hybrid(o: Outcomes, a: Algorithm) -> Tensor:
+    turn, turn_rewards = _turns(o)
+    return turn_return_hybrid(
+        rewards=o.rewards,
+        turn_rewards=turn_rewards,
+        turn=turn,
+        group=o.group,
+        mask=o.mask,
+        gamma=number(a.options.advantage, "gamma", 0.9),
+        outcome_weight=number(a.options.advantage, "outcome_weight", 0.3),
+        ddof=a.std_ddof,
+    )
+
+
 ADVANTAGES: dict[str, AdvantageFn] = {
-    "grpo": lambda o, a: grpo(rewards=o.rewards, group=o.group, mask=o.mask, ddof=a.std_ddof),
+    "grpo": lambda o, a: grpo(
+        rewards=o.rewards,
+        group=o.group,
+        mask=o.mask,
+        ddof=a.std_ddof,
+        std_floor=number(a.options.advantage, "std_floor", 0.0),
+    ),
     "dr_grpo": lambda o, a: dr_grpo(rewards=o.rewards, group=o.group, mask=o.mask),
     "rloo": lambda o, a: rloo(rewards=o.rewards, group=o.group, mask=o.mask),
     "opo": lambda o, a: opo(rewards=o.rewards, group=o.group, mask=o.mask),
+    "maxrl": lambda o, a: maxrl(rewards=o.rewards, group=o.group, mask=o.mask),
+    "best_of_group": lambda o, a: best_of_group(rewards=o.rewards, group=o.group, mask=o.mask),
+    "pass_at_k": lambda o, a: pass_at_k(
+        rewards=o.rewards, group=o.group, mask=o.mask, k=int(number(a.options.advantage, "k", 4))
+    ),
+    "reinforce_pp": lambda o, a: reinforce_pp(
+        rewards=o.rewards,
+        mask=o.mask,
+        kl=o.kl,
+        kl_coef=a.kl_coef if o.kl is not None else 0.0,
+        gamma=number(a.options.advantage, "gamma", 1.0),
+        ddof=a.std_ddof,
+    ),
     "reinforce_pp_baseline": lambda o, a: reinforce_pp_baseline(
         rewards=o.rewards, group=o.group, mask=o.mask, ddof=a.std_ddof
     ),
+    "turn_grpo": _turn_grpo,
+    "turn_return": _turn_return,
+    "turn_return_hybrid": _turn_return_hybrid,
     "raw": lambda o, a: raw(rewards=o.rewards, group=o.group, mask=o.mask),
 }
 """What a configuration may name: where the arguments come from."""
-
-UNNAMED: dict[str, AdvantageFn] = {
-    "reinforce_pp": lambda o, a: reinforce_pp(rewards=o.rewards, mask=o.mask, ddof=a.std_ddof),
-    "maxrl": lambda o, a: maxrl(rewards=o.rewards, group=o.group, mask=o.mask),
-    "best_of_group": lambda o, a: best_of_group(rewards=o.rewards, group=o.group, mask=o.mask),
-}
-"""Adapters of the same kind that `presets.ADVANTAGE_NAMES` does not list: no configuration reaches them."""
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "grpo": grpo,

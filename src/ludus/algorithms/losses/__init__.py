@@ -12,6 +12,7 @@ To add one: write the function, and its line in `LOSSES`, which says where its a
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -46,7 +47,7 @@ from ludus.algorithms.losses.plain import (
     value_loss,
 )
 from ludus.algorithms.losses.sequence import gmpo, gspo, gspo_token, trajectory_mean
-from ludus.algorithms.presets import Algorithm
+from ludus.algorithms.presets import Algorithm, number, word
 
 __all__ = [
     "LOSSES",
@@ -86,6 +87,87 @@ __all__ = [
 
 LossFn = Callable[[TokenBatch, Algorithm], Tensor]
 
+
+def _chosen(batch: TokenBatch) -> Tensor:
+    """The tokens that were chosen over the whole batch. Raises ValueError where none were."""
+    if batch.chosen is None:
+        raise ValueError("this loss needs a choice of tokens over the whole batch, and the batch has none")
+    return batch.chosen
+
+
+def _sapo(b: TokenBatch, a: Algorithm) -> Tensor:
+    return sapo(
+        logprobs=b.logprobs,
+        old_logprobs=b.old_logprobs,
+        advantages=b.advantages,
+        mask=b.mask,
+        tau_pos=number(a.options.loss, "tau_pos", 1.0),
+        tau_neg=number(a.options.loss, "tau_neg", 1.05),
+    )
+
+
+_DIVERGENCES: tuple[Literal["tv", "kl"], ...] = ("tv", "kl")
+
+
+def _dppo(b: TokenBatch, a: Algorithm) -> Tensor:
+    return dppo(
+        logprobs=b.logprobs,
+        behavior_logprobs=b.behavior_logprobs,
+        advantages=b.advantages,
+        mask=b.mask,
+        bound=number(a.options.loss, "bound", 0.2),
+        divergence=word(a.options.loss, "divergence", _DIVERGENCES),
+    )
+
+
+def _clip_cov(b: TokenBatch, a: Algorithm) -> Tensor:
+    return clip_cov(
+        logprobs=b.logprobs,
+        old_logprobs=b.old_logprobs,
+        advantages=b.advantages,
+        mask=b.mask,
+        chosen=_chosen(b),
+        eps_low=a.eps_low,
+        eps_high=a.eps_high,
+        dual_clip=a.dual_clip,
+    )
+
+
+def _kl_cov(b: TokenBatch, a: Algorithm) -> Tensor:
+    return kl_cov(
+        logprobs=b.logprobs,
+        old_logprobs=b.old_logprobs,
+        advantages=b.advantages,
+        mask=b.mask,
+        chosen=_chosen(b),
+        coef=number(a.options.loss, "coef", 1.0),
+    )
+
+
+class _ClippingLoss(Protocol):
+    def __call__(
+        self,
+        *,
+        logprobs: Tensor,
+        old_logprobs: Tensor,
+        advantages: Tensor,
+        mask: Tensor,
+        eps_low: float,
+        eps_high: float,
+    ) -> Tensor: ...
+
+
+def _clipping(loss: _ClippingLoss) -> LossFn:
+    return lambda b, a: loss(
+        logprobs=b.logprobs,
+        old_logprobs=b.old_logprobs,
+        advantages=b.advantages,
+        mask=b.mask,
+        eps_low=a.eps_low,
+        eps_high=a.eps_high,
+    )
+
+
 LOSSES: dict[str, LossFn] = {
     "ppo_clip": lambda b, a: ppo_clip(
         logprobs=b.logprobs,
@@ -97,4 +179,20 @@ LOSSES: dict[str, LossFn] = {
         dual_clip=a.dual_clip,
     ),
     "reinforce": lambda b, a: reinforce(logprobs=b.logprobs, advantages=b.advantages, mask=b.mask),
+    "gspo": _clipping(gspo),
+    "gspo_token": _clipping(gspo_token),
+    "cispo": _clipping(cispo),
+    "gmpo": _clipping(gmpo),
+    "sapo": _sapo,
+    "dppo": _dppo,
+    # The conflict weights are in the advantages already (`training.credit`).
+    "gtpo": lambda b, a: gtpo(
+        logprobs=b.logprobs,
+        old_logprobs=b.old_logprobs,
+        advantages=b.advantages,
+        mask=b.mask,
+        weights=b.mask.to(b.advantages.dtype),
+    ),
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
 }

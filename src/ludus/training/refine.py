@@ -1,0 +1,144 @@
+"""What credit needs of the models: KL in the reward or the advantage, rejection, the entropy filter, parity.
+
+Everything here looks at the whole batch of a step, before its first gradient. Where an algorithm asks for
+none of it, nothing is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.corrections import MismatchByLength, mismatch_by_length, reject_sequence
+from ludus.algorithms.filters import entropy_bound
+from ludus.algorithms.presets import number, word
+from ludus.errors import SyncError
+from ludus.rollout.ledger import Outcome
+from ludus.training.batch import Row, row_of_trajectory
+from ludus.training.credit import Credit, with_kl
+from ludus.training.learner import Learner
+
+PARITY_ROWS = 8
+"""Rows that are compared before the first step: the shortest, the longest and some between."""
+PARITY_NATS = 0.05
+"""Mean difference of log-probabilities between engine and learner beyond which nothing is trained."""
+
+_CRITERIA: tuple[Literal["geometric", "largest"], ...] = ("geometric", "largest")
+
+
+def refine(
+    credits: Sequence[Credit], learner: Learner, max_action_tokens: int, *, check: bool = False
+) -> list[Credit]:
+    """The credits as they train. `check` compares engine and learner first.
+
+    Raises SyncError where the two disagree: what was sampled then came from another policy.
+    """
+    found = list(credits)
+    if check:
+        check_parity([_row(credit) for credit in found if credit.outcome is Outcome.TRAINED], learner)
+    algorithm = learner.algorithm
+    if algorithm.kl_coef > 0 and algorithm.kl_placement != "loss":
+        found = _penalised(found, learner, max_action_tokens)
+    if algorithm.correction == "reject_sequence":
+        found = _rejected(found, learner)
+    if algorithm.loss == "gtpo":
+        found = _without_the_uncertain(found, learner)
+    return found
+
+
+def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
+    """Compare the recorded log-probabilities of rows of all lengths with the learner's, by length.
+
+    Gives what was measured, None without rows. Raises SyncError beyond `PARITY_NATS` in any bucket.
+    """
+    if not rows:
+        return None
+    ranked = sorted(rows, key=lambda row: len(row.tokens))
+    places = {round(i * (len(ranked) - 1) / max(1, PARITY_ROWS - 1)) for i in range(PARITY_ROWS)}
+    chosen = [ranked[place] for place in sorted(places)]
+    old, behavior, mask = _table(chosen, learner.score(chosen))
+    measured = mismatch_by_length(old_logprobs=old, behavior_logprobs=behavior, mask=mask)
+    apart = [
+        f"{bucket.gap_mean:.3g} at positions {label}"
+        for label, bucket in zip(measured.labels, measured.buckets, strict=True)
+        if not bucket.gap_mean <= PARITY_NATS
+    ]
+    if apart:
+        raise SyncError(
+            f"Engine and learner differ in the log-probabilities of sampled tokens by {', '.join(apart)} "
+            f"nats on average (at most {PARITY_NATS}).",
+            "They hold other weights, or use another temperature or precision; nothing was trained.",
+        )
+    return measured
+
+
+def _row(credit: Credit) -> Row:
+    return row_of_trajectory(credit.episode.trajectory, 0.0)
+
+
+def _actions(values: Tensor, row: Row) -> Tensor:
+    """The values `[T]` at the row's action tokens."""
+    return values[torch.tensor(row.trains, device=values.device)]
+
+
+def _penalised(credits: list[Credit], learner: Learner, max_action_tokens: int) -> list[Credit]:
+    rows = [_row(credit) for credit in credits if credit.advantages is not None]
+    if not rows:
+        return credits
+    penalties = learner.penalties(rows, learner.score(rows))
+    kl = [_actions(values, row) for values, row in zip(penalties, rows, strict=True)]
+    return with_kl(credits, learner.algorithm, max_action_tokens, kl)
+
+
+def _rejected(credits: list[Credit], learner: Learner) -> list[Credit]:
+    trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED]
+    if not trained:
+        return credits
+    rows = [_row(credit) for credit in trained]
+    old, behavior, mask = _table(rows, learner.score(rows))
+    options = learner.algorithm.options.correction
+    keep = reject_sequence(
+        old_logprobs=old,
+        behavior_logprobs=behavior,
+        mask=mask,
+        low=number(options, "low", 0.5),
+        high=number(options, "high", 2.0),
+        by=word(options, "by", _CRITERIA),
+    )
+    return _masked(credits, trained, keep.any(1), "rejected")
+
+
+def _without_the_uncertain(credits: list[Credit], learner: Learner) -> list[Credit]:
+    trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED]
+    if not trained:
+        return credits
+    rows = [_row(credit) for credit in trained]
+    entropies = learner.entropies(rows)
+    spread, _, mask = _table(rows, entropies)
+    bound = number(learner.algorithm.options.loss, "entropy_bound", math.log(2))
+    return _masked(credits, trained, entropy_bound(entropy=spread, mask=mask, bound=bound), "entropy")
+
+
+def _masked(credits: list[Credit], judged: list[Credit], keep: Tensor, reason: str) -> list[Credit]:
+    fate = dict(zip(map(id, judged), keep.tolist(), strict=True))
+    return [
+        credit if fate.get(id(credit), True) else replace(credit, outcome=Outcome.MASKED, reason=reason)
+        for credit in credits
+    ]
+
+
+def _table(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """`values`, the engine's log-probabilities and the mask of action tokens, padded `[N, L]`, on the CPU."""
+    width = max(len(row.tokens) for row in rows)
+    table, behavior = torch.zeros(2, len(rows), width, dtype=torch.float64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        table[i, : len(row.tokens)] = values[i].double().cpu()
+        behavior[i, : len(row.tokens)] = torch.tensor(row.behavior, dtype=torch.float64)
+        mask[i, 1 : len(row.tokens)] = torch.tensor(row.sampled)[1:]
+    return table, behavior, mask

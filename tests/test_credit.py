@@ -1,0 +1,236 @@
+"""Credit per token: turns, KL in the reward and the advantage, soft overlong, conflict tokens, rejection."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ludus.algorithms import advantages
+from ludus.algorithms.kl import penalised_advantages, penalised_rewards
+from ludus.algorithms.presets import PRESETS, PartOptions, resolve
+from ludus.algorithms.shaping import soft_overlong
+from ludus.config.schema import AlgorithmConfig
+from ludus.errors import SyncError
+from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.scheduler import Episode
+from ludus.training.batch import row_of_trajectory
+from ludus.training.credit import assign_credit, training_rows, with_kl
+from ludus.training.refine import check_parity, refine
+from ludus.types import Segment, StopReason, Task, Trajectory
+from test_learner import learner, tiny_model
+
+REWARDS = (1.0, 0.0, 0.4, 0.0)
+
+
+def trajectory(sample: int, reward: float, *, turns: int = 2) -> Trajectory:
+    """A prompt, then actions of 3, 4, ... tokens with observations between; its turn rewards differ."""
+    segments = [Segment("prompt", (1, 2, 3))]
+    for turn in range(turns):
+        action = tuple((sample * 7 + turn * 3 + i) % 50 + 4 for i in range(3 + turn))
+        lps = tuple(-1.0 - 0.1 * i for i in range(len(action)))
+        segments.append(Segment("action", action, turn, logprobs=lps, versions=(0,) * len(action)))
+        if turn < turns - 1:
+            segments.append(Segment("observation", (5, 6), turn))
+    given = tuple(0.1 * sample + turn for turn in range(turns))
+    return Trajectory(
+        "t", sample, tuple(segments), (), StopReason.ANSWERED, reward=reward, turn_rewards=given
+    )
+
+
+def group(rewards=REWARDS, name="t"):
+    task = Task(name, (), None)
+    return [
+        Episode(RolloutKey(1, name, i), task, trajectory(i, reward, turns=2 + i % 2))
+        for i, reward in enumerate(rewards)
+    ]
+
+
+def table(credits):
+    width = max(len(c.advantages) for c in credits)
+    found = torch.zeros(len(credits), width, dtype=torch.float64)
+    mask = torch.zeros(len(credits), width, dtype=torch.bool)
+    for i, credit in enumerate(credits):
+        found[i, : len(credit.advantages)] = torch.tensor(credit.advantages, dtype=torch.float64)
+        mask[i, : len(credit.advantages)] = True
+    return found, mask
+
+
+def same(found, expected):
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=0)
+
+
+def inputs(credits):
+    _, mask = table(credits)
+    turn = torch.zeros(mask.shape, dtype=torch.int64)
+    given = torch.zeros(len(credits), 3, dtype=torch.float64)
+    for i, credit in enumerate(credits):
+        sizes = [3 + turn for turn in range(2 + i % 2)]
+        of_tokens = [k for k, size in enumerate(sizes) for _ in range(size)]
+        turn[i, : len(of_tokens)] = torch.tensor(of_tokens)
+        rewards = credit.episode.trajectory.turn_rewards
+        given[i, : len(rewards)] = torch.tensor(rewards, dtype=torch.float64)
+    return mask, turn, given
+
+
+@pytest.mark.parametrize("name", ["turn_grpo", "turn_return", "turn_return_hybrid"])
+def test_turns_get_their_own_advantage(name):
+    algorithm = replace(PRESETS[name], options=PartOptions())
+    credits = assign_credit([group()], algorithm)
+    mask, turn, turn_rewards = inputs(credits)
+    rewards, ids = torch.tensor(REWARDS, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    expected = advantages.FUNCTIONS[name](
+        rewards=rewards, turn_rewards=turn_rewards, turn=turn, group=ids, mask=mask
+    )
+    found, _ = table(credits)
+    same(found, expected)
+    assert len(set(credits[1].advantages)) > 1
+    row = training_rows(credits, mask_observations=True)[1]
+    assert [a for a, action in zip(row.advantages, row.sampled, strict=True) if action] == list(
+        credits[1].advantages
+    )
+
+
+def test_an_observation_that_trains_has_the_advantage_of_the_action_before():
+    row = row_of_trajectory(trajectory(0, 1.0), [1.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0], mask_observations=False)
+    assert row.advantages == (0.0,) * 3 + (1.0,) * 5 + (2.0,) * 4
+
+
+def test_the_record_has_the_mean_of_a_trajectorys_advantages():
+    credits = assign_credit([group()], PRESETS["turn_return"])
+    assert credits[1].record.advantage == pytest.approx(
+        sum(credits[1].advantages) / len(credits[1].advantages)
+    )
+    assert assign_credit([group()], PRESETS["grpo"])[0].record.advantage == credits_of_grpo()[0]
+
+
+def credits_of_grpo():
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    ids, mask = torch.zeros(4, dtype=torch.int64), torch.ones(4, 1, dtype=torch.bool)
+    return advantages.grpo(rewards=rewards, group=ids, mask=mask)[:, 0].tolist()
+
+
+@pytest.mark.parametrize("placement", ["reward", "advantage"])
+def test_a_kl_is_placed_before_or_after_the_groups_are_normalised(placement):
+    algorithm = replace(PRESETS["grpo"], kl_coef=0.3, kl_placement=placement)
+    credits = assign_credit([group()], algorithm)
+    _, mask = table(credits)
+    kl = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * mask
+    rows = [kl[i, : len(c.advantages)] for i, c in enumerate(credits)]
+    found, _ = table(with_kl(credits, algorithm, 0, rows))
+    rewards, ids = torch.tensor(REWARDS, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
+    if placement == "reward":
+        rewards = penalised_rewards(rewards=rewards, kl=kl, mask=mask, coef=0.3)
+    expected = advantages.grpo(rewards=rewards, group=ids, mask=mask)
+    if placement == "advantage":
+        expected = penalised_advantages(advantages=expected, kl=kl, mask=mask, coef=0.3)
+    same(found, expected)
+
+
+def test_reinforce_pp_takes_the_kl_token_by_token():
+    algorithm = PRESETS["reinforce_pp"]
+    credits = assign_credit([group()], algorithm)
+    _, mask = table(credits)
+    kl = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * mask
+    rows = [kl[i, : len(c.advantages)] for i, c in enumerate(credits)]
+    found, _ = table(with_kl(credits, algorithm, 0, rows))
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    same(found, advantages.reinforce_pp(rewards=rewards, mask=mask, kl=kl, kl_coef=algorithm.kl_coef))
+
+
+def test_the_end_of_the_budget_costs_reward():
+    algorithm = replace(PRESETS["dr_grpo"], overlong_cache=0.5)
+    credits = assign_credit([group()], algorithm, 14)
+    _, mask = table(credits)
+    lengths = mask.sum(1)
+    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    shaped = rewards + soft_overlong(lengths=lengths, max_length=14, cache=7)
+    assert float(shaped.sum()) < float(rewards.sum())
+    found, _ = table(credits)
+    ids = torch.zeros(4, dtype=torch.int64)
+    same(found, advantages.dr_grpo(rewards=shaped, group=ids, mask=mask))
+    assert [c.episode.trajectory.reward for c in credits] == list(REWARDS)
+
+
+def test_gtpo_spares_what_good_and_bad_trajectories_share():
+    good, bad = trajectory(0, 1.0), trajectory(0, 0.0)
+    task = Task("t", (), None)
+    episodes = [Episode(RolloutKey(1, "t", i), task, t) for i, t in enumerate((good, bad))]
+    credits = assign_credit([episodes], PRESETS["gtpo"])
+    plain = assign_credit([episodes], PRESETS["grpo"])
+    assert credits[1].advantages == (0.0,) * 7
+    assert credits[0].advantages == tuple(2 * a for a in plain[0].advantages)
+
+
+def real_group(rewards=REWARDS, shift=0.0):
+    """Episodes whose recorded log-probabilities are those of the model, but for `shift`, and the learner."""
+    model = tiny_model()
+    algorithm = replace(PRESETS["grpo"], correction="reject_sequence")
+    one = learner(model, algorithm)
+    found = []
+    for i, episode in enumerate(group(rewards)):
+        row = row_of_trajectory(episode.trajectory, 0.0)
+        scored = one.score([row])[0].tolist()
+        at, segments = 0, []
+        for segment in episode.trajectory.segments:
+            lps = tuple(x - shift * (i == 0) for x in scored[at : at + len(segment.tokens)])
+            segments.append(replace(segment, logprobs=lps) if segment.kind == "action" else segment)
+            at += len(segment.tokens)
+        found.append(replace(episode, trajectory=replace(episode.trajectory, segments=tuple(segments))))
+    return found, one
+
+
+def test_a_trajectory_whose_ratio_is_out_of_bounds_does_not_train():
+    episodes, one = real_group(shift=1.0)
+    credits = refine(assign_credit([episodes], one.algorithm), one, 0)
+    assert [c.outcome for c in credits] == [Outcome.MASKED, *[Outcome.TRAINED] * 3]
+    assert credits[0].reason == "rejected"
+    wide = PartOptions(correction={"high": 3.0})
+    one.algorithm = replace(one.algorithm, options=wide)
+    kept = refine(assign_credit([episodes], one.algorithm), one, 0)
+    assert all(c.outcome is Outcome.TRAINED for c in kept)
+
+
+def test_the_engine_and_the_learner_are_compared_by_length_before_the_first_step():
+    episodes, one = real_group()
+    credits = assign_credit([episodes], one.algorithm)
+    measured = check_parity([row_of_trajectory(e.trajectory, 0.0) for e in episodes], one)
+    assert measured.labels[0] == "<=512"
+    assert measured.buckets[0].tokens == sum(e.trajectory.num_action_tokens for e in episodes)
+    assert measured.buckets[0].gap_max < 1e-9
+    refine(credits, one, 0, check=True)
+    others, _ = real_group(shift=0.5)
+    with pytest.raises(SyncError, match="at positions <=512"):
+        refine(assign_credit([others], one.algorithm), one, 0, check=True)
+
+
+def test_gtpo_leaves_out_completions_of_high_entropy():
+    episodes, one = real_group()
+    one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": 0.01}))
+    credits = refine(assign_credit([episodes], one.algorithm), one, 0)
+    assert {(c.outcome, c.reason) for c in credits} == {(Outcome.MASKED, "entropy")}
+    one.algorithm = replace(one.algorithm, options=PartOptions(loss={"entropy_bound": math.log(61)}))
+    assert all(c.outcome is Outcome.TRAINED for c in refine(assign_credit([episodes], one.algorithm), one, 0))
+
+
+PENALISING = [name for name, preset in PRESETS.items() if preset.kl_coef]
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_trains_real_rows(name):
+    """One step on a batch with spread rewards: a finite loss, and weights that move."""
+    algorithm = replace(resolve(AlgorithmConfig(preset=name)), correction="none")
+    if name == "gtpo":
+        algorithm = replace(algorithm, options=PartOptions(loss={"entropy_bound": 10.0}))
+    model, reference = tiny_model(), tiny_model(seed=1)
+    rewards = (1.0, *[0.0] * 7)
+    one = learner(model, algorithm, scorers={"reference": learner(reference).scorer})
+    before = {n: p.clone() for n, p in model.named_parameters()}
+    episodes = real_group(rewards)[0]
+    credits = refine(assign_credit([episodes], algorithm, 30), one, 30)
+    metrics = one.train(training_rows(credits, mask_observations=True), seed=0)
+    assert all(math.isfinite(value) for value in metrics.values())
+    assert any(not torch.equal(before[n], p) for n, p in model.named_parameters())
+    assert metrics["policy/logprob_gap/<=512"] == pytest.approx(metrics["policy/logprob_gap"])
