@@ -340,7 +340,8 @@ def test_the_whole_file_runs_on_a_checkpoint(tmp_path, monkeypatch, capsys):
     tiny(torch.float32).save_pretrained(tmp_path)
     tokenizer().save_pretrained(tmp_path)
     monkeypatch.setattr(one(), "MAX_NEW_TOKENS", 4)
-    monkeypatch.setattr(one(), "build_world", world)
+    made = world()
+    monkeypatch.setattr(one(), "build_world", lambda: made)
     words = ["one_file.py", "--model", str(tmp_path), "--steps", "2", "--tasks", "2", "--group-size", "3"]
     monkeypatch.setattr(sys, "argv", [*words, "--test", "6"])
     one().main()
