@@ -73,8 +73,10 @@ def test_every_setting_reaches_the_algorithm():
     }
     assert set(settings) == set(AlgorithmConfig.model_fields) - {"preset", "options"}
     resolved = resolve(AlgorithmConfig(preset="rloo", **settings))
-    assert resolved == Algorithm(name="rloo", source=PRESETS["rloo"].source, **settings)
-    assert {f.name for f in fields(Algorithm)} == set(settings) | {"name", "source", "options"}
+    assert resolved == Algorithm(
+        name="rloo", summary=PRESETS["rloo"].summary, source=PRESETS["rloo"].source, **settings
+    )
+    assert {f.name for f in fields(Algorithm)} == set(settings) | {"name", "summary", "source", "options"}
 
 
 def test_numbers_of_a_part_reach_the_algorithm():

@@ -2,7 +2,7 @@
 
 import tomllib
 
-from ludus.algorithms.presets import PRESETS, resolve
+from ludus.algorithms.presets import resolve
 from ludus.config import config_from_toml, describe, list_settings, load_config
 from ludus.diagnostics.trackers import TRACKERS
 from ludus.recipes import list_recipes
@@ -68,7 +68,7 @@ def test_keys_of_a_recipe_show_its_values_beside_the_defaults():
 
 def test_every_setting_is_explained_and_the_help_says_where():
     assert [setting.key for setting in list_settings() if not setting.doc] == []
-    assert all(name in describe("algorithm.preset").doc for name in PRESETS)
+    assert "`ludus algorithms`" in describe("algorithm.preset").doc
     assert all(name in describe("run.trackers").doc for name in TRACKERS)
     assert "ludus config search --keys" in ludus("config", "--help").out
 

@@ -74,7 +74,9 @@ def largest_difference(left, right):
     return max(float((left[name] - right[name]).abs().max()) for name in left)
 
 
-WITH_ALL_TERMS = Algorithm(name="all", source="", kl_coef=0.05, entropy_coef=0.0, correction="tis")
+WITH_ALL_TERMS = Algorithm(
+    name="all", summary="", source="", kl_coef=0.05, entropy_coef=0.0, correction="tis"
+)
 
 
 @pytest.mark.parametrize(

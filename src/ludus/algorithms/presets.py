@@ -120,13 +120,15 @@ class PartOptions:
 
 @dataclass(frozen=True, slots=True)
 class Algorithm:
-    """One algorithm. The fields mean what they mean in `AlgorithmConfig`; `source` is where it is from.
+    """One algorithm. The fields mean what they mean in `AlgorithmConfig`; `summary` is one line,
+    `source` where it is from.
 
     `kl_coef` 0 is no KL term. The C of the aggregation `constant` is not here: it is the token budget of a
     trajectory and comes with the `Normaliser`.
     """
 
     name: str
+    summary: str
     source: str
     group_size: int = 8
     advantage: str = "grpo"
@@ -152,12 +154,14 @@ class Algorithm:
 _PRESETS = (
     Algorithm(
         name="grpo",
+        summary="group-normalised rewards, clipped ratio, mean over tokens",
         source="arXiv:2402.03300 with the clip range and aggregation of arXiv:2503.14476, no KL",
         eps_high=0.28,
         zero_variance=True,
     ),
     Algorithm(
         name="grpo_paper",
+        summary="GRPO as first written: mean per answer, KL in the loss, no ddof",
         source="arXiv:2402.03300",
         aggregation="seq_mean_token_mean",
         kl_coef=0.04,
@@ -165,6 +169,7 @@ _PRESETS = (
     ),
     Algorithm(
         name="dapo",
+        summary="clip-higher, dynamic sampling, token mean, soft overlong punishment",
         source="arXiv:2503.14476",
         eps_high=0.28,
         zero_variance=True,
@@ -172,9 +177,16 @@ _PRESETS = (
         overlong_mask=True,
         overlong_cache=0.2,
     ),
-    Algorithm(name="dr_grpo", source="arXiv:2503.20783", advantage="dr_grpo", aggregation="constant"),
+    Algorithm(
+        name="dr_grpo",
+        summary="no division by deviation or length: unbiased GRPO",
+        source="arXiv:2503.20783",
+        advantage="dr_grpo",
+        aggregation="constant",
+    ),
     Algorithm(
         name="rloo",
+        summary="REINFORCE against the mean of the other attempts",
         source="arXiv:2402.14740, without its KL term",
         advantage="rloo",
         loss="reinforce",
@@ -182,6 +194,7 @@ _PRESETS = (
     ),
     Algorithm(
         name="reinforce",
+        summary="the reward itself, no baseline",
         source="Williams 1992",
         advantage="raw",
         loss="reinforce",
@@ -189,6 +202,7 @@ _PRESETS = (
     ),
     Algorithm(
         name="reinforce_pp",
+        summary="KL in the reward, returns token by token, whitened over the batch",
         source="arXiv:2501.03262",
         advantage="reinforce_pp",
         kl="k1",
@@ -197,6 +211,7 @@ _PRESETS = (
     ),
     Algorithm(
         name="reinforce_pp_baseline",
+        summary="group mean as baseline, whitened over the batch, k2 in the loss",
         source="arXiv:2501.03262, its form for several samples a task",
         advantage="reinforce_pp_baseline",
         kl="k2",
@@ -204,6 +219,7 @@ _PRESETS = (
     ),
     Algorithm(
         name="gspo",
+        summary="one ratio per trajectory, clipped as a whole",
         source="arXiv:2507.18071",
         loss="gspo",
         aggregation="seq_mean_token_mean",
@@ -212,6 +228,7 @@ _PRESETS = (
     ),
     Algorithm(
         name="gspo_token",
+        summary="the ratio of the trajectory, a gradient per token",
         source="arXiv:2507.18071, section 4.3",
         loss="gspo_token",
         aggregation="seq_mean_token_mean",
@@ -220,36 +237,99 @@ _PRESETS = (
     ),
     Algorithm(
         name="cispo",
+        summary="clips the weight and not the gradient: no token is lost",
         source="arXiv:2506.13585",
         loss="cispo",
         eps_low=1.0,
         eps_high=0.28,
         zero_variance=True,
     ),
-    Algorithm(name="gmpo", source="arXiv:2507.20673", loss="gmpo", eps_low=0.4, eps_high=0.4),
-    Algorithm(name="sapo", source="arXiv:2511.20347", loss="sapo", aggregation="seq_mean_token_mean"),
-    Algorithm(name="dppo", source="arXiv:2602.04879", loss="dppo"),
-    Algorithm(name="gtpo", source="arXiv:2508.03772", loss="gtpo", zero_variance=True),
-    Algorithm(name="clip_cov", source="arXiv:2505.22617", loss="clip_cov"),
-    Algorithm(name="kl_cov", source="arXiv:2505.22617", loss="kl_cov"),
-    Algorithm(name="opo", source="arXiv:2505.23585", advantage="opo", loss="reinforce"),
-    Algorithm(name="maxrl", source="arXiv:2602.02710", advantage="maxrl", loss="reinforce"),
-    Algorithm(name="best_of_group", source="arXiv:2503.19595", advantage="best_of_group"),
+    Algorithm(
+        name="gmpo",
+        summary="geometric mean of token ratios, each clipped in log space",
+        source="arXiv:2507.20673",
+        loss="gmpo",
+        eps_low=0.4,
+        eps_high=0.4,
+    ),
+    Algorithm(
+        name="sapo",
+        summary="a soft gate on the ratio in place of the clip",
+        source="arXiv:2511.20347",
+        loss="sapo",
+        aggregation="seq_mean_token_mean",
+    ),
+    Algorithm(
+        name="dppo",
+        summary="trust region by divergence from the sampler, two policies only",
+        source="arXiv:2602.04879",
+        loss="dppo",
+    ),
+    Algorithm(
+        name="gtpo",
+        summary="spares tokens that good and bad attempts share; drops uncertain ones",
+        source="arXiv:2508.03772",
+        loss="gtpo",
+        zero_variance=True,
+    ),
+    Algorithm(
+        name="clip_cov",
+        summary="no gradient on a few tokens of high covariance: keeps entropy",
+        source="arXiv:2505.22617",
+        loss="clip_cov",
+    ),
+    Algorithm(
+        name="kl_cov",
+        summary="a KL on the tokens of highest covariance: keeps entropy",
+        source="arXiv:2505.22617",
+        loss="kl_cov",
+    ),
+    Algorithm(
+        name="opo",
+        summary="length-weighted baseline of least variance",
+        source="arXiv:2505.23585",
+        advantage="opo",
+        loss="reinforce",
+    ),
+    Algorithm(
+        name="maxrl",
+        summary="divides by the mean reward: hard tasks weigh more",
+        source="arXiv:2602.02710",
+        advantage="maxrl",
+        loss="reinforce",
+    ),
+    Algorithm(
+        name="best_of_group",
+        summary="only the best attempt learns, by its lead over the second",
+        source="arXiv:2503.19595",
+        advantage="best_of_group",
+    ),
     Algorithm(
         name="pass_at_k",
+        summary="the advantage of pass@k in closed form",
         source="arXiv:2508.10751",
         advantage="pass_at_k",
         options=PartOptions(advantage={"k": 4}),
     ),
-    Algorithm(name="turn_grpo", source="arXiv:2505.11821", advantage="turn_grpo", kl_coef=0.04),
+    Algorithm(
+        name="turn_grpo",
+        summary="each turn's reward in its group, plus the outcome",
+        source="arXiv:2505.11821",
+        advantage="turn_grpo",
+        kl_coef=0.04,
+    ),
     Algorithm(
         name="turn_return",
+        summary="discounted return from each turn, compared turn by turn",
         source="arXiv:2511.14846",
         advantage="turn_return",
         options=PartOptions(advantage={"gamma": 0.9}),
     ),
     Algorithm(
-        name="turn_return_hybrid", source="arXiv:2604.02869, equation 2", advantage="turn_return_hybrid"
+        name="turn_return_hybrid",
+        summary="turn returns with the outcome at the end, plus a damped outcome term",
+        source="arXiv:2604.02869, equation 2",
+        advantage="turn_return_hybrid",
     ),
 )
 PRESETS: dict[str, Algorithm] = {preset.name: preset for preset in _PRESETS}

@@ -60,9 +60,13 @@ def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
     yield f"# algorithm as resolved: {algorithm.name} ({algorithm.source})"
     chosen = config.algorithm.model_dump(exclude_none=True)
     for name, value in asdict(algorithm).items():
-        if name not in ("name", "source"):
+        if name not in ("name", "summary", "source", "options"):
             origin = "set" if name in chosen else "from the preset"
             yield f"#   {name} = {value_text(value)}   ({origin})"
+    for part, options in asdict(algorithm.options).items():
+        for name, value in options.items():
+            origin = "set" if name in chosen["options"][part] else "from the preset"
+            yield f"#   options.{part}.{name} = {value_text(value)}   ({origin})"
 
 
 def key_lines(section: str, config: Config) -> Iterator[str]:

@@ -40,6 +40,7 @@ COMMANDS = (
     Command("serve", "serve", "serve a checkpoint over HTTP", "ludus serve runs/search-1"),
     Command("show", "show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
     Command("recipes", "recipes", "list the recipes", "ludus recipes"),
+    Command("algorithms", "algorithms", "list the algorithms", "ludus algorithms"),
     Command("doctor", "doctor", "look at this machine and what is installed", "ludus doctor"),
     Command("config", "config", "print a resolved configuration", "ludus config search"),
 )

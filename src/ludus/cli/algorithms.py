@@ -1,0 +1,64 @@
+"""List the algorithms: what `--algorithm.preset` takes, each with one line, its source and its settings.
+
+NAME shows one of them whole: its parts, and the numbers that each part has to itself.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+
+from rich.table import Table
+
+from ludus.algorithms.presets import (
+    ADVANTAGE_OPTIONS,
+    CORRECTION_OPTIONS,
+    LOSS_OPTIONS,
+    PRESETS,
+    Algorithm,
+    resolve,
+)
+from ludus.cli.arguments import no_settings
+from ludus.cli.terminal import make_console, say
+from ludus.config.schema import AlgorithmConfig
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument("name", nargs="?", metavar="NAME", help="show this one whole")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the table, or one algorithm."""
+    no_settings(overrides, "algorithms")
+    console = make_console()
+    if args.name is not None:
+        for line in describe(resolve(AlgorithmConfig(preset=args.name))):
+            say(console, line)
+        return 0
+    table = Table()
+    for column in ("preset", "in one line", "advantage", "loss", "mean over", "source"):
+        table.add_column(column, no_wrap=column == "preset")
+    for one in PRESETS.values():
+        table.add_row(one.name, one.summary, one.advantage, one.loss, one.aggregation, one.source)
+    console.print(table)
+    say(console, "One of them whole: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
+    return 0
+
+
+def describe(algorithm: Algorithm) -> Iterator[str]:
+    """Its settings, a line each, and what may be set besides."""
+    yield f"{algorithm.name}: {algorithm.summary} ({algorithm.source})"
+    for name, value in asdict(algorithm).items():
+        if name not in ("name", "summary", "source", "options"):
+            yield f"  algorithm.{name} = {value}"
+    parts = (
+        ("advantage", ADVANTAGE_OPTIONS[algorithm.advantage], algorithm.options.advantage),
+        ("loss", LOSS_OPTIONS[algorithm.loss], algorithm.options.loss),
+        ("correction", CORRECTION_OPTIONS[algorithm.correction], algorithm.options.correction),
+    )
+    for part, known, given in parts:
+        for option in known:
+            value = given.get(option, "the function's default")
+            yield f"  algorithm.options.{part}.{option} = {value}"

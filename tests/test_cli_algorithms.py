@@ -1,0 +1,24 @@
+"""`ludus algorithms`: every preset with one line and its source, and one of them whole."""
+
+from ludus.algorithms.presets import PRESETS
+from tiny_run import ludus, refused
+
+
+def test_every_preset_is_listed():
+    said = ludus("algorithms")
+    assert said.code == 0
+    for name in PRESETS:
+        assert f" {name} " in said.out
+
+
+def test_one_of_them_is_shown_with_what_its_parts_take():
+    said = ludus("algorithms", "dppo")
+    assert said.code == 0
+    assert "arXiv:2602.04879" in said.out
+    assert "algorithm.loss = dppo" in said.out
+    assert "algorithm.options.loss.bound = the function's default" in said.out
+    assert "algorithm.options.advantage.k = 4" in ludus("algorithms", "pass_at_k").out
+
+
+def test_an_unknown_one_names_the_nearest():
+    assert "'gspo'" in refused("algorithms", "gspoo")
