@@ -97,7 +97,10 @@ def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: floa
 
 
 def read_adapter(folder: Path) -> AdapterFiles:
-    """Read a folder. Raises UserError for one that is missing, broken, no plain LoRA, or contradicts itself."""
+    """Read a folder.
+
+    Raises UserError for one that is missing, broken, no plain LoRA, or that contradicts itself.
+    """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -106,11 +109,14 @@ def read_adapter(folder: Path) -> AdapterFiles:
         state = load_file(folder / _WEIGHTS)
     except (OSError, SafetensorError) as error:
         raise UserError(
-            f"There is no adapter at {folder}: {error}.", f"It takes {_CONFIG} and {_WEIGHTS}, as PEFT writes."
+            f"There is no adapter at {folder}: {error}.",
+            f"It takes {_CONFIG} and {_WEIGHTS}, as PEFT writes.",
         ) from error
     except ValidationError as error:
         where = ".".join(map(str, error.errors()[0]["loc"]))
-        raise UserError(f"{folder / _CONFIG} is no configuration of an adapter (at {where or 'the top'}).") from error
+        raise UserError(
+            f"{folder / _CONFIG} is no configuration of an adapter (at {where or 'the top'})."
+        ) from error
     if not config.is_plain:
         raise UserError(
             f"The adapter at {folder} is more than plain LoRA of one rank.",

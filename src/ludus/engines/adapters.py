@@ -68,7 +68,9 @@ class AdapterBank:
         for key, tensor in state.items():
             match = FACTOR.fullmatch(key)
             if match is None or match[1] not in self._layers:
-                raise SyncError(f"The adapter {name} has a tensor for no linear layer of the model that can have one: {key}.")
+                raise SyncError(
+                    f"The adapter {name} has a tensor for no linear layer that can have one: {key}."
+                )
             factors.setdefault(match[1], {})[match[2]] = tensor
         pairs = {}
         for layer, parts in factors.items():
