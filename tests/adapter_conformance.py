@@ -1,4 +1,4 @@
-"""What a server must do with LoRA adapters that it is sent. Each check takes a `Case` and leaves no adapter."""
+"""What a server must do with LoRA adapters. Each check takes a `Case` and leaves no adapter."""
 
 from __future__ import annotations
 

@@ -117,7 +117,7 @@ class ServerEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one action on the episode's replica."""
-        self._check(request)
+        _check_fits(request, self.context_tokens)
         replica = self._route(request.episode)
         await self._check_logprobs(replica, request.params)
         with self._adapters.using(request.adapter) as adapter:
@@ -284,17 +284,6 @@ class ServerEngine:
         finally:
             alarm.cancel()
 
-    def _check(self, request: Request) -> None:
-        length, limit = len(request.token_ids), self.context_tokens
-        if not 0 < length < limit:
-            raise EngineError(
-                f"Episode {request.episode} has a prompt of {length} tokens, but the server takes "
-                f"1 to {limit - 1} (its context is {limit}).",
-                "Shorten the history or give the server a larger context.",
-            )
-        if request.params.max_new_tokens < 1:
-            raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
-
     def _route(self, episode: str) -> Replica:
         """The episode's replica: the one that it had, else the least busy of those in reach."""
         known = self._routes.get(episode)
@@ -366,34 +355,50 @@ class ServerEngine:
 
     async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
         """Refuse sampling whose log-probabilities the server would report of another distribution."""
-        cut, tempered = params.cuts, params.temperature != 1
-        if params.temperature == 0 or self._mode == "exact" or not (cut or tempered):
+        plain = params.temperature == 1 and not params.cuts
+        if params.temperature == 0 or self._mode == "exact" or plain:
             return
         if self._mode is None:
-            self._mode = await self._find_mode(replica)
-        if (tempered and self._mode == "raw") or (cut and self._mode == "processed"):
-            wanted = "without" if cut else "with"
-            hint = "Sample at temperature 1, or cut nothing from the distribution."
-            if cut != tempered:
-                hint = (
-                    f"Start vLLM {wanted} --logprobs-mode processed_logprobs, or {hint[0].lower()}{hint[1:]}"
-                )
-            raise EngineError(
-                f"{replica.url} reports {self._mode} log-probabilities, which at temperature "
-                f"{params.temperature:g}, top_p {params.top_p:g}, top_k {params.top_k} and min_p "
-                f"{params.min_p:g} are not those of the tempered distribution.",
-                hint,
-            )
+            with self._named("") as name:
+                self._mode = await _find_mode(self._dialect, replica, self._facts, name)
+        _check_mode(replica.url, self._mode, params)
 
-    async def _find_mode(self, replica: Replica) -> LogprobMode:
-        """Sample hot: raw log-probabilities are then those of scoring, processed ones are not."""
-        prompt = (0,)
-        with self._named("") as name:
-            request = Request("", prompt, _MODE_PROBE)
-            sampled = await self._dialect.generate(replica, self._facts, name, request, BASE)
-        scores = await self._score(replica, prompt + sampled.tokens, BASE)
-        gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
-        return "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
+
+async def _find_mode(dialect: Dialect, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
+    """Sample hot: raw log-probabilities are then those of scoring, processed ones are not."""
+    request = Request("", (0,), _MODE_PROBE)
+    sampled = await dialect.generate(replica, facts, name, request, BASE)
+    scores = await dialect.score(replica, facts, request.token_ids + sampled.tokens, BASE)
+    gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
+    return "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
+
+
+def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
+    cut, tempered = params.cuts, params.temperature != 1
+    if not ((tempered and mode == "raw") or (cut and mode == "processed")):
+        return
+    hint = "Sample at temperature 1, or cut nothing from the distribution."
+    if cut != tempered:
+        wanted = "without" if cut else "with"
+        hint = f"Start vLLM {wanted} --logprobs-mode processed_logprobs, or {hint[0].lower()}{hint[1:]}"
+    raise EngineError(
+        f"{url} reports {mode} log-probabilities, which at temperature {params.temperature:g}, "
+        f"top_p {params.top_p:g}, top_k {params.top_k} and min_p {params.min_p:g} are not those of the "
+        "tempered distribution.",
+        hint,
+    )
+
+
+def _check_fits(request: Request, limit: int) -> None:
+    length = len(request.token_ids)
+    if not 0 < length < limit:
+        raise EngineError(
+            f"Episode {request.episode} has a prompt of {length} tokens, but the server takes "
+            f"1 to {limit - 1} (its context is {limit}).",
+            "Shorten the history or give the server a larger context.",
+        )
+    if request.params.max_new_tokens < 1:
+        raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
 
 
 def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
