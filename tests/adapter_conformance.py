@@ -71,17 +71,23 @@ async def adapters_side_by_side_are_those_of_peft(case):
     one, two = adapted(case.base, 1), adapted(case.base, 2)
     for name, made, version in (("one", one, 3), ("two", two, 4)):
         await case.engine.load_adapter(name, version, factors(made), SCALING)
-    models = {"one": (one, 3), "two": (two, 4), BASE: (case.base, None), None: (case.base, None)}
-    answers = await asyncio.gather(*(case.ask(name, seed=n) for n, name in enumerate(models)))
-    for (name, (model, version)), done in zip(models.items(), answers, strict=True):
-        assert len(done.tokens) == 12
-        assert is_right(model, done)
-        assert version in (None, *set(done.versions))
-        assert len(set(done.versions)) == 1
+    answers = await asyncio.gather(case.ask("one", seed=1), case.ask("two", seed=2))
+    for name, made, version, done in zip(("one", "two"), (one, two), (3, 4), answers, strict=True):
+        assert (len(done.tokens), set(done.versions), is_right(made, done)) == (12, {version}, True)
         scores = await case.engine.score(PROMPT, adapter=name)
-        assert scores[1:] == pytest.approx(reference(model, PROMPT), abs=TOLERANCE)
+        assert scores[1:] == pytest.approx(reference(made, PROMPT), abs=TOLERANCE)
     apart = zip(reference(one, PROMPT), reference(two, PROMPT), strict=True)
     assert max(abs(a - b) for a, b in apart) > 0.05
+
+
+async def requests_without_an_adapter_may_share_a_batch(case):
+    made = adapted(case.base, 1)
+    await case.engine.load_adapter("one", 3, factors(made), SCALING)
+    models = {"one": made, BASE: case.base, None: case.base}
+    answers = await asyncio.gather(*(case.ask(name, seed=n) for n, name in enumerate(models)))
+    assert [is_right(model, done) for model, done in zip(models.values(), answers, strict=True)] == [True] * 3
+    scores = await case.engine.score(PROMPT, adapter=BASE)
+    assert scores[1:] == pytest.approx(reference(case.base, PROMPT), abs=TOLERANCE)
 
 
 async def a_request_keeps_the_version_that_it_began_with(case):
@@ -161,6 +167,7 @@ async def what_does_not_fit_is_refused_and_the_old_version_stays(case):
 
 CHECKS = (
     adapters_side_by_side_are_those_of_peft,
+    requests_without_an_adapter_may_share_a_batch,
     a_request_keeps_the_version_that_it_began_with,
     what_was_unloaded_is_refused,
     an_update_is_proved_and_used_and_the_base_stays,
