@@ -263,7 +263,7 @@ def test_weights_lie_in_shared_memory_where_there_is_room(tmp_path, monkeypatch)
 def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):
     code = (
         "import os, sys; from pathlib import Path; from ludus.engines.shelf import WeightShelf\n"
-        "WeightShelf(shared_memory=Path(sys.argv[1])).folder('x', 1)\n"
+        "shelf = WeightShelf(shared_memory=Path(sys.argv[1]))\nshelf.folder('x', 1)\n"
         "os.kill(os.getpid(), 9)"
     )
     subprocess.run([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.DEVNULL, check=False)
