@@ -13,13 +13,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 import torch
 
-from ludus.config import load_config
 from ludus.engines.base import Request
 from ludus.engines.checksums import compare_digests, tensor_digest
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import ServerSettings
-from ludus.errors import ConfigError, EngineError, SyncError, UserError
-from ludus.training.session import server_engine
+from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import SamplingParams
 
 CONTEXT = 64
@@ -365,8 +363,6 @@ def test_addresses_are_checked_before_anything_runs():
     for address in ("localhost:80", "ftp://a", ""):
         with pytest.raises(UserError):
             ServerEngine([address])
-    with pytest.raises(ConfigError, match="Adapters"):
-        server_engine(load_config(None, ["--engine.url", "http://x", "--model.lora.rank", "4"]))
 
 
 def test_sglang_is_asked_in_its_own_words():

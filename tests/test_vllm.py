@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -48,14 +49,21 @@ def command(mode: str) -> list[str]:
 @pytest.fixture(scope="module", params=MODES)
 def vllm(request, tmp_path_factory):
     """A server that holds the packaged cold start, head included: its first update has given it that."""
+    with running(command(request.param), tmp_path_factory.mktemp("vllm") / "log.txt"):
+        yield request.param
+
+
+@contextmanager
+def running(words: list[str], log: Path):
+    """A server for the time of a block."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    log = tmp_path_factory.mktemp("vllm") / "log.txt"
+    env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
     with log.open("wb") as out:
-        process = subprocess.Popen(command(request.param), env=env, stdout=out, stderr=out)
+        process = subprocess.Popen(words, env=env, stdout=out, stderr=out)
         try:
             wait_until_healthy(process, log)
-            yield request.param
+            yield
         finally:
             process.terminate()
             process.wait(60)

@@ -16,14 +16,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
+from ludus.engines.base import DEFAULT
 from ludus.errors import SyncError, UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DEFAULT = "default"
-"""The adapter that came with the model."""
-_NAME = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
+"""A factor by one of PEFT's names: its layer, and A (down) or B (up)."""
+_HEAD = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,10 @@ class AdapterBank:
         self._active: list[tuple[dict[str, LowRank], Tensor | None]] = []
         self._hooks: dict[str, RemovableHandle] = {}
         self._model = model
-        own = dict(_lora_layers(model))
+        own = dict(lora_layers(model))
         for name, module in model.named_modules():
             plain = name.removeprefix("base_model.model.").removesuffix(".base_layer")
-            if isinstance(module, nn.Linear) and ".lora_" not in name:
+            if isinstance(module, nn.Linear) and ".lora_" not in name and plain != _HEAD:
                 self._layers[plain] = module
         if own:
             self._put(DEFAULT, own)
@@ -65,9 +66,11 @@ class AdapterBank:
         """Take an adapter, or a new version, by PEFT's names. Raises SyncError where it does not fit."""
         factors: dict[str, dict[str, Tensor]] = {}
         for key, tensor in state.items():
-            match = _NAME.fullmatch(key)
+            match = FACTOR.fullmatch(key)
             if match is None or match[1] not in self._layers:
-                raise SyncError(f"The adapter {name} has a tensor for no linear layer of the model: {key}.")
+                raise SyncError(
+                    f"The adapter {name} has a tensor for no linear layer that can have one: {key}."
+                )
             factors.setdefault(match[1], {})[match[2]] = tensor
         pairs = {}
         for layer, parts in factors.items():
@@ -76,6 +79,13 @@ class AdapterBank:
         if not pairs:
             raise SyncError(f"The adapter {name} holds no tensors.")
         self._put(name, pairs)
+
+    def pairs(self, name: str) -> Mapping[str, LowRank]:
+        """The factors of an adapter by layer; none for "".
+
+        Raises KeyError for an adapter that is not there.
+        """
+        return self._pairs[name] if name else {}
 
     def unload(self, name: str) -> None:
         """Forget an adapter."""
@@ -141,8 +151,11 @@ def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, sc
     return LowRank(down.detach().to(like, copy=True), up.detach().to(like, copy=True), scaling)
 
 
-def _lora_layers(model: PreTrainedModel) -> Iterator[tuple[str, LowRank]]:
-    """The factors of a PEFT model's own adapter: its tensors, not copies, so that updates reach them."""
+def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
+    """The factors of a PEFT model's own adapter: its tensors, not copies, so that updates reach them.
+
+    Nothing for a plain model. Raises UserError for anything but one LoRA of linear layers.
+    """
     if not is_peft(model):
         return
     from peft.tuners.lora import Linear

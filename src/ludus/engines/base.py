@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 
 BASE = ""
 """The adapter of a request that wants none."""
+DEFAULT = "default"
+"""The adapter that came with the model, or that `load_weights` sends."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
+from urllib.parse import quote
 
 from pydantic import BaseModel, Field
 
@@ -56,6 +57,16 @@ class Sampled:
     spans: tuple[Span, ...] | None
 
 
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """A LoRA adapter of `rank` in a folder that the server sees; `name` is what the server calls it."""
+
+    name: str
+    folder: str
+    version: int
+    rank: int
+
+
 class Dialect(Protocol):
     """How one kind of server is spoken to. All but `describe` raise EngineError."""
 
@@ -63,11 +74,18 @@ class Dialect(Protocol):
         """Ask a server what it serves. Raises EngineError, UserError for a bad address."""
         ...
 
-    async def generate(self, replica: Replica, facts: ServerFacts, name: str, request: Request) -> Sampled:
-        """Sample one action; `name` is the request's own, the same when it is sent again."""
+    async def generate(
+        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
+    ) -> Sampled:
+        """Sample one action; `name` is the request's own, the same when it is sent again.
+
+        `adapter` is a served one's name, "" for the model without.
+        """
         ...
 
-    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int]) -> list[float]:
+    async def score(
+        self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
+    ) -> list[float]:
         """Log-probability of each token at temperature 1; 0 for the first."""
         ...
 
@@ -83,8 +101,20 @@ class Dialect(Protocol):
         """SHA-256 of each tensor's bytes by name; None where the server does not tell."""
         ...
 
-    async def fingerprint(self, replica: Replica) -> str | None:
-        """`fingerprint_module` of the weights in use; None where the server does not tell."""
+    async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
+        """`fingerprint_module` of the weights in use with an adapter; None where the server does not tell."""
+        ...
+
+    async def load_adapter(self, replica: Replica, adapter: ServedAdapter) -> None:
+        """Have an adapter taken from its folder, beside those that are there."""
+        ...
+
+    async def unload_adapter(self, replica: Replica, name: str) -> None:
+        """Have an adapter forgotten."""
+        ...
+
+    async def adapters(self, replica: Replica) -> frozenset[str]:
+        """The names that the server serves, that of its model among them."""
         ...
 
     async def abort(self, replica: Replica, name: str) -> None:
@@ -167,11 +197,13 @@ class VllmDialect:
             model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if own else None
         )
 
-    async def generate(self, replica: Replica, facts: ServerFacts, name: str, request: Request) -> Sampled:
+    async def generate(
+        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
+    ) -> Sampled:
         """One completion of token ids. Penalties and the end-of-text token count for nothing."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
         body = _sampling(params) | {
-            "model": facts.model,
+            "model": adapter or facts.model,
             "request_id": name,
             "prompt": request.token_ids,
             "max_tokens": min(params.max_new_tokens, room),
@@ -193,9 +225,11 @@ class VllmDialect:
             None if spans is None else tuple(Span(s.version, s.start, s.end) for s in spans),
         )
 
-    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int]) -> list[float]:
+    async def score(
+        self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
+    ) -> list[float]:
         """One completion that echoes its prompt with log-probabilities and samples nothing."""
-        body = {"model": facts.model, "prompt": list(token_ids), "prompt_logprobs": 0}
+        body = {"model": adapter or facts.model, "prompt": list(token_ids), "prompt_logprobs": 0}
         body |= {"max_tokens": 0, "echo": True, "temperature": 0.0, "return_token_ids": True}
         choice = (await replica.post("/v1/completions", body, _Completion)).choices[0]
         given = choice.prompt_logprobs or []
@@ -226,14 +260,37 @@ class VllmDialect:
                 return None
             raise
 
-    async def fingerprint(self, replica: Replica) -> str | None:
+    async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
         """`/fingerprint`, which `ludus serve` has and vLLM has not."""
+        path = f"/fingerprint?model={quote(adapter)}" if adapter else "/fingerprint"
         try:
-            return (await replica.get("/fingerprint", _Fingerprint)).fingerprint
+            return (await replica.get(path, _Fingerprint)).fingerprint
         except Refused as error:
             if error.status == _NOT_FOUND:
                 return None
             raise
+
+    async def load_adapter(self, replica: Replica, adapter: ServedAdapter) -> None:
+        """`/v1/load_lora_adapter`; vLLM passes over the version."""
+        body = {"lora_name": adapter.name, "lora_path": adapter.folder}
+        try:
+            await replica.tell("/v1/load_lora_adapter", body | {"weight_version": str(adapter.version)})
+        except Refused as error:
+            error.hint = (
+                f"Start vLLM with --enable-lora --max-loras 2 --max-lora-rank {max(16, adapter.rank)} and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, `ludus serve` with --control."
+            )
+            if "Not Found" in error.message or error.status == _FORBIDDEN:
+                error.message = f"{replica.url} takes no LoRA adapters."
+            raise
+
+    async def unload_adapter(self, replica: Replica, name: str) -> None:
+        """`/v1/unload_lora_adapter`."""
+        await replica.tell("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def adapters(self, replica: Replica) -> frozenset[str]:
+        """`/v1/models`."""
+        return frozenset(model.id for model in (await replica.get("/v1/models", _Models)).data)
 
     async def abort(self, replica: Replica, name: str) -> None:
         """`/abort_requests`, by the name that the server makes of ours."""
@@ -280,6 +337,11 @@ class _SglangUpdate(BaseModel):
     message: str = ""
 
 
+class _SglangLora(BaseModel):
+    success: bool
+    error_message: str | None = None
+
+
 class SglangDialect:
     """SGLang's native HTTP server. Untested against a real one."""
 
@@ -290,7 +352,9 @@ class SglangDialect:
             raise EngineError(f"{url} does not say how long its context is.", "Check engine.dialect.")
         return ServerFacts(model.id, model.max_model_len)
 
-    async def generate(self, replica: Replica, facts: ServerFacts, name: str, request: Request) -> Sampled:
+    async def generate(
+        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
+    ) -> Sampled:
         """`/generate` from token ids."""
         params, room = request.params, facts.context_tokens - len(request.token_ids)
         sampling = {
@@ -306,8 +370,10 @@ class SglangDialect:
             "skip_special_tokens": False,
             "sampling_seed": params.seed & _SEED,
         } | _sglang_guide(params.guide)
-        body = {"rid": name, "input_ids": list(request.token_ids), "sampling_params": sampling}
-        answer = await replica.post("/generate", body | {"return_logprob": True}, _SglangAnswer, samples=True)
+        body: dict[str, object] = {"rid": name, "input_ids": list(request.token_ids)}
+        body["sampling_params"] = sampling
+        body |= {"return_logprob": True} | _lora_path(adapter)
+        answer = await replica.post("/generate", body, _SglangAnswer, samples=True)
         given = answer.meta_info.output_token_logprobs
         tokens = tuple(token for _, token, _ in given)
         if answer.output_ids and tokens != tuple(answer.output_ids):
@@ -316,11 +382,13 @@ class SglangDialect:
         logprobs = _finite([logprob for logprob, _, _ in given], len(tokens), replica.url)
         return Sampled(tokens, tuple(logprobs), _finish(finish.type if finish else None, replica.url), None)
 
-    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int]) -> list[float]:
+    async def score(
+        self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
+    ) -> list[float]:
         """`/generate` of nothing, with log-probabilities from the first token on."""
         body: dict[str, object] = {"input_ids": list(token_ids), "return_logprob": True}
         body |= {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
-        answer = await replica.post("/generate", body, _SglangAnswer)
+        answer = await replica.post("/generate", body | _lora_path(adapter), _SglangAnswer)
         given = [logprob for logprob, _, _ in answer.meta_info.input_token_logprobs]
         return [0.0, *_finite(given[1:], len(token_ids) - 1, replica.url)]
 
@@ -343,9 +411,30 @@ class SglangDialect:
         """None: what its checker hashes is not documented."""
         return None
 
-    async def fingerprint(self, replica: Replica) -> str | None:
+    async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
         """None: it has no such thing."""
         return None
+
+    async def load_adapter(self, replica: Replica, adapter: ServedAdapter) -> None:
+        """`/load_lora_adapter`."""
+        body = {"lora_name": adapter.name, "lora_path": adapter.folder}
+        try:
+            done = await replica.post("/load_lora_adapter", body, _SglangLora)
+        except Refused as error:
+            error.hint = (
+                f"Start SGLang with --enable-lora --max-lora-rank {adapter.rank} --lora-target-modules all."
+            )
+            raise
+        if not done.success:
+            raise EngineError(f"{replica.url} did not take the adapter: {done.error_message}")
+
+    async def unload_adapter(self, replica: Replica, name: str) -> None:
+        """`/unload_lora_adapter`."""
+        await replica.post("/unload_lora_adapter", {"lora_name": name}, _SglangLora)
+
+    async def adapters(self, replica: Replica) -> frozenset[str]:
+        """`/v1/models`."""
+        return frozenset(model.id for model in (await replica.get("/v1/models", _Models)).data)
 
     async def abort(self, replica: Replica, name: str) -> None:
         """`/abort_request`."""
@@ -377,6 +466,10 @@ def _sampling(params: SamplingParams) -> dict[str, object]:
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
     } | _guided(params.guide)
+
+
+def _lora_path(adapter: str) -> dict[str, object]:
+    return {"lora_path": adapter} if adapter else {}
 
 
 def _sglang_guide(guide: Guide | None) -> dict[str, object]:

@@ -10,13 +10,38 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
+    from ludus.engines.adapters import LowRank
+
 
 def fingerprint_module(module: nn.Module) -> str:
     """A BLAKE2b digest (32 hex characters) of all named parameters, equal exactly for equal weights.
 
-    A tied parameter counts once, under its first name; buffers do not count.
+    A tied parameter counts once, under its first name; buffers do not count. A PEFT model has the digest of
+    its base with its adapter, whoever holds the two. Raises UserError for a PEFT model without plain LoRA.
     """
-    return fingerprint_tensors(dict(module.named_parameters()))
+    from ludus.engines.adapters import lora_layers
+
+    return fingerprint_adapted(module, dict(lora_layers(module)))
+
+
+def fingerprint_adapted(module: nn.Module, pairs: Mapping[str, LowRank]) -> str:
+    """The digest of a model's own parameters, adapters apart, with one adapter's factors by layer.
+
+    Factors count in the precision of their layer, scalings in float32.
+    """
+    import torch
+
+    base = {_plain(name): p for name, p in module.named_parameters() if ".lora_" not in name}
+    digest = fingerprint_tensors(base)
+    if not pairs:
+        return digest
+    factors: dict[str, torch.Tensor] = {}
+    for layer, pair in pairs.items():
+        like = base[f"{layer}.weight"].dtype
+        factors[f"{layer}.lora_A"], factors[f"{layer}.lora_B"] = pair.down.to(like), pair.up.to(like)
+        factors[f"{layer}.scaling"] = torch.tensor(pair.scaling, dtype=torch.float32)
+    both = f"{digest}+{fingerprint_tensors(factors)}"
+    return hashlib.blake2b(both.encode(), digest_size=16).hexdigest()
 
 
 def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
@@ -26,6 +51,10 @@ def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
         digest.update(_raw_bytes(tensor))
     return digest.hexdigest()
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
 
 
 def _raw_bytes(tensor: torch.Tensor) -> memoryview:

@@ -18,8 +18,9 @@ from torch import Tensor
 from transformers import Cache
 
 from ludus.engines import attention
-from ludus.engines.adapters import DEFAULT, AdapterBank, is_peft
+from ludus.engines.adapters import AdapterBank, is_peft
 from ludus.engines.attention import LayerShape, PagePool, RaggedPass
+from ludus.engines.base import DEFAULT
 from ludus.engines.kernel import Kernel, make_kernel
 from ludus.engines.pages import PAGE
 from ludus.errors import EngineError, UserError

@@ -21,10 +21,10 @@ from typing import TYPE_CHECKING
 import torch
 
 from ludus.engines import core
-from ludus.engines.adapters import DEFAULT, is_peft
-from ludus.engines.base import BASE, EngineStats, Request
+from ludus.engines.adapters import is_peft
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request
 from ludus.engines.core import EngineCore
-from ludus.engines.fingerprint import fingerprint_module
+from ludus.engines.fingerprint import fingerprint_adapted
 from ludus.engines.forward import RaggedForward
 from ludus.engines.guided import GuideCompiler
 from ludus.engines.pages import PAGE, PageTree
@@ -205,9 +205,12 @@ class LocalEngine:
         """
         await self._worker.call(partial(self._load, version, state))
 
-    async def fingerprint(self) -> str:
-        """`fingerprint_module` of the weights in use."""
-        return await self._worker.call(partial(fingerprint_module, self._model))
+    async def fingerprint(self, *, adapter: str | None = None) -> str:
+        """`fingerprint_module` of the weights in use, with an adapter as a PEFT model would hold it."""
+        self._check_adapter(adapter)
+        return await self._worker.call(
+            partial(self._fingerprint, self._default if adapter is None else adapter)
+        )
 
     async def load_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
@@ -341,6 +344,9 @@ class LocalEngine:
     ) -> None:
         self._forward.adapters.load(name, state, scaling)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update, adapter=name)
+
+    def _fingerprint(self, adapter: str) -> str:
+        return fingerprint_adapted(self._model, self._forward.adapters.pairs(adapter))
 
     def _unload_adapter(self, name: str) -> None:
         for sequence in [*self._core.running, *self._core.waiting]:

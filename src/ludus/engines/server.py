@@ -7,7 +7,8 @@ wrong weights sampled: a replica that has been out of reach, or that answers und
 sent, gets the weights again, with their proof, before it samples more.
 
 Weights go through a folder that the server sees. After each transfer the server's digests of its tensors,
-where it gives any, are held against what was sent; the caller compares log-probabilities (`WeightSync`).
+where it gives any, are held against what was sent; the caller compares log-probabilities (`WeightSync`). LoRA
+adapters go alone, beside the server's own weights (`SentAdapters`).
 """
 
 from __future__ import annotations
@@ -17,18 +18,28 @@ import logging
 import math
 import secrets
 import shutil
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
-from ludus.engines.base import EngineStats, Request
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request
 from ludus.engines.checksums import compare_digests
-from ludus.engines.dialects import Dialect, LogprobMode, Sampled, ServerFacts, SglangDialect, VllmDialect
-from ludus.engines.transport import Replica, ServerSettings
-from ludus.errors import EngineError, StorageError, SyncError, UserError
+from ludus.engines.dialects import (
+    Dialect,
+    LogprobMode,
+    Sampled,
+    ServedAdapter,
+    ServerFacts,
+    SglangDialect,
+    VllmDialect,
+)
+from ludus.engines.server_adapters import SentAdapters
+from ludus.engines.shelf import WeightShelf, num_bytes, read_weights, save_weights
+from ludus.engines.transport import Refused, Replica, ServerSettings
+from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -39,13 +50,16 @@ DIALECTS: Mapping[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialec
 _MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
 _SAME_NATS = 1e-3
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_UNKNOWN_NAME = (400, 404)
+
+Answer = TypeVar("Answer")
 
 log = logging.getLogger("ludus.server")
 
 
 @dataclass
 class _Sent:
-    """The weights that were sent last, and where they lie."""
+    """The whole weights that were sent last, and where they lie."""
 
     version: int = 0
     folder: Path | None = None
@@ -56,11 +70,17 @@ class ServerEngine:
     """An `Engine` whose tokens come from servers.
 
     `urls` are the replicas' addresses. Asks each for its model at once, and raises `EngineError` where one
-    does not answer, `UserError` for an address that is none or replicas that serve different things.
+    does not answer, `UserError` for an address that is none or replicas that serve different things. With a
+    `lora_scaling` (alpha over rank) `load_weights` takes the factors of an adapter, and sends that alone.
     """
 
     def __init__(
-        self, urls: Sequence[str], dialect: str = "vllm", settings: ServerSettings | None = None
+        self,
+        urls: Sequence[str],
+        dialect: str = "vllm",
+        settings: ServerSettings | None = None,
+        *,
+        lora_scaling: float | None = None,
     ) -> None:
         settings = settings or ServerSettings()
         self._dialect = DIALECTS[dialect]
@@ -68,12 +88,14 @@ class ServerEngine:
             Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
         ]
         self._facts = _agreed([self._dialect.describe(replica.url) for replica in self._replicas])
-        self._settings = settings
-        self._temporary: tempfile.TemporaryDirectory[str] | None = None
+        self._lora_scaling = lora_scaling
+        self._version = 0
         self._sent = _Sent()
         self._routes: dict[str, Replica] = {}
         self._under_way: dict[str, set[str]] = {}
         self._name = secrets.token_hex(6)
+        self._shelf = WeightShelf(settings.weights_folder)
+        self._adapters = SentAdapters(self._dialect, self._replicas, self._shelf, self._name)
         self._num_requests = 0
         self._mode: LogprobMode | None = self._facts.logprobs
         self._tasks: set[asyncio.Task[None]] = set()
@@ -86,7 +108,7 @@ class ServerEngine:
     @property
     def version(self) -> int:
         """That of the weights that were sent last; 0 before that."""
-        return self._sent.version
+        return self._version
 
     @property
     def batch_invariant(self) -> bool:
@@ -95,21 +117,21 @@ class ServerEngine:
 
     async def generate(self, request: Request) -> Completion:
         """Sample one action on the episode's replica."""
-        self._check(request)
+        _check_fits(request, self.context_tokens)
         replica = self._route(request.episode)
         await self._check_logprobs(replica, request.params)
-        for _ in range(2):
-            await self._ready(replica, first_turn=request.episode not in self._routes)
-            self._routes[request.episode] = replica
-            before = self.version
-            with self._named(request.episode) as name, self._deadline(request):
-                sampled = await self._dialect.generate(replica, self._facts, name, request)
-            if self._known(sampled):
-                return self._completion(sampled, before)
-            replica.holds = None
-            log.warning("%s sampled from weights that were not sent to it", replica.url)
+        with self._adapters.using(request.adapter) as adapter:
+            for _ in range(2):
+                await self._ready(replica, first_turn=request.episode not in self._routes)
+                self._routes[request.episode] = replica
+                before = self._sent.version if adapter is None else adapter.version
+                sampled = await self._under(replica, adapter, partial(self._sample, replica, request))
+                if self._known(sampled, adapter):
+                    return _completion(sampled, before)
+                replica.holds = None
+                log.warning("%s sampled from weights that were not sent to it", replica.url)
         raise EngineError(
-            f"{replica.url} samples from weights {_labels(sampled)}, and was sent {self.version}.",
+            f"{replica.url} samples from weights {_labels(sampled)}, and was sent {before}.",
             "Has it been restarted, or does someone else update it?",
         )
 
@@ -145,38 +167,67 @@ class ServerEngine:
         self._routes.pop(episode, None)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Write the weights and have every replica take them.
+        """Write the weights, or the adapter alone, and have every replica take them.
 
         Raises `SyncError` where a replica's digests are not those of what was sent, `EngineError` where one
         cannot be reached or refuses, `StorageError` where the folder cannot be written.
         """
+        if self._lora_scaling is not None:
+            await self.load_adapter(DEFAULT, version, state, self._lora_scaling)
+            return
         state = _with_head(state)
-        folder = await asyncio.to_thread(self._write, version, state)
+        folder = self._shelf.folder(f"{self._name}-{version}", num_bytes(state))
+        await asyncio.to_thread(save_weights, folder, state)
         before = self._sent.folder
         self._sent = _Sent(version, folder, self._sent.labels | {str(version)})
+        self._version = version
         await asyncio.gather(*(self._update_locked(replica, state) for replica in self._replicas))
         if before is not None and before != folder:
             await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
 
-    async def fingerprint(self) -> str | None:
-        """`fingerprint_module` of the weights in use; None where a server does not tell.
+    async def load_adapter(
+        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
+    ) -> None:
+        """Send LoRA factors by PEFT's names as the adapter `name`, beside others; tokens carry its `version`.
 
-        Raises `SyncError` where the replicas differ.
+        `scaling` is alpha over rank. What runs under an older version of it goes on with that to its end.
+        Raises as `load_weights` does, with the older version left in use.
         """
-        found = {await self._dialect.fingerprint(replica) for replica in self._replicas}
+        await self._adapters.send(name, version, state, scaling)
+        if name != DEFAULT:
+            return
+        for replica in self._replicas:
+            replica.holds = version if replica.holds == self._version else None
+        self._version = version
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have the servers forget an adapter, once nothing runs under it."""
+        self._adapters.unload(name)
+
+    async def fingerprint(self) -> str | None:
+        """`fingerprint_module` of the weights in use, with the adapter that requests have by default.
+
+        None where a server does not tell. Raises `SyncError` where the replicas differ.
+        """
+        with self._adapters.using(None) as adapter:
+            name = adapter.name if adapter else BASE
+            found = {await self._dialect.fingerprint(replica, name) for replica in self._replicas}
         if len(found) > 1:
             raise SyncError(f"The replicas hold different weights: {sorted(map(str, found))}.")
         return found.pop()
 
     async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
         """Log-probability of each token at temperature 1; 0 for the first. The replicas must agree."""
-        _check_adapter(adapter)
         if not 0 < len(token_ids) < self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
                 f"the server takes 1 to {self.context_tokens - 1}."
             )
-        rows = [await self._dialect.score(replica, self._facts, token_ids) for replica in self._replicas]
+        with self._adapters.using(adapter) as served:
+            rows = [
+                await self._under(replica, served, partial(self._score, replica, token_ids))
+                for replica in self._replicas
+            ]
         for replica, row in zip(self._replicas, rows, strict=True):
             gap = max(abs(a - b) for a, b in zip(row, rows[0], strict=True))
             if gap > _SAME_NATS:
@@ -191,11 +242,34 @@ class ServerEngine:
         """Close the connections; the servers go on."""
         for task in tuple(self._tasks):
             task.cancel()
+        await self._adapters.close()
         for replica in self._replicas:
             await replica.close()
-        if self._temporary is not None:
-            self._temporary.cleanup()
-            self._temporary, self._sent.folder = None, None
+        if not self._shelf.root:
+            self._sent.folder = None
+        self._shelf.close()
+
+    async def _sample(self, replica: Replica, request: Request, adapter: str) -> Sampled:
+        with self._named(request.episode) as name, self._deadline(request):
+            return await self._dialect.generate(replica, self._facts, name, request, adapter)
+
+    async def _score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
+        return await self._dialect.score(replica, self._facts, token_ids, adapter)
+
+    async def _under(
+        self, replica: Replica, adapter: ServedAdapter | None, call: Callable[[str], Awaitable[Answer]]
+    ) -> Answer:
+        """Call with a served adapter's name; where the server has lost it, send it again and once more."""
+        if adapter is None:
+            return await call(BASE)
+        try:
+            return await call(adapter.name)
+        except Refused as error:
+            if error.status not in _UNKNOWN_NAME or adapter.name in await self._dialect.adapters(replica):
+                raise
+        replica.holds = None
+        await self._ready(replica, first_turn=False)
+        return await call(adapter.name)
 
     @contextmanager
     def _deadline(self, request: Request) -> Iterator[None]:
@@ -209,18 +283,6 @@ class ServerEngine:
             yield
         finally:
             alarm.cancel()
-
-    def _check(self, request: Request) -> None:
-        _check_adapter(request.adapter)
-        length, limit = len(request.token_ids), self.context_tokens
-        if not 0 < length < limit:
-            raise EngineError(
-                f"Episode {request.episode} has a prompt of {length} tokens, but the server takes "
-                f"1 to {limit - 1} (its context is {limit}).",
-                "Shorten the history or give the server a larger context.",
-            )
-        if request.params.max_new_tokens < 1:
-            raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
 
     def _route(self, episode: str) -> Replica:
         """The episode's replica: the one that it had, else the least busy of those in reach."""
@@ -247,21 +309,21 @@ class ServerEngine:
 
         One that reports versions with its tokens is asked only when in doubt, others once an episode.
         """
-        if self._sent.folder is None:
+        folder = self._sent.folder
+        if folder is None and not self._adapters:
             return
-        in_doubt = replica.holds != self.version
-        if not in_doubt and (self._facts.logprobs == "exact" or not first_turn):
+        in_doubt, tells = replica.holds != self._version, self._facts.logprobs == "exact" or folder is None
+        if not in_doubt and (tells or not first_turn):
             return
         async with replica.lock:
-            if replica.holds == self.version and in_doubt:
+            if replica.holds == self._version and in_doubt:
                 return
-            if await self._dialect.version(replica) == str(self.version):
-                replica.holds = self.version
-                return
-            log.warning(
-                "%s has lost the weights of version %d; sending them again", replica.url, self.version
-            )
-            await self._update(replica, await asyncio.to_thread(_read, self._sent.folder))
+            version = self._sent.version
+            if folder is not None and await self._dialect.version(replica) != str(version):
+                log.warning("%s has lost the weights of version %d; sending them again", replica.url, version)
+                await self._update(replica, await asyncio.to_thread(read_weights, folder))
+            await self._adapters.restore(replica)
+            replica.holds = self._version
 
     async def _restore(self, replica: Replica) -> None:
         await self._ready(replica, first_turn=False)
@@ -272,7 +334,7 @@ class ServerEngine:
 
     async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
         """Have one replica take the weights in the folder, and hold its digests against `state`."""
-        version = self.version
+        version = self._sent.version
         await self._dialect.update(replica, str(self._sent.folder), version)
         digests = await self._dialect.digests(replica)
         if digests is not None:
@@ -284,73 +346,59 @@ class ServerEngine:
                     "The rollouts would come from another policy; nothing was trained on them.",
                 )
             log.info("%s: %d tensors proved, %d say nothing", replica.url, proof.proved, proof.silent)
-        replica.holds = version
+        replica.holds = self._version
 
-    def _write(self, version: int, state: Mapping[str, torch.Tensor]) -> Path:
-        from safetensors import SafetensorError
-        from safetensors.torch import save_file
-
-        if not self._settings.weights_folder and self._temporary is None:
-            self._temporary = tempfile.TemporaryDirectory(prefix="ludus-weights-", ignore_cleanup_errors=True)
-        shelf = self._settings.weights_folder or (self._temporary and self._temporary.name)
-        assert shelf
-        folder = (Path(shelf) / f"{self._name}-{version}").absolute()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
-            save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
-        except (OSError, SafetensorError) as error:
-            raise StorageError(
-                f"The weights for the server cannot be written to {folder}: {error}.",
-                "Set engine.weights_folder to a folder with room that the server sees as well.",
-            ) from error
-        return folder
-
-    def _known(self, sampled: Sampled) -> bool:
+    def _known(self, sampled: Sampled, adapter: ServedAdapter | None) -> bool:
         """Whether all tokens are of versions that were sent; true where the server does not tell."""
-        if sampled.spans is None or not self._sent.labels:
-            return True
-        return all(span.version in self._sent.labels for span in sampled.spans)
-
-    def _completion(self, sampled: Sampled, before: int) -> Completion:
-        """Where the server does not tell versions, that of the moment when the request was sent."""
-        versions = [before] * len(sampled.tokens)
-        for span in sampled.spans or ():
-            version = int(span.version) if span.version.isdecimal() else before
-            versions[span.start : span.end] = [version] * (span.end - span.start)
-        return Completion(sampled.tokens, sampled.logprobs, tuple(versions), sampled.finish_reason)
+        labels = self._sent.labels if adapter is None else {str(adapter.version)}
+        return not labels or all(span.version in labels for span in sampled.spans or ())
 
     async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
         """Refuse sampling whose log-probabilities the server would report of another distribution."""
-        cut, tempered = params.cuts, params.temperature != 1
-        if params.temperature == 0 or self._mode == "exact" or not (cut or tempered):
+        plain = params.temperature == 1 and not params.cuts
+        if params.temperature == 0 or self._mode == "exact" or plain:
             return
         if self._mode is None:
-            self._mode = await self._find_mode(replica)
-        if (tempered and self._mode == "raw") or (cut and self._mode == "processed"):
-            wanted = "without" if cut else "with"
-            hint = "Sample at temperature 1, or cut nothing from the distribution."
-            if cut != tempered:
-                hint = (
-                    f"Start vLLM {wanted} --logprobs-mode processed_logprobs, or {hint[0].lower()}{hint[1:]}"
-                )
-            raise EngineError(
-                f"{replica.url} reports {self._mode} log-probabilities, which at temperature "
-                f"{params.temperature:g}, top_p {params.top_p:g}, top_k {params.top_k} and min_p "
-                f"{params.min_p:g} are not those of the tempered distribution.",
-                hint,
-            )
+            with self._named("") as name:
+                self._mode = await _find_mode(self._dialect, replica, self._facts, name)
+        _check_mode(replica.url, self._mode, params)
 
-    async def _find_mode(self, replica: Replica) -> LogprobMode:
-        """Sample hot: raw log-probabilities are then those of scoring, processed ones are not."""
-        prompt = (0,)
-        with self._named("") as name:
-            sampled = await self._dialect.generate(
-                replica, self._facts, name, Request("", prompt, _MODE_PROBE)
-            )
-        scores = await self._dialect.score(replica, self._facts, prompt + sampled.tokens)
-        gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
-        return "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
+
+async def _find_mode(dialect: Dialect, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
+    """Sample hot: raw log-probabilities are then those of scoring, processed ones are not."""
+    request = Request("", (0,), _MODE_PROBE)
+    sampled = await dialect.generate(replica, facts, name, request, BASE)
+    scores = await dialect.score(replica, facts, request.token_ids + sampled.tokens, BASE)
+    gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
+    return "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
+
+
+def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
+    cut, tempered = params.cuts, params.temperature != 1
+    if not ((tempered and mode == "raw") or (cut and mode == "processed")):
+        return
+    hint = "Sample at temperature 1, or cut nothing from the distribution."
+    if cut != tempered:
+        wanted = "without" if cut else "with"
+        hint = f"Start vLLM {wanted} --logprobs-mode processed_logprobs, or {hint[0].lower()}{hint[1:]}"
+    raise EngineError(
+        f"{url} reports {mode} log-probabilities, which at temperature {params.temperature:g}, "
+        f"top_p {params.top_p:g}, top_k {params.top_k} and min_p {params.min_p:g} are not those of the "
+        "tempered distribution.",
+        hint,
+    )
+
+
+def _check_fits(request: Request, limit: int) -> None:
+    length = len(request.token_ids)
+    if not 0 < length < limit:
+        raise EngineError(
+            f"Episode {request.episode} has a prompt of {length} tokens, but the server takes "
+            f"1 to {limit - 1} (its context is {limit}).",
+            "Shorten the history or give the server a larger context.",
+        )
+    if request.params.max_new_tokens < 1:
+        raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
 
 
 def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
@@ -373,19 +421,14 @@ def _with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
 
 
+def _completion(sampled: Sampled, before: int) -> Completion:
+    """Where the server does not tell versions, that of the moment when the request was sent."""
+    versions = [before] * len(sampled.tokens)
+    for span in sampled.spans or ():
+        version = int(span.version) if span.version.isdecimal() else before
+        versions[span.start : span.end] = [version] * (span.end - span.start)
+    return Completion(sampled.tokens, sampled.logprobs, tuple(versions), sampled.finish_reason)
+
+
 def _labels(sampled: Sampled) -> str:
     return ", ".join(span.version for span in sampled.spans or ())
-
-
-def _read(folder: Path) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(folder / "model.safetensors")
-
-
-def _check_adapter(adapter: str | None) -> None:
-    if adapter:
-        raise EngineError(
-            f"The adapter {adapter!r} is asked for, and adapters are not sent to servers.",
-            "Use the embedded engine for them.",
-        )

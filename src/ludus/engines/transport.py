@@ -99,6 +99,10 @@ class Replica:
         """The answer to a POST of JSON; `samples` where it depends on the weights. Raises EngineError."""
         return self._read(await self._call("POST", path, json.dumps(body).encode(), samples=samples), reply)
 
+    async def tell(self, path: str, body: Mapping[str, object]) -> None:
+        """A POST of JSON whose answer is no JSON. Raises EngineError."""
+        await self._call("POST", path, json.dumps(body).encode(), samples=False)
+
     async def close(self) -> None:
         """Close the connections; those of a loop that is over went with it."""
         line, self._line = self._line, None

@@ -191,13 +191,15 @@ class ErrorAnswer(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """What is served."""
+    """What is served: the model, or an adapter of it, whose `parent` is the model."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: Literal["ludus"] = "ludus"
     root: str
+    parent: str | None = None
+    weight_version: str | None = None
     max_model_len: int
     batch_invariant: bool
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 Asked = TypeVar("Asked", bound=Sampling)
 Result = TypeVar("Result")
 
-_NOT_FOUND, _FORBIDDEN, _FAILED, _CLIENT_GONE = 404, 403, 500, 499
+_FORBIDDEN, _FAILED, _CLIENT_GONE = 403, 500, 499
 
 _REFUSED, _BUSY = 400, 429
 
@@ -65,6 +65,8 @@ def make_app(service: Service, model: PreTrainedModel) -> Starlette:
         "/reset_prefix_cache": (control.reset_cache, post),
         "/weight_checker": (control.check, post),
         "/fingerprint": (control.fingerprint, get),
+        "/v1/load_lora_adapter": (control.load_adapter, post),
+        "/v1/unload_lora_adapter": (control.unload_adapter, post),
     }
     routes += [Route(path, control.guarded(act), methods=methods) for path, (act, methods) in acts.items()]
     handlers = {
@@ -86,14 +88,21 @@ class _Public:
 
     async def models(self, _: Request) -> Response:
         model, engine = self.service.model, self.service.engine
-        card = ModelCard(
-            id=model.name,
-            created=model.created,
-            root=model.root,
-            max_model_len=engine.context_tokens,
-            batch_invariant=engine.batch_invariant,
-        )
-        return _json(ModelList(data=[card]))
+        named: list[tuple[str, str, str | None, str | None]] = [(model.name, model.root, None, None)]
+        named += [(a.name, a.root, model.name, str(a.version)) for a in self.service.adapters.listed]
+        cards = [
+            ModelCard(
+                id=name,
+                created=model.created,
+                root=root,
+                parent=parent,
+                weight_version=version,
+                max_model_len=engine.context_tokens,
+                batch_invariant=engine.batch_invariant,
+            )
+            for name, root, parent, version in named
+        ]
+        return _json(ModelList(data=cards))
 
     async def completions(self, request: Request) -> Response:
         asked, body = await self._read(request, CompletionRequest)
@@ -134,9 +143,7 @@ class _Public:
     async def _read(self, request: Request, kind: type[Asked]) -> tuple[Asked, bytes]:
         body = await request.body()
         asked = read_body(kind, body)
-        name = self.service.model.name
-        if asked.model not in (None, name):
-            raise BadRequest(f"The model {asked.model!r} is not served here; {name!r} is.", _NOT_FOUND)
+        self.service.adapter(asked.model)
         return asked, body
 
     async def _answer(
@@ -173,6 +180,17 @@ class _Rpc(BaseModel):
     method: str
     args: list[str] = []
     keywords: dict[str, str] = Field({}, validation_alias=AliasChoices("kwargs"))
+
+
+class _LoadAdapter(BaseModel):
+    lora_name: str = Field(min_length=1)
+    lora_path: str = Field(min_length=1)
+    load_inplace: bool = False
+    weight_version: str | None = None
+
+
+class _UnloadAdapter(BaseModel):
+    lora_name: str = Field(min_length=1)
 
 
 class _Check(BaseModel):
@@ -262,8 +280,24 @@ class _Control:
         wrong = sorted(name for name in own.keys() | other.keys() if own.get(name) != other.get(name))
         return JSONResponse({"match": not wrong, "mismatches": wrong})
 
-    async def fingerprint(self, _: Request) -> Response:
-        return JSONResponse({"fingerprint": await self.service.engine.fingerprint()})
+    async def fingerprint(self, request: Request) -> Response:
+        with self.service.under(request.query_params.get("model")) as adapter:
+            return JSONResponse({"fingerprint": await self.service.engine.fingerprint(adapter=adapter)})
+
+    async def load_adapter(self, request: Request) -> Response:
+        asked = read_body(_LoadAdapter, await request.body())
+        if asked.lora_name == self.service.model.name:
+            raise BadRequest(f"{asked.lora_name!r} is the name of the model itself.")
+        version = None if asked.weight_version is None else _version(asked.weight_version)
+        await self.service.adapters.load(
+            asked.lora_name, asked.lora_path, version, in_place=asked.load_inplace
+        )
+        return PlainTextResponse(f"Success: LoRA adapter {asked.lora_name!r} added successfully.")
+
+    async def unload_adapter(self, request: Request) -> Response:
+        asked = read_body(_UnloadAdapter, await request.body())
+        await self.service.adapters.unload(asked.lora_name)
+        return PlainTextResponse(f"Success: LoRA adapter {asked.lora_name!r} removed successfully.")
 
 
 def _version(text: str) -> int:

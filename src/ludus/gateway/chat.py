@@ -68,7 +68,8 @@ async def complete(service: Service, name: str, request: ChatRequest) -> ChatAns
     """The whole answer. Raises BadRequest, EngineError."""
     asked, renderer = _asked(service, request), _renderer(service)
     parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
-    done = await service.sample(name, parts)
+    with service.under(request.model) as adapter:
+        done = await service.sample(name, parts, adapter)
     made = [_choice(service, request, i, asked, completion) for i, completion in enumerate(done)]
     for choice, completion in zip(made, done, strict=True):
         action = renderer.parse(completion.tokens, asked.turn, completion.finish_reason)
@@ -76,7 +77,7 @@ async def complete(service: Service, name: str, request: ChatRequest) -> ChatAns
         choice.finish_reason = _finish(action, completion.finish_reason)
     return ChatAnswer(
         id=name,
-        model=service.model.name,
+        model=request.model or service.model.name,
         choices=made,
         usage=Usage.of(len(asked.prompt), sum(len(completion.tokens) for completion in done)),
         prompt_token_ids=list(asked.prompt) if request.return_token_ids else None,
@@ -91,23 +92,25 @@ async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIter
     head = ChatDelta(role="assistant", content="")
     opening = [ChatPieceChoice(index=i, delta=head) for i in range(request.n)]
     ids = list(asked.prompt) if request.return_token_ids else None
-    yield ChatPiece(id=name, model=service.model.name, choices=opening, prompt_token_ids=ids)
-    parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
-    async for i, piece in service.stream(name, parts):
-        new = texts[i].add(piece.tokens, piece.finish_reason)
-        choice = ChatPieceChoice(index=i, delta=ChatDelta(content=new))
-        if piece.finish_reason is not None:
-            action = renderer.parse(texts[i].tokens, asked.turn, piece.finish_reason)
-            choice.delta = _rest(action, texts[i].shown, new)
-            choice.finish_reason = _finish(action, piece.finish_reason)
-        if request.logprobs:
-            choice.logprobs = _logprobs(service, piece.tokens, piece.logprobs)
-        if request.return_token_ids:
-            choice.token_ids = list(piece.tokens)
-        yield ChatPiece(id=name, model=service.model.name, choices=[choice])
+    served = request.model or service.model.name
+    with service.under(request.model) as adapter:
+        yield ChatPiece(id=name, model=served, choices=opening, prompt_token_ids=ids)
+        parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
+        async for i, piece in service.stream(name, parts, adapter):
+            new = texts[i].add(piece.tokens, piece.finish_reason)
+            choice = ChatPieceChoice(index=i, delta=ChatDelta(content=new))
+            if piece.finish_reason is not None:
+                action = renderer.parse(texts[i].tokens, asked.turn, piece.finish_reason)
+                choice.delta = _rest(action, texts[i].shown, new)
+                choice.finish_reason = _finish(action, piece.finish_reason)
+            if request.logprobs:
+                choice.logprobs = _logprobs(service, piece.tokens, piece.logprobs)
+            if request.return_token_ids:
+                choice.token_ids = list(piece.tokens)
+            yield ChatPiece(id=name, model=served, choices=[choice])
     if request.stream_options is not None and request.stream_options.include_usage:
         usage = Usage.of(len(asked.prompt), sum(len(text.tokens) for text in texts))
-        yield ChatPiece(id=name, model=service.model.name, choices=[], usage=usage)
+        yield ChatPiece(id=name, model=served, choices=[], usage=usage)
 
 
 def _renderer(service: Service) -> TemplateRenderer:

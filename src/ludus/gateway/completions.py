@@ -32,24 +32,24 @@ class _Asked:
 async def complete(service: Service, name: str, request: CompletionRequest) -> TextAnswer:
     """The whole answer. Raises BadRequest, EngineError."""
     prompts = _prompts(service, request)
-    asked = [
-        _Asked(ids, params, scores)
-        for ids in prompts
-        for scores in [await _scores(service, request, ids)]
-        for params in choices(_params(service, request, ids), request.n)
-    ]
-    if request.max_tokens == 0:
-        done = [Completion((), (), (), "length") for _ in asked]
-    else:
-        done = await service.sample(name, [(one.prompt, one.params) for one in asked])
+    with service.under(request.model) as adapter:
+        asked = [
+            _Asked(ids, params, scores)
+            for ids in prompts
+            for scores in [await _scores(service, request, ids, adapter)]
+            for params in choices(_params(service, request, ids), request.n)
+        ]
+        if request.max_tokens == 0:
+            done = [Completion((), (), (), "length") for _ in asked]
+        else:
+            done = await service.sample(name, [(one.prompt, one.params) for one in asked], adapter)
     made = [
         _choice(service, request, i, one, completion)
         for i, (one, completion) in enumerate(zip(asked, done, strict=True))
     ]
     num_prompt, num_sampled = sum(map(len, prompts)), sum(len(completion.tokens) for completion in done)
-    return TextAnswer(
-        id=name, model=service.model.name, choices=made, usage=Usage.of(num_prompt, num_sampled)
-    )
+    served = request.model or service.model.name
+    return TextAnswer(id=name, model=served, choices=made, usage=Usage.of(num_prompt, num_sampled))
 
 
 async def stream(service: Service, name: str, request: CompletionRequest) -> AsyncIterator[TextAnswer]:
@@ -58,19 +58,21 @@ async def stream(service: Service, name: str, request: CompletionRequest) -> Asy
     asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
     rules = text_rules(service, request)
     texts = [GrowingText(rules) for _ in asked]
-    async for i, piece in service.stream(name, asked):
-        offset, first = len(texts[i].shown), not texts[i].tokens
-        choice = TextChoice(index=i, text=texts[i].add(piece.tokens, piece.finish_reason))
-        if request.logprobs is not None:
-            choice.logprobs = _logprobs(service, piece.tokens, piece.logprobs, offset)
-        if request.return_token_ids:
-            choice.token_ids = list(piece.tokens)
-            choice.prompt_token_ids = list(asked[i][0]) if first else None
-        choice.finish_reason = piece.finish_reason
-        yield TextAnswer(id=name, model=service.model.name, choices=[choice])
+    served = request.model or service.model.name
+    with service.under(request.model) as adapter:
+        async for i, piece in service.stream(name, asked, adapter):
+            offset, first = len(texts[i].shown), not texts[i].tokens
+            choice = TextChoice(index=i, text=texts[i].add(piece.tokens, piece.finish_reason))
+            if request.logprobs is not None:
+                choice.logprobs = _logprobs(service, piece.tokens, piece.logprobs, offset)
+            if request.return_token_ids:
+                choice.token_ids = list(piece.tokens)
+                choice.prompt_token_ids = list(asked[i][0]) if first else None
+            choice.finish_reason = piece.finish_reason
+            yield TextAnswer(id=name, model=served, choices=[choice])
     if request.stream_options is not None and request.stream_options.include_usage:
         usage = Usage.of(sum(map(len, prompts)), sum(len(text.tokens) for text in texts))
-        yield TextAnswer(id=name, model=service.model.name, choices=[], usage=usage)
+        yield TextAnswer(id=name, model=served, choices=[], usage=usage)
 
 
 def text_rules(service: Service, request: CompletionRequest) -> TextRules:
@@ -107,12 +109,12 @@ def _params(service: Service, request: CompletionRequest, ids: Sequence[int]) ->
 
 
 async def _scores(
-    service: Service, request: CompletionRequest, ids: tuple[int, ...]
+    service: Service, request: CompletionRequest, ids: tuple[int, ...], adapter: str | None
 ) -> tuple[float, ...] | None:
     """The log-probabilities of the prompt, where the request asks for them."""
     if request.prompt_logprobs is None and not (request.echo and request.logprobs is not None):
         return None
-    return tuple(await service.engine.score(ids))
+    return tuple(await service.engine.score(ids, adapter=adapter))
 
 
 def _choice(

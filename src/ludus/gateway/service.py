@@ -18,13 +18,14 @@ from typing import Literal
 from ludus.chat.render import TemplateRenderer, Tokenizer
 from ludus.engines.base import Request
 from ludus.engines.local import LocalEngine, Piece
+from ludus.gateway.adapters import Adapters, ServedAdapter
 from ludus.gateway.requests import BadRequest, TokenIds
 from ludus.types import Completion, SamplingParams
 
 PauseMode = Literal["abort", "wait", "keep"]
 
 _KEPT_ANSWERS = 1024
-_CONFLICT = 409
+_NOT_FOUND, _CONFLICT = 404, 409
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,11 @@ class Service:
     answers: Answers = field(default_factory=Answers)
     num_requests: int = 0
     is_paused: bool = False
+    adapters: Adapters = field(init=False)
     _under_way: set[str] = field(default_factory=set)
+
+    def __post_init__(self) -> None:
+        self.adapters = Adapters(self.engine)
 
     @property
     def num_under_way(self) -> int:
@@ -137,19 +142,36 @@ class Service:
                 code="context_length_exceeded",
             )
 
+    def adapter(self, model: str | None) -> ServedAdapter | None:
+        """What a request's `model` means; None is the model itself. Raises BadRequest for an unknown name."""
+        if model in (None, self.model.name):
+            return None
+        found = self.adapters.find(model)
+        if found is None:
+            names = [self.model.name, *(adapter.name for adapter in self.adapters.listed)]
+            served = ", ".join(map(repr, names))
+            raise BadRequest(f"The model {model!r} is not served here; {served} is.", _NOT_FOUND)
+        return found
+
+    @contextmanager
+    def under(self, model: str | None) -> Iterator[str | None]:
+        """The engine's name for a request's `model`, which stays for the time of the block."""
+        with self.adapters.using(self.adapter(model)) as key:
+            yield key
+
     async def sample(
-        self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]
+        self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
     ) -> list[Completion]:
         """A completion for each prompt, all at once; choice `i` is known as `NAME-i`."""
-        requests = [Request(f"{name}-{i}", ids, params) for i, (ids, params) in enumerate(asked)]
+        requests = _requests(name, asked, adapter)
         with self._noted(requests):
             return await self.engine.generate_batch(requests)
 
     async def stream(
-        self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]]
+        self, name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
     ) -> AsyncIterator[tuple[int, Piece]]:
         """The pieces of several completions, each with the number of its own, as they come."""
-        requests = [Request(f"{name}-{i}", ids, params) for i, (ids, params) in enumerate(asked)]
+        requests = _requests(name, asked, adapter)
         queue: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
 
         async def follow(index: int, request: Request) -> None:
@@ -207,6 +229,12 @@ class Service:
             self._under_way.difference_update(names)
             for name in names:
                 self.engine.forget_name(name)
+
+
+def _requests(
+    name: str, asked: Sequence[tuple[tuple[int, ...], SamplingParams]], adapter: str | None
+) -> list[Request]:
+    return [Request(f"{name}-{i}", ids, params, adapter=adapter) for i, (ids, params) in enumerate(asked)]
 
 
 def choices(params: SamplingParams, num: int) -> list[SamplingParams]:

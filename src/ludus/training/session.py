@@ -20,7 +20,7 @@ from ludus.engines.server import ServerEngine
 from ludus.engines.transport import ServerSettings
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
-from ludus.errors import ConfigError, UserError
+from ludus.errors import UserError
 from ludus.recipes import recipe_folder
 
 if TYPE_CHECKING:
@@ -99,24 +99,24 @@ def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (
 def make_engine(session: Session) -> Engine:
     """What samples: the configured server, or an engine in this process.
 
-    Raises EngineError where a server does not answer, ConfigError for adapters with a server.
+    Raises EngineError where a server does not answer.
     """
     return server_engine(session.config) if session.config.engine.url else local_engine(session)
 
 
 def server_engine(config: Config) -> ServerEngine:
-    """The servers of the settings. They hold whatever they were started with until weights are sent."""
-    engine = config.engine
-    if config.model.lora is not None:
-        raise ConfigError(
-            "Adapters cannot be sent to a server.", "Train the whole model, or leave engine.url out."
-        )
+    """The servers of the settings. They hold whatever they were started with until weights are sent.
+
+    With `model.lora` they keep that, and are sent adapters.
+    """
+    engine, lora = config.engine, config.model.lora
     settings = ServerSettings(
         timeout_s=engine.timeout_s,
         patience_s=engine.patience_s,
         weights_folder=engine.weights_folder or "",
     )
-    return ServerEngine((engine.url or "").split(","), engine.dialect, settings)
+    scaling = None if lora is None else lora.alpha / lora.rank
+    return ServerEngine((engine.url or "").split(","), engine.dialect, settings, lora_scaling=scaling)
 
 
 def local_engine(session: Session) -> LocalEngine:

@@ -1,0 +1,118 @@
+"""Where weights lie on their way to a server: a folder that both see.
+
+Without a folder of the user's it is a temporary one, in shared memory where there is room, so that nothing
+touches a disk. One that a killed process left there would hold memory: it goes when the next is made.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO, TYPE_CHECKING
+
+from ludus.errors import StorageError
+
+if TYPE_CHECKING:
+    import torch
+
+SHARED_MEMORY = Path("/dev/shm")
+_PREFIX = "ludus-weights-"
+_LOCK = "in-use"
+_COPIES = 2
+"""Those that are in use, and the next."""
+
+
+@dataclass
+class WeightShelf:
+    """Folders for weights under `root`, or under a temporary folder, which `close` removes."""
+
+    root: str = ""
+    shared_memory: Path = SHARED_MEMORY
+    _own: tempfile.TemporaryDirectory[str] | None = field(init=False, default=None)
+    _lock: IO[bytes] | None = field(init=False, default=None)
+
+    def folder(self, name: str, num_bytes: int) -> Path:
+        """The folder `name`, yet to be made, for so much of weights. Raises StorageError."""
+        if self.root:
+            return (Path(self.root) / name).absolute()
+        if self._own is None:
+            try:
+                self._own = self._make(_COPIES * num_bytes)
+            except OSError as error:
+                raise unwritable(Path(tempfile.gettempdir()), error) from error
+        return Path(self._own.name) / name
+
+    def close(self) -> None:
+        """Remove what is temporary. A later `folder` makes it anew."""
+        if self._own is not None:
+            self._own.cleanup()
+        if self._lock is not None:
+            self._lock.close()
+        self._own, self._lock = None, None
+
+    def _make(self, num_bytes: int) -> tempfile.TemporaryDirectory[str]:
+        place = self.shared_memory
+        _sweep(place)
+        shared = os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).free >= num_bytes
+        own = tempfile.TemporaryDirectory(
+            prefix=_PREFIX, dir=place if shared else None, ignore_cleanup_errors=True
+        )
+        unlocked = Path(own.name) / f"{_LOCK}.new"
+        self._lock = unlocked.open("wb")
+        fcntl.flock(self._lock, fcntl.LOCK_EX)
+        unlocked.rename(unlocked.with_name(_LOCK))
+        return own
+
+
+def save_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
+    """Write tensors as `model.safetensors`. Raises StorageError."""
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.items()}
+        save_file(plain, folder / "model.safetensors", metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        raise unwritable(folder, error) from error
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """What `save_weights` wrote."""
+    from safetensors.torch import load_file
+
+    return load_file(folder / "model.safetensors")
+
+
+def num_bytes(state: Mapping[str, torch.Tensor]) -> int:
+    """The size of tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in state.values())
+
+
+def unwritable(folder: Path, error: Exception) -> StorageError:
+    """What to say where weights cannot be written."""
+    return StorageError(
+        f"The weights for the server cannot be written to {folder}: {error}.",
+        "Set engine.weights_folder to a folder with room that the server sees as well.",
+    )
+
+
+def _sweep(place: Path) -> None:
+    """Remove what processes that are gone have left: nobody holds its lock."""
+    for folder in place.glob(f"{_PREFIX}*"):
+        try:
+            lock = os.open(folder / _LOCK, os.O_RDWR)
+        except OSError:
+            continue
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        except BlockingIOError:
+            continue
+        finally:
+            os.close(lock)

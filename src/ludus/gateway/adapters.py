@@ -1,0 +1,102 @@
+"""LoRA adapters of a served engine, by the names that clients call them.
+
+Takes folders as PEFT writes them. A request that has begun under an adapter keeps it: one that is unloaded
+is listed no more at once, and leaves the engine when nothing under way uses it. Never gives an adapter's
+name in the engine to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ludus.engines.adapter_files import read_adapter
+from ludus.engines.local import LocalEngine
+from ludus.errors import SyncError, UserError
+from ludus.gateway.requests import BadRequest
+
+_NOT_FOUND = 404
+
+
+@dataclass(eq=False)
+class ServedAdapter:
+    """One adapter: `key` is its name in the engine, `users` counts the requests under way."""
+
+    name: str
+    key: str
+    root: str
+    version: int
+    users: int = 0
+    is_leaving: bool = False
+
+
+@dataclass
+class Adapters:
+    """The adapters that are there."""
+
+    engine: LocalEngine
+    _by_name: dict[str, ServedAdapter] = field(default_factory=dict)
+    _num_loaded: int = 0
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def listed(self) -> tuple[ServedAdapter, ...]:
+        """Those that requests may name, oldest first."""
+        return tuple(self._by_name.values())
+
+    def find(self, name: str) -> ServedAdapter | None:
+        """The adapter of that name."""
+        return self._by_name.get(name)
+
+    async def load(self, name: str, root: str, version: int | None, *, in_place: bool) -> None:
+        """Take an adapter from a folder; `in_place`, as a new version of the one that has its name.
+
+        `version` None counts up from 0. Raises BadRequest, with nothing changed, where it cannot be.
+        """
+        async with self._lock:
+            known = self._by_name.get(name)
+            if known is not None and not in_place:
+                raise BadRequest(f"The adapter {name!r} is loaded already; load_inplace takes a new version.")
+            if version is None:
+                version = 0 if known is None else known.version + 1
+            self._num_loaded += known is None
+            key = f"{name}#{self._num_loaded}" if known is None else known.key
+            try:
+                files = await asyncio.to_thread(read_adapter, Path(root))
+                await self.engine.load_adapter(key, version, files.state, files.scaling)
+            except (UserError, SyncError) as error:
+                raise BadRequest(str(error)) from error
+            if known is None:
+                self._by_name[name] = ServedAdapter(name, key, root, version)
+            else:
+                known.root, known.version = root, version
+
+    async def unload(self, name: str) -> None:
+        """Forget an adapter. Raises BadRequest where there is none of that name."""
+        async with self._lock:
+            adapter = self._by_name.pop(name, None)
+            if adapter is None:
+                raise BadRequest(f"There is no adapter {name!r}.", _NOT_FOUND)
+            adapter.is_leaving = True
+            if not adapter.users:
+                await self.engine.unload_adapter(adapter.key)
+
+    @contextmanager
+    def using(self, adapter: ServedAdapter | None) -> Iterator[str | None]:
+        """Keep an adapter for the time of a request; gives its name in the engine."""
+        if adapter is None:
+            yield None
+            return
+        adapter.users += 1
+        try:
+            yield adapter.key
+        finally:
+            adapter.users -= 1
+            if adapter.is_leaving and not adapter.users:
+                task = asyncio.get_running_loop().create_task(self.engine.unload_adapter(adapter.key))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
