@@ -1,0 +1,297 @@
+"""How fast is a learner's step, and how much memory does it take? Ratios within one run.
+
+    python benchmarks/learner.py                    # all three parts, 5 repetitions
+    python benchmarks/learner.py --only speed,shapes --repeats 3
+    python benchmarks/learner.py --page docs/performance.md
+
+speed   64 ragged sequences of 100 to 2,000 tokens, nothing shared: the gradient of the whole batch against
+        bare passes over the same tokens (each sequence alone, forward and backward, a plain log-likelihood)
+shapes  what computing shared prefixes once gives: a long prompt with short answers, a multi-turn chain sent
+        again at each turn, a branching tree; against the same rows without sharing, and padded
+memory  the peak above the model at a vocabulary of 150,000: chunks of the output layer against all logits
+Every part runs with one thread; memory in processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from statistics import median
+
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ludus.algorithms.presets import PRESETS
+from ludus.training import batch, forest
+from ludus.training.batch import Row
+from ludus.training.learner import Learner, LearnerSettings
+from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.scoring import Scorer
+
+VOCAB = 4096
+WIDE_VOCAB = 150_000
+
+
+def model(vocabulary: int = VOCAB) -> Qwen3ForCausalLM:
+    """3.1 million parameters at the small vocabulary."""
+    torch.manual_seed(0)
+    shape = Qwen3Config(
+        vocab_size=vocabulary,
+        hidden_size=192,
+        intermediate_size=512,
+        num_hidden_layers=6,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+    )
+    return Qwen3ForCausalLM(shape)
+
+
+def learner(policy: Qwen3ForCausalLM) -> Learner:
+    """GRPO, one optimiser step a batch."""
+    optimiser = Optimiser(policy, OptimiserSettings(learning_rate=1e-4, total_steps=1))
+    return Learner(Scorer(policy), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=8192))
+
+
+def row(tokens: Sequence[int], prompt: int, sign: float) -> Row:
+    """Everything behind the prompt trains."""
+    trains = tuple(i >= prompt for i in range(len(tokens)))
+    numbers = tuple(map(float, trains))
+    return Row(
+        tuple(tokens), trains, trains, tuple(-2.0 * n for n in numbers), tuple(sign * n for n in numbers)
+    )
+
+
+def draw(rng: random.Random, num: int) -> list[int]:
+    return [rng.randrange(VOCAB) for _ in range(num)]
+
+
+def ragged(num: int = 64) -> list[Row]:
+    """Log-uniform lengths of 100 to 2,000 tokens, a third of each a prompt."""
+    rng = random.Random(0)
+    lengths = [round(100 * 20 ** rng.random()) for _ in range(num)]
+    return [row(draw(rng, n), n // 3, (-1.0) ** i) for i, n in enumerate(lengths)]
+
+
+def long_prompt() -> list[Row]:
+    """4 groups of 8: a prompt of 800 tokens, answers of 20 to 60."""
+    rng = random.Random(1)
+    groups = [draw(rng, 800) for _ in range(4)]
+    return [row([*g, *draw(rng, rng.randint(20, 60))], 800, (-1.0) ** i) for g in groups for i in range(8)]
+
+
+def resent_chain() -> list[Row]:
+    """8 episodes of 6 turns whose context is sent again at each turn: a row for every turn."""
+    rng = random.Random(2)
+    rows = []
+    for i in range(8):
+        history = draw(rng, 150)
+        for _ in range(6):
+            start = len(history)
+            history = [*history, *draw(rng, 40)]
+            rows.append(row(history, start, (-1.0) ** i))
+            history = [*history, *draw(rng, 60)]
+    return rows
+
+
+def tree() -> list[Row]:
+    """4 trees of 16 leaves: each branch of 80 tokens splits in two, four times."""
+    rng = random.Random(3)
+
+    def grow(stem: list[int], depth: int) -> list[list[int]]:
+        here = [*stem, *draw(rng, 80)]
+        return [here] if depth == 0 else [leaf for _ in range(2) for leaf in grow(here, depth - 1)]
+
+    leaves = [leaf for _ in range(4) for leaf in grow([], 4)]
+    return [row(leaf, 80, (-1.0) ** i) for i, leaf in enumerate(leaves)]
+
+
+SHAPES: dict[str, Callable[[], list[Row]]] = {
+    "a long prompt, short answers": long_prompt,
+    "a chain sent again at each turn": resent_chain,
+    "a branching tree": tree,
+    "nothing shared": lambda: ragged(32),
+}
+
+
+def seconds(work: Callable[[], object]) -> float:
+    start = time.process_time()
+    work()
+    return time.process_time() - start
+
+
+def bare(policy: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
+    """Each sequence alone, with the output layer at the positions that train, as the learner has it."""
+    for one in rows:
+        first = one.trains.index(True)
+        tokens = torch.tensor([one.tokens])
+        logits = policy(input_ids=tokens[:, :-1], logits_to_keep=len(one.tokens) - first).logits[0]
+        loss = torch.nn.functional.cross_entropy(logits, tokens[0, first:])
+        loss.backward()
+    policy.zero_grad()
+
+
+def gradient(one: Learner, rows: Sequence[Row]) -> None:
+    one.gradient(rows)
+    one.scorer.model.zero_grad()
+
+
+def compare(ways: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Processor seconds of each way in each repetition, after one that does not count; the order turns."""
+    names = list(ways)
+    found: dict[str, list[float]] = {name: [] for name in names}
+    for i in range(repeats + 1):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            taken = seconds(ways[name])
+            if i:
+                found[name].append(taken)
+    return found
+
+
+def ratios(over: Sequence[float], under: Sequence[float]) -> str:
+    each = [a / b for a, b in zip(over, under, strict=True)]
+    return f"{median(each):.2f} ({min(each):.2f} to {max(each):.2f})"
+
+
+def speed(repeats: int) -> list[str]:
+    """The learner's gradient against bare passes."""
+    policy, rows = model(), ragged()
+    one, plain = learner(policy), model()
+    plain.train()
+    found = compare({"learner": lambda: gradient(one, rows), "bare": lambda: bare(plain, rows)}, repeats)
+    tokens = sum(len(r.tokens) for r in rows)
+    over = ratios(found["learner"], found["bare"])
+    per_s = {name: tokens / median(times) for name, times in found.items()}
+    return [
+        f"64 sequences, {tokens:,} tokens, nothing shared; median of {repeats}, processor seconds.",
+        "",
+        "| way | tokens/s | seconds | times the bare passes (least to most) |",
+        "|---|---:|---:|---:|",
+        f"| bare forward and backward passes | {per_s['bare']:,.0f} | {median(found['bare']):.2f} | 1.00 |",
+        f"| the learner's gradient | {per_s['learner']:,.0f} | {median(found['learner']):.2f} | {over} |",
+    ]
+
+
+def shapes(repeats: int) -> list[str]:
+    """Sharing on, off, and padded rows."""
+    columns = ("rows", "tokens", "computed once", "sharing, s", "packed without sharing, s", "padded, s")
+    lines = [
+        f"| {' | '.join((*columns, 'packed / sharing', 'padded / sharing'))} |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name, make in SHAPES.items():
+        rows = make()
+        total = sum(len(r.tokens) for r in rows)
+        unique = forest.plant([r.tokens for r in rows], torch.device("cpu")).num_tokens
+        sharing, padded = learner(model()), learner(model())
+        padded.scorer._planted = False
+        ways = {
+            "sharing": lambda one=sharing, rows=rows: gradient(one, rows),
+            "packed": lambda one=sharing, rows=rows: without_sharing(one, rows),
+            "padded": lambda one=padded, rows=rows: gradient(one, rows),
+        }
+        found = compare(ways, repeats)
+        times = " | ".join(f"{median(found[way]):.2f}" for way in ways)
+        lines.append(
+            f"| {name} | {total:,} | {unique:,} | {times} | {ratios(found['packed'], found['sharing'])} | "
+            f"{ratios(found['padded'], found['sharing'])} |"
+        )
+    return lines
+
+
+def without_sharing(one: Learner, rows: Sequence[Row]) -> None:
+    """The same with a bound on shared prefixes that none reaches."""
+    before = forest.LEAST_SHARED
+    forest.LEAST_SHARED = batch.LEAST_SHARED = sys.maxsize
+    try:
+        gradient(one, rows)
+    finally:
+        forest.LEAST_SHARED = batch.LEAST_SHARED = before
+
+
+def status_mb(name: str) -> float:
+    """VmRSS (now) or VmHWM (the peak since it was reset) of this process."""
+    text = Path("/proc/self/status").read_text()
+    return int(text.split(f"{name}:")[1].split()[0]) / 1024
+
+
+def memory_of(way: str) -> None:
+    """Print the peak above the loaded model of one gradient, in MB. For a process of its own."""
+    torch.set_num_threads(1)
+    policy = model(WIDE_VOCAB)
+    rng = random.Random(0)
+    rows = [row(draw(rng, 512), 64, (-1.0) ** i) for i in range(4)]
+    one = learner(policy)
+    for parameter in policy.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = status_mb("VmRSS")
+    if way == "chunks":
+        one.gradient(rows)
+    else:
+        tokens = torch.tensor([r.tokens for r in rows])
+        table = policy(input_ids=tokens).logits.float().log_softmax(-1)
+        picked = table[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
+        spread = -(table.exp() * table).sum(-1).detach()
+        (-picked.mean() + 0 * spread.mean()).backward()
+    print(status_mb("VmHWM") - before)
+
+
+def memory(repeats: int) -> list[str]:
+    """The peaks of both ways, each in its own process."""
+    del repeats
+    found = {}
+    for way in ("chunks", "whole"):
+        command = [sys.executable, __file__, "--memory-of", way]
+        found[way] = float(
+            subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
+        )
+    return [
+        f"4 sequences of 512 tokens, a vocabulary of {WIDE_VOCAB:,}, float32; above model and gradients.",
+        "",
+        "| way | peak MB | share |",
+        "|---|---:|---:|",
+        f"| all logits, their log-softmax, entropies | {found['whole']:,.0f} | 1.00 |",
+        f"| the learner | {found['chunks']:,.0f} | {found['chunks'] / found['whole']:.2f} |",
+    ]
+
+
+PARTS = {"speed": speed, "shapes": shapes, "memory": memory}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the parts and print their tables."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", default=",".join(PARTS))
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--page", type=Path, help="fill the tables into this page")
+    parser.add_argument("--memory-of", choices=("chunks", "whole"), help=argparse.SUPPRESS)
+    args = parser.parse_args(arguments)
+    if args.memory_of:
+        memory_of(args.memory_of)
+        return
+    torch.set_num_threads(1)
+    for name in args.only.split(","):
+        text = "\n".join(PARTS[name](args.repeats))
+        print(f"{name}\n{text}\n", flush=True)
+        if args.page:
+            fill(args.page, f"learner {name}", text)
+
+
+def fill(page: Path, name: str, text: str) -> None:
+    """Put `text` between the page's marks of this name."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    before, _, rest = page.read_text().partition(begin)
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+
+
+if __name__ == "__main__":
+    main()
