@@ -321,16 +321,20 @@ def test_turns_that_do_not_count_up_are_refused():
 def test_the_registry_hands_over_what_the_functions_take(name):
     b = ONE
     algorithm = replace(PRESETS["grpo"], std_ddof=0, options=PartOptions(advantage=OWN.get(name, {})))
-    found = ADVANTAGES[name](Outcomes(b.rewards, b.group, b.mask, b.turn, b.turn_rewards), algorithm)
+    outcomes = Outcomes(b.rewards, b.group, b.mask, b.turn, b.turn_rewards, values=b.values)
+    found = ADVANTAGES[name](outcomes, algorithm)
     takes = signature(FUNCTIONS[name]).parameters
     given = {"rewards": b.rewards, "group": b.group, "mask": b.mask, "turn": b.turn}
-    given |= {"turn_rewards": b.turn_rewards, "ddof": 0, **OWN.get(name, {})}
+    given |= {"turn_rewards": b.turn_rewards, "ddof": 0, "values": b.values, **OWN.get(name, {})}
     if name == "reinforce_pp":
         del given["turn"], given["turn_rewards"]
     same(found, FUNCTIONS[name](**{key: value for key, value in given.items() if key in takes}))
 
 
 OWN = {
+    "gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0},
+    "step_gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0},
+    "turn_gae": {"gamma_turn": 0.9, "lam_turn": 0.8, "gamma_token": 0.7, "lam_token": 0.6, "whiten": 0},
     "grpo": {"std_floor": 0.4},
     "pass_at_k": {"k": 2},
     "reinforce_pp": {"gamma": 0.9},

@@ -17,7 +17,7 @@ from ludus.errors import SyncError
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.training.batch import row_of_trajectory
-from ludus.training.credit import assign_credit, training_rows, with_kl
+from ludus.training.credit import Estimates, assign_credit, training_rows, with_estimates
 from ludus.training.refine import check_parity, refine
 from ludus.types import Segment, StopReason, Task, Trajectory
 from test_learner import learner, tiny_model
@@ -119,7 +119,7 @@ def test_a_kl_is_placed_before_or_after_the_groups_are_normalised(placement):
     _, mask = table(credits)
     kl = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * mask
     rows = [kl[i, : len(c.advantages)] for i, c in enumerate(credits)]
-    found, _ = table(with_kl(credits, algorithm, 0, rows))
+    found, _ = table(with_estimates(credits, algorithm, 0, Estimates(kl=rows)))
     rewards, ids = torch.tensor(REWARDS, dtype=torch.float64), torch.zeros(4, dtype=torch.int64)
     if placement == "reward":
         rewards = penalised_rewards(rewards=rewards, kl=kl, mask=mask, coef=0.3)
@@ -135,7 +135,7 @@ def test_reinforce_pp_takes_the_kl_token_by_token():
     _, mask = table(credits)
     kl = torch.rand(mask.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * mask
     rows = [kl[i, : len(c.advantages)] for i, c in enumerate(credits)]
-    found, _ = table(with_kl(credits, algorithm, 0, rows))
+    found, _ = table(with_estimates(credits, algorithm, 0, Estimates(kl=rows)))
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
     same(found, advantages.reinforce_pp(rewards=rewards, mask=mask, kl=kl, kl_coef=algorithm.kl_coef))
 

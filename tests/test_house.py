@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent.parent
 EXCEPTIONS = Path(__file__).parent / "house_exceptions.txt"
 NUM_EXCEPTIONS = 0
 """Findings in the exceptions file. Lower it whenever one goes."""
-ESCAPES = {"Any": 27, "type: ignore": 9, "noqa": 9}
+ESCAPES = {"Any": 27, "type: ignore": 7, "noqa": 9}
 """How often the package may step around its checkers, at most. Lower these whenever the counts fall."""
 
 FUNCTION_LINES, PARAMETERS, BRANCHES = 60, 6, 10

@@ -16,7 +16,8 @@ class Outcomes:
     `rewards` [N] (float64 is best); `group` [N] integer ids; `mask` [N, L], set on action tokens. All
     finished members of a group belong here, also those that a filter then keeps from training. Where they are
     known: `turn` [N, L] the turn of each action token, counted from 0 without gaps, `turn_rewards` [N, K],
-    `kl` [N, L] per token to the reference, for the placement `reward` of advantages that work on tokens.
+    `kl` [N, L] per token to the reference, for the placement `reward` of advantages that work on tokens,
+    and `values` [N, L] of a critic, V of the state before each token (None: 0).
     """
 
     rewards: Tensor
@@ -25,6 +26,7 @@ class Outcomes:
     turn: Tensor | None = None
     turn_rewards: Tensor | None = None
     kl: Tensor | None = None
+    values: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

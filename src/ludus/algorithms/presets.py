@@ -31,6 +31,9 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "turn_return": ("gamma",),
     "turn_return_hybrid": ("gamma", "outcome_weight"),
     "raw": (),
+    "gae": ("gamma", "lam", "whiten"),
+    "step_gae": ("gamma", "lam", "whiten"),
+    "turn_gae": ("gamma_turn", "lam_turn", "gamma_token", "lam_token", "whiten"),
 }
 """Advantages, and the numbers of their own that `algorithm.options.advantage` may hold."""
 LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -83,6 +86,11 @@ SCALED_ADVANTAGES = (
 """Advantages that divide by a standard deviation and so read std_ddof."""
 TURN_ADVANTAGES = ("turn_grpo", "turn_return", "turn_return_hybrid")
 """Advantages that read the rewards of turns."""
+
+CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae")
+"""Advantages that read the values of a critic."""
+TOKEN_ADVANTAGES = ("reinforce_pp", *CRITIC_ADVANTAGES)
+"""Advantages that take the KL of a reward token by token."""
 
 Options = dict[str, float | str]
 
@@ -330,6 +338,42 @@ _PRESETS = (
         summary="turn returns with the outcome at the end, plus a damped outcome term",
         source="arXiv:2604.02869, equation 2",
         advantage="turn_return_hybrid",
+    ),
+    Algorithm(
+        name="ppo",
+        summary="a critic, GAE over the action tokens, clipped ratio",
+        source="arXiv:1707.06347 with arXiv:1506.02438",
+        advantage="gae",
+        options=PartOptions(advantage={"lam": 0.95}),
+    ),
+    Algorithm(
+        name="turn_ppo",
+        summary="PPO with GAE over turns, then over the tokens of each turn",
+        source="arXiv:2510.16907",
+        advantage="turn_gae",
+        options=PartOptions(advantage={"gamma_turn": 0.95}),
+    ),
+    Algorithm(
+        name="step_ppo",
+        summary="PPO whose step is a turn: one value, one advantage for its tokens",
+        source="arXiv:2512.17008",
+        advantage="step_gae",
+        options=PartOptions(advantage={"gamma": 0.99, "lam": 0.9}),
+    ),
+    Algorithm(
+        name="search_r1",
+        summary="PPO as Search-R1 runs it: KL in the reward, retrieved text masked",
+        source="arXiv:2503.09516",
+        advantage="gae",
+        kl="k1",
+        kl_coef=0.001,
+        kl_placement="reward",
+    ),
+    Algorithm(
+        name="retool",
+        summary="PPO without KL, for rewards of 1 and -1",
+        source="arXiv:2504.11536",
+        advantage="gae",
     ),
 )
 PRESETS: dict[str, Algorithm] = {preset.name: preset for preset in _PRESETS}

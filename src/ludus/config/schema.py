@@ -259,6 +259,19 @@ class TrainingConfig(Section):
     """Largest difference of probe log-probabilities between learner and engine after an update."""
 
 
+class CriticConfig(Section):
+    """The critic of the algorithms that have one (ppo, turn_ppo, step_ppo, search_r1, retool)."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    """Of its own AdamW."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the rollouts of one step."""
+    clip: float | None = Field(0.2, gt=0)
+    """How far a value may move in one step; none is not bounded."""
+    warmup_steps: int = Field(0, ge=0)
+    """First steps in which the critic alone learns."""
+
+
 class SftConfig(Section):
     """Supervised fine-tuning on demonstrations."""
 
@@ -335,6 +348,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     training: TrainingConfig = TrainingConfig()
+    critic: CriticConfig = CriticConfig()
     sft: SftConfig = SftConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()

@@ -14,6 +14,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,7 @@ class TrainerState:
     step: int
     optimiser_steps: int
     ledger: LedgerState
+    critic_steps: int = 0
 
 
 def checkpoint_path(shelf: Path, step: int) -> Path:
@@ -61,8 +63,12 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerBase,
     optimiser: Optimiser,
     state: TrainerState,
+    parts: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
 ) -> Path:
-    """Write a checkpoint. Raises StorageError, with the earlier ones intact, where that fails."""
+    """Write a checkpoint; `parts` are tensors of other models that train, by name.
+
+    Raises StorageError, with the earlier ones intact, where that fails.
+    """
     final = checkpoint_path(shelf, state.step)
     unfinished = final.with_name(f".{final.name}.tmp")
     try:
@@ -70,6 +76,8 @@ def save_checkpoint(
         (unfinished / "trainer").mkdir(parents=True)
         save_model(model, tokenizer, unfinished)
         _save_trainer(unfinished / "trainer", optimiser, state)
+        for name, tensors in parts.items():
+            _save_tensors(unfinished / "trainer" / f"{name}.safetensors", tensors)
         _sync(unfinished)
         if final.exists():
             shutil.rmtree(final)
@@ -98,7 +106,18 @@ def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
     optimiser.load_state(moments, data["optimiser_steps"])
     ledger = data["ledger"]
     total = LedgerCounts(**ledger["total"])
-    return TrainerState(data["step"], data["optimiser_steps"], LedgerState(total, ledger["last_closed"]))
+    closed = LedgerState(total, ledger["last_closed"])
+    return TrainerState(data["step"], data["optimiser_steps"], closed, data.get("critic_steps", 0))
+
+
+def load_part(folder: Path, name: str) -> dict[str, torch.Tensor]:
+    """The tensors of another model that trains. Raises UserError where the checkpoint has none."""
+    path = folder / "trainer" / f"{name}.safetensors"
+    if not path.is_file():
+        raise UserError(
+            f"{folder} holds no {name}.", "Resume with the algorithm that the run was started with."
+        )
+    return _read_tensors(path)
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:
@@ -163,13 +182,14 @@ def prune(shelf: Path, keep: int) -> None:
 
 
 def _save_trainer(folder: Path, optimiser: Optimiser, state: TrainerState) -> None:
+    _save_tensors(folder / "optimiser.safetensors", optimiser.state())
+    (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
+
+
+def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
-    save_file(
-        {name: tensor.contiguous() for name, tensor in optimiser.state().items()},
-        folder / "optimiser.safetensors",
-    )
-    (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
 
 
 def _sync(folder: Path) -> None:

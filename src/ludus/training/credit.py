@@ -14,7 +14,7 @@ from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.filters import overlong_mask, zero_variance
 from ludus.algorithms.kl import penalised_advantages, penalised_rewards
 from ludus.algorithms.losses import conflict_weights
-from ludus.algorithms.presets import Algorithm, number
+from ludus.algorithms.presets import TOKEN_ADVANTAGES, Algorithm, number
 from ludus.algorithms.shaping import soft_overlong
 from ludus.rollout.ledger import Ledger, Outcome
 from ludus.rollout.scheduler import Episode
@@ -24,8 +24,6 @@ from ludus.types import StopReason, Trajectory
 
 CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
 """Stop reasons of a trajectory that a token limit ended: what the overlong filter masks."""
-TOKEN_ADVANTAGES = ("reinforce_pp",)
-"""Advantages that take the KL of a reward token by token."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +31,7 @@ class Credit:
     """What becomes of one episode.
 
     `advantages` has one number per action token; None unless the episode took part in its group's comparison.
-    `group` numbers the groups of a step.
+    `values` and `targets`, as many, are the critic's where there is one. `group` numbers a step's groups.
     """
 
     episode: Episode
@@ -41,6 +39,8 @@ class Credit:
     reason: str
     group: int = 0
     advantages: tuple[float, ...] | None = None
+    values: tuple[float, ...] | None = None
+    targets: tuple[float, ...] | None = None
 
     @property
     def advantage(self) -> float | None:
@@ -89,18 +89,37 @@ def assign_credit(
     return credits + _compare(compared, algorithm, max_action_tokens)
 
 
-def with_kl(
-    credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int, kl: Sequence[Tensor]
-) -> list[Credit]:
-    """The same fates, with advantages that count the KL to the reference, placed as `algorithm` says.
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What models say of the credits that were compared, in their order, per action token `[n_i]`.
 
-    `kl` holds, for each credit that was compared and in their order, the estimate per action token `[n_i]`.
+    `kl` to the reference, `values` of the critic; None where the algorithm asks for none.
+    """
+
+    kl: Sequence[Tensor] | None = None
+    values: Sequence[Tensor] | None = None
+
+
+def with_estimates(
+    credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int, estimates: Estimates
+) -> list[Credit]:
+    """The same fates, with advantages that count the KL as `algorithm` places it, and the critic's values.
+
+    With values the credits also have `values` and `targets`, what the critic learns.
     """
     compared = [credit for credit in credits if credit.advantages is not None]
-    found = iter(_advantages(compared, algorithm, max_action_tokens, kl))
-    return [
-        credit if credit.advantages is None else replace(credit, advantages=next(found)) for credit in credits
-    ]
+    advantages = _advantages(compared, algorithm, max_action_tokens, estimates)
+    found = [replace(credit, advantages=a) for credit, a in zip(compared, advantages, strict=True)]
+    if estimates.values is not None:
+        own = algorithm.options.advantage | {"whiten": 0.0}
+        plain = replace(algorithm, options=replace(algorithm.options, advantage=own))
+        raw = _advantages(compared, plain, max_action_tokens, estimates)
+        found = [
+            replace(credit, values=tuple(v.tolist()), targets=tuple((torch.tensor(a).to(v) + v).tolist()))
+            for credit, v, a in zip(found, estimates.values, raw, strict=True)
+        ]
+    following = iter(found)
+    return [credit if credit.advantages is None else next(following) for credit in credits]
 
 
 def _of_partial_group(episode: Episode) -> Credit:
@@ -140,16 +159,16 @@ def _advantages(
     credits: Sequence[Credit],
     algorithm: Algorithm,
     max_action_tokens: int,
-    kl: Sequence[Tensor] | None = None,
+    estimates: Estimates = Estimates(),
 ) -> list[tuple[float, ...]]:
     """One number per action token of each trajectory."""
-    outcomes = _outcomes(credits, kl)
+    outcomes = _outcomes(credits, estimates)
     rewards = outcomes.rewards
     if algorithm.overlong_cache > 0 and max_action_tokens > 0:
         cache = max(1, round(algorithm.overlong_cache * max_action_tokens))
         lengths = outcomes.mask.sum(1)
         rewards = rewards + soft_overlong(lengths=lengths, max_length=max_action_tokens, cache=cache)
-    penalty = None if kl is None else outcomes.kl
+    penalty = outcomes.kl
     token_level = algorithm.advantage in TOKEN_ADVANTAGES
     if penalty is not None and algorithm.kl_placement == "reward" and not token_level:
         rewards = penalised_rewards(rewards=rewards, kl=penalty, mask=outcomes.mask, coef=algorithm.kl_coef)
@@ -165,7 +184,7 @@ def _advantages(
     return [tuple(row[:n]) for row, n in zip(rows, outcomes.mask.sum(1).tolist(), strict=True)]
 
 
-def _outcomes(credits: Sequence[Credit], kl: Sequence[Tensor] | None) -> Outcomes:
+def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
     """The batch, action tokens alone: column `j` is the j-th action token of a trajectory."""
     trajectories = [credit.episode.trajectory for credit in credits]
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
@@ -174,21 +193,29 @@ def _outcomes(credits: Sequence[Credit], kl: Sequence[Tensor] | None) -> Outcome
     most = max((max(row, default=0) + 1 for row in turns), default=1)
     turn = torch.zeros(len(turns), width, dtype=torch.int64)
     turn_rewards = torch.zeros(len(turns), most, dtype=torch.float64)
-    penalties = torch.zeros(len(turns), width, dtype=torch.float64)
     for i, row in enumerate(turns):
         turn[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
         given = trajectories[i].turn_rewards[:most]
         turn_rewards[i, : len(given)] = torch.tensor(given, dtype=torch.float64)
-        if kl is not None:
-            penalties[i, : len(row)] = kl[i].double().cpu()
     return Outcomes(
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
         group=torch.tensor([credit.group for credit in credits]),
         mask=torch.arange(width)[None, :] < lengths[:, None],
         turn=turn,
         turn_rewards=turn_rewards,
-        kl=None if kl is None else penalties,
+        kl=_table(estimates.kl, width),
+        values=_table(estimates.values, width),
     )
+
+
+def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
+    """`[N, width]` float64 on the CPU."""
+    if values is None:
+        return None
+    table = torch.zeros(len(values), width, dtype=torch.float64)
+    for i, row in enumerate(values):
+        table[i, : len(row)] = row.double().cpu()
+    return table
 
 
 def _turns_of_actions(trajectory: Trajectory) -> list[int]:

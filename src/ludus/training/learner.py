@@ -189,7 +189,7 @@ class Learner:
                 "Look for extreme rewards or log-probabilities in this step.",
             )
         if loss.requires_grad:
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(loss)
         return statistics
 
     def _reference(self, part: Microbatch) -> Tensor | None:

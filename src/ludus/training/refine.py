@@ -1,4 +1,4 @@
-"""What credit needs of the models: KL in the reward or the advantage, rejection, the entropy filter, parity.
+"""What credit needs of the models: KL, a critic's values, rejection, the entropy filter, parity.
 
 Everything here looks at the whole batch of a step, before its first gradient. Where an algorithm asks for
 none of it, nothing is computed.
@@ -20,7 +20,8 @@ from ludus.algorithms.presets import number, word
 from ludus.errors import SyncError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory
-from ludus.training.credit import Credit, with_kl
+from ludus.training.credit import Credit, Estimates, with_estimates
+from ludus.training.critic import Critic
 from ludus.training.learner import Learner
 
 PARITY_ROWS = 8
@@ -32,7 +33,12 @@ _CRITERIA: tuple[Literal["geometric", "largest"], ...] = ("geometric", "largest"
 
 
 def refine(
-    credits: Sequence[Credit], learner: Learner, max_action_tokens: int, *, check: bool = False
+    credits: Sequence[Credit],
+    learner: Learner,
+    max_action_tokens: int,
+    critic: Critic | None = None,
+    *,
+    check: bool = False,
 ) -> list[Credit]:
     """The credits as they train. `check` compares engine and learner first.
 
@@ -42,8 +48,8 @@ def refine(
     if check:
         check_parity([_row(credit) for credit in found if credit.outcome is Outcome.TRAINED], learner)
     algorithm = learner.algorithm
-    if algorithm.kl_coef > 0 and algorithm.kl_placement != "loss":
-        found = _penalised(found, learner, max_action_tokens)
+    if critic is not None or (algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"):
+        found = _estimated(found, learner, critic, max_action_tokens)
     if algorithm.correction == "reject_sequence":
         found = _rejected(found, learner)
     if algorithm.loss == "gtpo":
@@ -86,13 +92,35 @@ def _actions(values: Tensor, row: Row) -> Tensor:
     return values[torch.tensor(row.trains, device=values.device)]
 
 
-def _penalised(credits: list[Credit], learner: Learner, max_action_tokens: int) -> list[Credit]:
+def _estimated(
+    credits: list[Credit], learner: Learner, critic: Critic | None, max_action_tokens: int
+) -> list[Credit]:
     rows = [_row(credit) for credit in credits if credit.advantages is not None]
     if not rows:
         return credits
-    penalties = learner.penalties(rows, learner.score(rows))
-    kl = [_actions(values, row) for values, row in zip(penalties, rows, strict=True)]
-    return with_kl(credits, learner.algorithm, max_action_tokens, kl)
+    algorithm, kl, values = learner.algorithm, None, None
+    if algorithm.kl_coef > 0 and algorithm.kl_placement != "loss":
+        penalties = learner.penalties(rows, learner.score(rows))
+        kl = [_actions(each, row) for each, row in zip(penalties, rows, strict=True)]
+    if critic is not None:
+        values = [_actions(each, row) for each, row in zip(critic.values(rows), rows, strict=True)]
+    return with_estimates(credits, algorithm, max_action_tokens, Estimates(kl, values))
+
+
+def train_critic(critic: Critic, credits: Sequence[Credit]) -> dict[str, float]:
+    """The critic learns from all trajectories that train; gives its metrics."""
+    trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED and credit.targets]
+    rows = [_row(credit) for credit in trained]
+    targets = [_spread(credit.targets or (), row) for credit, row in zip(trained, rows, strict=True)]
+    values = [_spread(credit.values or (), row) for credit, row in zip(trained, rows, strict=True)]
+    return critic.train(rows, targets, values) if rows else {}
+
+
+def _spread(values: Sequence[float], row: Row) -> Tensor:
+    """Values of the action tokens onto the row, `[T]`."""
+    spread = torch.zeros(len(row.tokens), dtype=torch.float64)
+    spread[torch.tensor(row.sampled)] = torch.tensor(values, dtype=torch.float64)
+    return spread
 
 
 def _rejected(credits: list[Credit], learner: Learner) -> list[Credit]:

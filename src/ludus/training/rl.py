@@ -29,8 +29,9 @@ from ludus.rollout.store import rollouts_path, write_rollouts
 from ludus.tasks.order import TaskOrder
 from ludus.training.checkpoint import TrainerState, prune, save_checkpoint
 from ludus.training.credit import Credit, assign_credit, settle, training_rows
+from ludus.training.critic import Critic
 from ludus.training.learner import Learner
-from ludus.training.refine import refine
+from ludus.training.refine import refine, train_critic
 from ludus.training.run import RunFolder
 from ludus.training.session import Session
 from ludus.training.sync import WeightSync
@@ -71,6 +72,7 @@ class RlLoop:
     algorithm: Algorithm
     trackers: Sequence[Tracker]
     reporter: Reporter
+    critic: Critic | None = None
     ledger: Ledger = field(default_factory=Ledger)
     history: list[Mapping[str, float]] = field(default_factory=list)
     _checked: bool = field(default=False, init=False)
@@ -123,11 +125,15 @@ class RlLoop:
 
     def learn(self, step: int, credits: Sequence[Credit]) -> tuple[list[Credit], dict[str, float]]:
         """Settle what trains and train on it; gives the final credits and the metrics."""
-        credits = refine(credits, self.learner, self._max_action_tokens, check=not self._checked)
+        limit = self._max_action_tokens
+        credits = refine(credits, self.learner, limit, self.critic, check=not self._checked)
         self._checked = True
         settle(self.ledger, credits)
         rows = training_rows(credits, mask_observations=self.session.config.training.mask_observations)
-        return credits, self.learner.train(rows, seed=step)
+        metrics = {} if self.critic is None else train_critic(self.critic, credits)
+        if self.critic is None or step > self.session.config.critic.warmup_steps:
+            metrics |= self.learner.train(rows, seed=step)
+        return credits, metrics
 
     @property
     def _max_action_tokens(self) -> int:
@@ -204,9 +210,12 @@ class RlLoop:
 
     def save(self, step: int) -> None:
         """Write a checkpoint and remove the oldest."""
-        state = TrainerState(step, self.learner.optimiser.num_steps, self.ledger.state())
+        critic_steps = 0 if self.critic is None else self.critic.optimiser.num_steps
+        state = TrainerState(step, self.learner.optimiser.num_steps, self.ledger.state(), critic_steps)
         shelf = self.folder.checkpoints
-        save_checkpoint(shelf, self.session.model, self.session.tokenizer, self.learner.optimiser, state)
+        parts = {} if self.critic is None else {"critic": self.critic.state()}
+        session = self.session
+        save_checkpoint(shelf, session.model, session.tokenizer, self.learner.optimiser, state, parts)
         prune(shelf, self.session.config.training.keep_checkpoints)
         log.info("checkpoint of step %d written", step)
 

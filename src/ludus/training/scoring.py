@@ -76,13 +76,8 @@ class Scorer:
     ) -> TokenScores:
         """Scores `[A]` of the tokens after the positions `at` (rows, columns), shared ones computed once."""
         rows, columns = at
-        lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
-        lengths.scatter_reduce_(0, rows, columns + 1, "amax")
-        given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
-        forest = forests.plant(given, tokens.device)
-        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
-        states = torch.cat(forest.places)[offsets[rows] + columns]
-        targets = tokens[rows, columns + 1]
+        index, forest = self._plant(tokens, at)
+        states, targets = index, tokens[rows, columns + 1]
         back: Tensor | None = None
         if forest.branches:
             pairs = torch.stack([states, targets])
@@ -93,6 +88,30 @@ class Scorer:
         if back is None:
             return scores
         return TokenScores(scores.logprobs[back], None if scores.entropy is None else scores.entropy[back])
+
+    def states(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+        """The states `[A, H]` below the output layer at positions `at` (rows, columns) of `tokens` `[B, L]`.
+
+        For models that share prefixes.
+        """
+        index, forest = self._plant(tokens, at)
+        return self._hidden(forest)[index]
+
+    @property
+    def body(self) -> nn.Module:
+        """The model below its output layer."""
+        assert self._body is not None
+        return self._body
+
+    def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.Forest]:
+        """The forest of the rows up to the last position asked for, and where the positions stand in it."""
+        rows, columns = at
+        lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
+        lengths.scatter_reduce_(0, rows, columns + 1, "amax")
+        given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        forest = forests.plant(given, tokens.device)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return torch.cat(forest.places)[offsets[rows] + columns], forest
 
     def _hidden(self, forest: forests.Forest) -> Tensor:
         """The states `[T, H]` below the output layer."""

@@ -115,7 +115,7 @@ def sft_step(scorer: Scorer, optimiser: Optimiser, rows: list[Row], max_tokens: 
     for part in microbatches(rows, max_tokens, parameter.device, torch.float32, shared=shared):
         logprobs = scorer.score(part.tokens, part.trains).logprobs
         loss = (sft_loss(logprobs=logprobs, mask=part.trains) / tokens).sum()
-        loss.backward()  # type: ignore[no-untyped-call]
+        torch.autograd.backward(loss)
         total += float(loss.detach())
     if total != total:
         raise LearnerError("The loss is not a number.", "Lower sft.learning_rate.")

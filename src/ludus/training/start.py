@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from ludus.algorithms.presets import Algorithm, resolve
+from ludus.algorithms.presets import CRITIC_ADVANTAGES, Algorithm, resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World, check_ids
@@ -21,7 +21,8 @@ from ludus.envs.registry import build_world
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_size, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.setup import sampling_params
-from ludus.training.checkpoint import list_checkpoints, load_trainer, load_weights
+from ludus.training.checkpoint import list_checkpoints, load_part, load_trainer, load_weights
+from ludus.training.critic import Critic, CriticSettings
 from ludus.training.head import Entropy
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
 from ludus.training.optimiser import Optimiser, OptimiserSettings
@@ -136,12 +137,16 @@ def build_loop(
     model = session.model
     updates = config.training.steps * config.training.epochs * config.training.minibatches
     optimiser = Optimiser(model, OptimiserSettings.of(config.training, updates))
+    critic = make_critic(config, algorithm, model)
     done, ledger = 0, Ledger()
     found = list_checkpoints(folder.checkpoints)
     if found:
         done, path = found[-1]
         load_weights(path, model)
-        ledger = Ledger.restore(load_trainer(path, optimiser).ledger)
+        stored = load_trainer(path, optimiser)
+        ledger = Ledger.restore(stored.ledger)
+        if critic is not None:
+            critic.load_state(load_part(path, "critic"), stored.critic_steps)
         log.info("resumed from %s", path)
     settings = LearnerSettings(
         microbatch_tokens=config.training.microbatch_tokens,
@@ -163,10 +168,24 @@ def build_loop(
         algorithm=algorithm,
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
+        critic=critic,
         ledger=ledger,
         history=[row.metrics for row in read_metrics(folder.metrics)] if done else [],
     )
     return loop, done
+
+
+def make_critic(config: Config, algorithm: Algorithm, model: PreTrainedModel) -> Critic | None:
+    """The critic, where the algorithm has one."""
+    if algorithm.advantage not in CRITIC_ADVANTAGES:
+        return None
+    settings = config.critic
+    updates = config.training.steps * settings.epochs
+    return Critic(
+        model,
+        OptimiserSettings(learning_rate=settings.learning_rate, total_steps=updates),
+        CriticSettings(config.training.microbatch_tokens, settings.epochs, settings.clip),
+    )
 
 
 def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]:

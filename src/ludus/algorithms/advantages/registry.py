@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import torch
 from torch import Tensor
 
 from ludus.algorithms.advantages.groups import (
@@ -18,6 +19,7 @@ from ludus.algorithms.advantages.groups import (
     reinforce_pp_baseline,
     remax,
     rloo,
+    whiten,
 )
 from ludus.algorithms.advantages.off_policy import retrace, vtrace
 from ludus.algorithms.advantages.returns import coderl, gae, prime, reinforce_pp, vapo
@@ -78,7 +80,75 @@ def _turn_return_hybrid(o: Outcomes, a: Algorithm) -> Tensor:
     )
 
 
+def _values(o: Outcomes) -> Tensor:
+    """The critic's values; 0 where there are none yet."""
+    return torch.zeros(o.mask.shape, dtype=torch.float64) if o.values is None else o.values
+
+
+def _kl_coef(o: Outcomes, a: Algorithm) -> float:
+    return a.kl_coef if o.kl is not None else 0.0
+
+
+def _whitened(found: Tensor, o: Outcomes, a: Algorithm) -> Tensor:
+    """Over the batch, as PPO does, unless `whiten` is 0."""
+    if number(a.options.advantage, "whiten", 1.0) == 0:
+        return found
+    return whiten(values=found, mask=o.mask, ddof=a.std_ddof)
+
+
+def _gae(o: Outcomes, a: Algorithm) -> Tensor:
+    found = gae(
+        values=_values(o),
+        mask=o.mask,
+        rewards=o.rewards,
+        turn_rewards=o.turn_rewards,
+        turn=o.turn,
+        kl=o.kl,
+        kl_coef=_kl_coef(o, a),
+        gamma=number(a.options.advantage, "gamma", 1.0),
+        lam=number(a.options.advantage, "lam", 1.0),
+    )
+    return _whitened(found, o, a)
+
+
+def _step_gae(o: Outcomes, a: Algorithm) -> Tensor:
+    turn, turn_rewards = _turns(o)
+    found = step_gae(
+        values=_values(o),
+        turn=turn,
+        mask=o.mask,
+        rewards=o.rewards,
+        turn_rewards=turn_rewards,
+        kl=o.kl,
+        kl_coef=_kl_coef(o, a),
+        gamma=number(a.options.advantage, "gamma", 1.0),
+        lam=number(a.options.advantage, "lam", 1.0),
+    )
+    return _whitened(found, o, a)
+
+
+def _turn_gae(o: Outcomes, a: Algorithm) -> Tensor:
+    turn, turn_rewards = _turns(o)
+    found = turn_gae(
+        values=_values(o),
+        turn=turn,
+        mask=o.mask,
+        rewards=o.rewards,
+        turn_rewards=turn_rewards,
+        kl=o.kl,
+        kl_coef=_kl_coef(o, a),
+        gamma_turn=number(a.options.advantage, "gamma_turn", 1.0),
+        lam_turn=number(a.options.advantage, "lam_turn", 1.0),
+        gamma_token=number(a.options.advantage, "gamma_token", 1.0),
+        lam_token=number(a.options.advantage, "lam_token", 1.0),
+    )
+    return _whitened(found, o, a)
+
+
 ADVANTAGES: dict[str, AdvantageFn] = {
+    "gae": _gae,
+    "step_gae": _step_gae,
+    "turn_gae": _turn_gae,
     "grpo": lambda o, a: grpo(
         rewards=o.rewards,
         group=o.group,

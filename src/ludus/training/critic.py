@@ -1,0 +1,165 @@
+"""The critic: a model of its own, with one number per state in place of the output layer.
+
+`values[t]` is V of the state before token `t`: read from the hidden state at `t - 1`. It begins as a copy of
+the policy's body with a head of zeros, so that its first values are 0, and learns by the clipped value loss.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ludus.algorithms.losses import value_loss
+from ludus.errors import LearnerError, UserError
+from ludus.training.batch import Microbatch, Row, microbatches
+from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.scoring import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSettings:
+    """How the critic learns. `clip` bounds how far a value moves in one step (None: not bounded)."""
+
+    microbatch_tokens: int = 8192
+    epochs: int = 1
+    clip: float | None = 0.2
+
+
+class Critic:
+    """Values of states, and their training."""
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        optimiser: OptimiserSettings,
+        settings: CriticSettings = CriticSettings(),
+    ) -> None:
+        """Raises UserError for a model whose hidden states cannot be read row by row."""
+        self._scorer = Scorer(copy.deepcopy(policy))
+        if not self._scorer.shares_prefixes:
+            raise UserError(
+                f"No critic can be made of {type(policy).__name__}: its hidden states are not to be had.",
+                "Choose an algorithm without a critic.",
+            )
+        parameter = next(policy.parameters())
+        self.settings = settings
+        self.head = nn.Linear(
+            policy.config.get_text_config().hidden_size, 1, device=parameter.device, dtype=parameter.dtype
+        )
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.model = nn.ModuleDict({"body": self._scorer.body, "head": self.head})
+        self.model.requires_grad_(True)
+        self.optimiser = Optimiser(self.model, optimiser)
+
+    @torch.no_grad()
+    def values(self, rows: Sequence[Row]) -> list[Tensor]:
+        """V before each training token, `[T]` a row, 0 elsewhere."""
+        found: dict[int, Tensor] = {}
+        for part in self._parts(rows):
+            values = self._values(part)
+            found |= {i: values[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        return [found[i] for i in range(len(rows))]
+
+    def train(
+        self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]
+    ) -> dict[str, float]:
+        """Take `epochs` steps towards `targets` `[T]` a row; `old` are the values before.
+
+        Gives the loss of the first step and the share of the targets' variance that the old values explain.
+        Raises LearnerError where the loss is not finite.
+        """
+        tokens = sum(sum(row.trains[1:]) for row in rows)
+        losses = (
+            [self._step(rows, targets, old, tokens) for _ in range(self.settings.epochs)] if tokens else [0.0]
+        )
+        return {
+            "critic/loss": losses[0],
+            "critic/explained_variance": _explained(rows, targets, old),
+            "critic/value_mean": _mean([v[torch.tensor(r.trains)] for v, r in zip(old, rows, strict=True)]),
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments, for a checkpoint."""
+        weights = {f"model/{name}": p.detach() for name, p in self.model.named_parameters()}
+        return weights | {f"optimiser/{name}": tensor for name, tensor in self.optimiser.state().items()}
+
+    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
+        """Put back what `state` gave. Raises LearnerError for another critic."""
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                stored = state.get(f"model/{name}")
+                if stored is None or stored.shape != parameter.shape:
+                    raise LearnerError(f"The checkpoint's critic does not fit: {name}.")
+                parameter.copy_(stored)
+        moments = {
+            name.removeprefix("optimiser/"): tensor
+            for name, tensor in state.items()
+            if name.startswith("optimiser/")
+        }
+        self.optimiser.load_state(moments, num_steps)
+
+    def _step(
+        self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor], tokens: int
+    ) -> float:
+        total = 0.0
+        for part in self._parts(rows):
+            values = self._values(part)
+            mask = part.trains.clone()
+            mask[:, 0] = False
+            loss = value_loss(
+                values=values,
+                old_values=_padded(old, part, values),
+                returns=_padded(targets, part, values),
+                mask=mask,
+                eps=self.settings.clip,
+            )
+            scaled = loss.sum() / tokens
+            if not torch.isfinite(scaled):
+                raise LearnerError("The critic's loss is not a number.", "Lower critic.learning_rate.")
+            torch.autograd.backward(scaled)
+            total += float(scaled.detach())
+        self.optimiser.step()
+        return total
+
+    def _parts(self, rows: Sequence[Row]) -> list[Microbatch]:
+        weight = self.head.weight
+        dtype = torch.float64 if weight.dtype == torch.float64 else torch.float32
+        return microbatches(rows, self.settings.microbatch_tokens, weight.device, dtype)
+
+    def _values(self, part: Microbatch) -> Tensor:
+        """`[B, L]`."""
+        rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
+        values = self.head(self._scorer.states(part.tokens, (rows, columns)))[:, 0]
+        wide = values if values.dtype == torch.float64 else values.float()
+        empty = torch.zeros(part.tokens.shape, dtype=wide.dtype, device=wide.device)
+        return empty.index_put((rows, columns + 1), wide)
+
+
+def _padded(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
+    padded = torch.zeros_like(like)
+    for place, i in enumerate(part.index):
+        padded[place, : len(values[i])] = values[i].to(padded)
+    return padded.detach()
+
+
+def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
+    """`1 - var(target - value) / var(target)` over the training tokens; 0 where the targets do not vary."""
+    masks = [torch.tensor((False, *row.trains[1:])) for row in rows]
+    wanted = torch.cat([t.double().cpu()[m] for t, m in zip(targets, masks, strict=True)])
+    given = torch.cat([v.double().cpu()[m] for v, m in zip(old, masks, strict=True)])
+    spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
+    return 1 - float((wanted - given).var(correction=0)) / spread if spread > 0 else 0.0
+
+
+def _mean(values: Sequence[Tensor]) -> float:
+    joined = torch.cat([v.double().cpu() for v in values])
+    return float(joined.mean()) if joined.numel() else 0.0

@@ -1,0 +1,182 @@
+"""The critic: values of states, their training, and whole runs of PPO that resume bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ludus.algorithms import advantages
+from ludus.algorithms.presets import PRESETS
+from ludus.cli.main import main
+from ludus.errors import LearnerError, UserError
+from ludus.rollout.ledger import Outcome
+from ludus.training.credit import assign_credit
+from ludus.training.critic import Critic, CriticSettings
+from ludus.training.optimiser import OptimiserSettings
+from ludus.training.refine import refine, train_critic
+from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.session import open_session
+from ludus.training.start import train
+from small_runs import Silent, config, lasting_files
+from test_credit import group, real_group
+from test_learner import random_rows, tiny_model
+
+
+def critic(model=None, rate=3e-3, **settings):
+    return Critic(
+        model or tiny_model(),
+        OptimiserSettings(learning_rate=rate, total_steps=100),
+        CriticSettings(**settings),
+    )
+
+
+def targets_of(rows):
+    """A number that depends on the tokens seen: learnable, and different at each position."""
+    return [
+        torch.tensor([float((t % 7) > 3) for t in (0, *row.tokens[:-1])], dtype=torch.float64) for row in rows
+    ]
+
+
+def test_first_values_are_zero_and_stand_on_training_tokens_alone():
+    rows = random_rows()
+    one = critic()
+    assert all(not values.any() for values in one.values(rows))
+    one.train(rows, targets_of(rows), one.values(rows))
+    for values, row in zip(one.values(rows), rows, strict=True):
+        trains = torch.tensor(row.trains)
+        assert values[trains].all()
+        assert not values[~trains].any()
+
+
+def test_a_value_does_not_see_its_own_token():
+    rows = random_rows()
+    one = critic()
+    one.train(rows, targets_of(rows), one.values(rows))
+    first = rows[0]
+    last = max(i for i, trains in enumerate(first.trains) if trains)
+    other = replace(
+        first, tokens=(*first.tokens[:last], (first.tokens[last] + 1) % 50, *first.tokens[last + 1 :])
+    )
+    assert one.values([first])[0][last] == one.values([other])[0][last]
+    changed = replace(first, tokens=((first.tokens[0] + 1) % 50, *first.tokens[1:]))
+    assert one.values([first])[0][last] != one.values([changed])[0][last]
+
+
+def test_it_learns_and_leaves_the_policy_alone():
+    model, rows = tiny_model(), random_rows(24)
+    before = copy.deepcopy(model.state_dict())
+    one = critic(model, clip=None)
+    reports = [one.train(rows, targets_of(rows), one.values(rows)) for _ in range(60)]
+    assert reports[-1]["critic/loss"] < 0.3 * reports[0]["critic/loss"]
+    assert reports[-1]["critic/explained_variance"] > 0.5 > reports[0]["critic/explained_variance"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+
+
+def test_microbatches_do_not_change_what_it_learns():
+    rows = random_rows(12)
+    whole, parts = critic(), critic(microbatch_tokens=20)
+    for one in (whole, parts):
+        one.train(rows, targets_of(rows), one.values(rows))
+    for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, atol=1e-6, rtol=0)
+
+
+def test_a_value_moves_no_further_than_the_clip_in_one_step():
+    rows = random_rows(12)
+    one = critic(rate=1.0, clip=0.1, epochs=3)
+    far = [100 * values for values in targets_of(rows)]
+    loss = one.train(rows, far, one.values(rows))["critic/loss"]
+    assert loss > 100
+
+
+def test_its_state_comes_back_bit_for_bit():
+    rows = random_rows()
+    one, other = critic(), critic(tiny_model(seed=1))
+    for _ in range(3):
+        one.train(rows, targets_of(rows), one.values(rows))
+    other.load_state(one.state(), one.optimiser.num_steps)
+    for each in (one, other):
+        each.train(rows, targets_of(rows), each.values(rows))
+    for a, b in zip(one.values(rows), other.values(rows), strict=True):
+        assert torch.equal(a, b)
+    with pytest.raises(LearnerError, match="does not fit"):
+        other.load_state({}, 1)
+
+
+def test_a_model_without_states_to_read_gets_no_critic():
+    model = tiny_model()
+    model.set_attn_implementation("eager")
+    with pytest.raises(UserError, match="No critic"):
+        critic(model)
+
+
+def test_ppo_takes_its_advantages_and_targets_from_the_values():
+    episodes, one = real_group()
+    algorithm = PRESETS["ppo"]
+    one.algorithm = algorithm
+    judge = critic(one.scorer.model)
+    for _ in range(3):
+        train_critic(judge, refine(assign_credit([episodes], algorithm), one, 0, judge))
+    credits = refine(assign_credit([episodes], algorithm), one, 0, judge)
+    width = max(len(c.advantages) for c in credits)
+    mask = torch.zeros(len(credits), width, dtype=torch.bool)
+    values = torch.zeros(len(credits), width, dtype=torch.float64)
+    for i, credit in enumerate(credits):
+        mask[i, : len(credit.values)] = True
+        values[i, : len(credit.values)] = torch.tensor(credit.values, dtype=torch.float64)
+    assert values[mask].all()
+    given = {"rewards": torch.tensor([e.trajectory.reward for e in group()], dtype=torch.float64)}
+    turns = [[k for k in range(2 + i % 2) for _ in range(3 + k)] for i in range(4)]
+    turn, turn_rewards = torch.zeros(mask.shape, dtype=torch.int64), torch.zeros(4, 3, dtype=torch.float64)
+    for i, row in enumerate(turns):
+        turn[i, : len(row)] = torch.tensor(row)
+        own = episodes[i].trajectory.turn_rewards
+        turn_rewards[i, : len(own)] = torch.tensor(own, dtype=torch.float64)
+    raw = advantages.gae(values=values, mask=mask, turn=turn, turn_rewards=turn_rewards, lam=0.95, **given)
+    whitened = advantages.whiten(values=raw, mask=mask)
+    for i, credit in enumerate(credits):
+        n = len(credit.advantages)
+        assert credit.outcome is Outcome.TRAINED
+        assert credit.advantages == pytest.approx(whitened[i, :n].tolist(), abs=1e-10)
+        assert credit.targets == pytest.approx((raw + values)[i, :n].tolist(), abs=1e-6)
+
+
+def run(folder, **changes):
+    reporter = Silent()
+    settings = config(folder, algorithm__preset="ppo", **changes)
+    with locked(new_run(settings, "search", "rl")):
+        train(open_session(settings), RunFolder(folder), reporter)
+    return reporter
+
+
+def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_path):
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    reporter = run(whole)
+    assert {"critic/loss", "critic/explained_variance", "policy/ratio_mean"} <= set(reporter.steps[-1][1])
+
+    class Stop(Exception):
+        pass
+
+    class Cutting(Silent):
+        def step(self, step, metrics, timings):
+            if step == 3:
+                raise Stop
+
+    settings = config(cut, algorithm__preset="ppo")
+    with locked(new_run(settings, "search", "rl")), pytest.raises(Stop):
+        train(open_session(settings), RunFolder(cut), Cutting())
+    assert main(["train", "--resume", str(cut)]) == 0
+    first, second = lasting_files(whole), lasting_files(cut)
+    assert any(name.endswith("trainer/critic.safetensors") for name in first)
+    assert [name for name in first if first[name] != second.get(name)] == []
+
+
+def test_the_critic_alone_learns_in_its_warm_up(tmp_path):
+    reporter = run(tmp_path / "run", critic__warmup_steps="1", training__steps="2")
+    first, second = (metrics for _, metrics in reporter.steps)
+    assert "critic/loss" in first
+    assert "optim/grad_norm" not in first
+    assert second["optim/grad_norm"] > 0
