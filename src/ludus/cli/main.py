@@ -34,6 +34,12 @@ class Command:
 COMMANDS = (
     Command("train", "train", "train an agent by reinforcement learning", "ludus train search"),
     Command("sft", "sft", "fine-tune on demonstrations", "ludus sft search --from-scratch"),
+    Command(
+        "preference",
+        "preference",
+        "train on pairs: DPO, SimPO, IPO, KTO",
+        "ludus preference search --run runs/search-1",
+    ),
     Command("eval", "evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
     Command("compare", "compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
     Command("chat", "chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),

@@ -82,7 +82,9 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
 
     rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
     learns = any("reward/mean" in row.metrics for row in rows)
-    how = f"algorithm {config.algorithm.preset}" if learns else "no step of reinforcement learning"
+    trained = any("preference/margin" in row.metrics for row in rows)
+    how = f"loss {config.preference.loss}" if trained else "no step of reinforcement learning"
+    how = f"algorithm {config.algorithm.preset}" if learns else how
     say(console, f"{folder.path}: world {config.env.name}, {how}")
     print_cold_start(folder, console)
     curves = find_curves([*rows, *timings])

@@ -75,14 +75,19 @@ def check(config: Config, world: World) -> None:
     Raises ConfigError and UserError for settings of the algorithm, trackers and splits.
     """
     training_algorithm(config)
-    for name in config.run.trackers:
-        check_tracker(name)
+    check_trackers(config)
     settings = config.evaluation
     for split in settings.splits:
         check_size(world, split, settings.tasks)
     check_size(world, settings.split_during, settings.tasks_during, "evaluation.tasks_during")
     check_ids("train", world.tasks("train"))
     task_order(config, world)
+
+
+def check_trackers(config: Config) -> None:
+    """Raise ConfigError for a tracker that is unknown."""
+    for name in config.run.trackers:
+        check_tracker(name)
 
 
 def prepare(config: Config) -> Session | None:
