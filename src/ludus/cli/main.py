@@ -40,6 +40,7 @@ COMMANDS = (
         "train on pairs: DPO, SimPO, IPO, KTO",
         "ludus preference search --run runs/search-1",
     ),
+    Command("data", "data", "check files to train on", "ludus data check dialogues.jsonl"),
     Command("eval", "evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
     Command("compare", "compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
     Command("chat", "chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),
