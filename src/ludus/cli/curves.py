@@ -18,6 +18,7 @@ WIDTH = 40
 CURVES: Mapping[str, str] = {
     "reward/mean": "reward",
     "success/mean": "success in training",
+    "rft/kept": "attempts kept for training",
     "groups/zero_variance": "groups of equal rewards",
     ENTROPY: "entropy, nats/token",
     "policy/kl_reference": "KL to the start, nats/token",

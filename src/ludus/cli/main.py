@@ -40,6 +40,7 @@ COMMANDS = (
         "train on pairs: DPO, SimPO, IPO, KTO",
         "ludus preference search --run runs/search-1",
     ),
+    Command("rft", "rft", "fine-tune on what the model solved itself", "ludus rft search --rft.rounds 2"),
     Command("data", "data", "check files to train on", "ludus data check dialogues.jsonl"),
     Command("eval", "evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
     Command("compare", "compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),

@@ -168,9 +168,9 @@ def build_loop(
     )
     scorer = Scorer(model, config.rollout.temperature or 1.0)
     engine = make_engine(session)
-    probe = _probe(session)
+    probe = probe_tokens(session)
     save_config(folder, config)
-    _forget_after(folder, done)
+    forget_after(folder, done)
     loop = RlLoop(
         session=session,
         folder=folder,
@@ -229,13 +229,13 @@ def _scorers(session: Session, algorithm: Algorithm) -> dict[str, TokenScorer]:
     return {"reference": Scorer(reference, temperature)}
 
 
-def _probe(session: Session) -> tuple[int, ...]:
+def probe_tokens(session: Session) -> tuple[int, ...]:
     """A fixed text of the world, as tokens, on which engine and learner are compared."""
     task = session.world.tasks("train")[0]
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
 
-def _forget_after(folder: RunFolder, done: int) -> None:
+def forget_after(folder: RunFolder, done: int) -> None:
     """Remove rollouts and evaluations of steps that will be done again."""
     for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:
