@@ -54,7 +54,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 def report_lines(report: FileReport) -> list[str]:
     """What a file holds and what is wrong with it, a sentence a line."""
     name = f"{report.kind or 'record'}{'' if report.num_records == 1 else 's'}"
-    lines = [f"{report.path}: {report.num_records:,} {name}, {len(report.problems):,} problems"]
+    faults = f"{len(report.problems):,} problem{'' if len(report.problems) == 1 else 's'}"
+    lines = [f"{report.path}: {report.num_records:,} {name}, {faults}"]
     lines += [f"  line {problem.line}: {problem.text}." for problem in report.problems[:SHOWN]]
     if len(report.problems) > SHOWN:
         lines.append(f"  ... and {len(report.problems) - SHOWN:,} more.")
