@@ -58,7 +58,8 @@ def test_each_command_has_help_with_its_example(command):
 def test_the_help_of_ludus_lists_every_command():
     said = ludus("--help")
     assert said.code == 0
-    assert all(f"    {command.name}" in said.out and command.summary in said.out for command in COMMANDS)
+    listed = " ".join(said.out.split())
+    assert all(f" {command.name} {command.summary} " in listed for command in COMMANDS)
 
 
 def test_a_module_starts_the_same_command_line():

@@ -67,11 +67,19 @@ SCRATCH = {
     "sft.steps": "1",
     "sft.batch_size": "2",
 }
+ROUNDS = {"rft.rounds": "1", "rft.tasks_per_round": "6", "rft.samples": "4", "rft.batch_size": "4"}
+PREFERENCE = {"preference.steps": "1", "preference.batch_size": "2", "run.threads": "1"}
 BUDGETS = {
     "train": TRAINING,
     "train --resume": TRAINING | {"training.steps": "2"},
     "train --from-scratch": TRAINING | SCRATCH,
+    "rl": TRAINING,
     "eval": EVALUATION,
+    "rft": TRAINING | ROUNDS,
+    "rft --resume": TRAINING | ROUNDS | {"rft.rounds": "2"},
+    "preference": PREFERENCE,
+    "preference --resume": PREFERENCE,
+    "pipeline": TRAINING | ROUNDS | PREFERENCE,
     "sft": SCRATCH | {"run.threads": "1"},
 }
 """What is appended to a command, by its name and (if given) the option that makes it another."""

@@ -23,7 +23,7 @@ from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.checkpoint import list_checkpoints
 from ludus.training.resume import changes, steps_done, value_text
-from ludus.training.run import RunFolder, recipe_of, resume_command, save_config
+from ludus.training.run import RunFolder, kind_of, recipe_of, resume_command, save_config
 from ludus.training.session import Session, open_session
 from ludus.training.sft import FineTuning, make_session, open_fine_tuning, run_sft
 from ludus.training.start import Comparison, make_trackers
@@ -245,9 +245,11 @@ def records_of(folder: RunFolder, result: Evaluation, task_ids: Sequence[str]) -
 
 def print_commands(console: Console, folder: RunFolder, config: Config) -> None:
     """What to type next."""
-    steps = config.training.steps * 2
+    more = f"--training.steps {config.training.steps * 2}"
+    if kind_of(folder) == "rft":
+        more = f"--rft.rounds {config.rft.rounds * 2}"
     say(console, f"The run is in {folder.path}")
     say(console, f"  read it:      ludus show {folder.path}")
-    say(console, f"  continue it:  ludus train --resume {folder.path} --training.steps {steps}")
+    say(console, f"  continue it:  {resume_command(folder)} {more}")
     say(console, f"  evaluate it:  ludus eval --run {folder.path}")
     say(console, f"  talk to it:   ludus chat {folder.path}")

@@ -34,6 +34,16 @@ class Command:
 COMMANDS = (
     Command("train", "train", "train an agent by reinforcement learning", "ludus train search"),
     Command("sft", "sft", "fine-tune on demonstrations", "ludus sft search --from-scratch"),
+    Command(
+        "preference",
+        "preference",
+        "train on pairs: DPO, SimPO, IPO, KTO",
+        "ludus preference search --run runs/search-1",
+    ),
+    Command("rft", "rft", "fine-tune on what the model solved itself", "ludus rft search --rft.rounds 2"),
+    Command("rl", "train", "the same as train", "ludus rl search"),
+    Command("pipeline", "pipeline", "train in stages", "ludus pipeline examples/pipeline.toml"),
+    Command("data", "data", "check files to train on", "ludus data check dialogues.jsonl"),
     Command("eval", "evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
     Command("compare", "compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
     Command("chat", "chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ludus.cli.arguments import recipe_stem, run_config
 from ludus.cli.terminal import silence_libraries
 from ludus.cli.train import HowToResume, configured, resumed_folder
+from ludus.config.schema import Config
 
 if TYPE_CHECKING:
     from ludus.training.run import RunFolder
@@ -29,19 +30,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start or resume a fine-tuning run."""
+    if args.resume is not None:
+        return resume(resumed_folder(args), overrides)
+    start(configured(args, overrides), f"{recipe_stem(args.recipe)}-sft", args.recipe)
+    return 0
+
+
+def start(config: Config, name: str, recipe: str | None) -> None:
+    """Fine-tune in a new folder, once everything that can be checked before it is."""
     from ludus.cli import console
     from ludus.training.run import locked, new_run
     from ludus.training.sft import make_session
 
     silence_libraries()
-    if args.resume is not None:
-        return resume(resumed_folder(args), overrides)
-    config = configured(args, overrides)
     session = make_session(config)
-    folder = new_run(config, f"{recipe_stem(args.recipe)}-sft", "sft", args.recipe)
+    folder = new_run(config, name, "sft", recipe)
     with locked(folder), HowToResume(folder):
         console.sft(session, folder)
-    return 0
 
 
 def resume(folder: RunFolder, overrides: Sequence[str]) -> int:
@@ -51,6 +56,7 @@ def resume(folder: RunFolder, overrides: Sequence[str]) -> int:
     from ludus.training.run import locked
     from ludus.training.sft import make_session
 
+    silence_libraries()
     check_kind(folder, "sft")
     with locked(folder):
         config = run_config(folder, overrides)

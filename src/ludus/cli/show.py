@@ -81,8 +81,7 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     from ludus.cli.words import alarm_words, ledger_words, loss_words
 
     rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
-    learns = any("reward/mean" in row.metrics for row in rows)
-    how = f"algorithm {config.algorithm.preset}" if learns else "no step of reinforcement learning"
+    how = how_trained({name for row in rows for name in row.metrics}, config)
     say(console, f"{folder.path}: world {config.env.name}, {how}")
     print_cold_start(folder, console)
     curves = find_curves([*rows, *timings])
@@ -95,6 +94,16 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     for text in alarm_words(rows):
         say(console, f"! {text}", "yellow")
     print_evaluations(folder, console)
+
+
+def how_trained(metrics: set[str], config: Config) -> str:
+    """What the run did to its model, as its metrics tell."""
+    if "rft/kept" in metrics:
+        return "rejection sampling"
+    if "preference/margin" in metrics:
+        return f"preferences, loss {config.preference.loss}"
+    learns = "reward/mean" in metrics
+    return f"algorithm {config.algorithm.preset}" if learns else "no step of reinforcement learning"
 
 
 def print_cold_start(folder: RunFolder, console: Console) -> None:

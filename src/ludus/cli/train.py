@@ -34,19 +34,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start or resume a run."""
+    if args.resume is not None:
+        return resume(resumed_folder(args), overrides)
+    start(configured(args, overrides), recipe_stem(args.recipe), args.recipe)
+    return 0
+
+
+def start(config: Config, name: str, recipe: str | None) -> None:
+    """Train in a new folder, once everything that can be checked before it is."""
     from ludus.cli import console
     from ludus.training.run import locked, new_run
     from ludus.training.start import prepare
 
     silence_libraries()
-    if args.resume is not None:
-        return resume(resumed_folder(args), overrides)
-    config = configured(args, overrides)
     session = prepare(config)
-    folder = new_run(config, recipe_stem(args.recipe), "rl", args.recipe)
+    folder = new_run(config, name, "rl", recipe)
     with locked(folder), HowToResume(folder):
         console.train(config, folder, session)
-    return 0
 
 
 def resume(folder: RunFolder, overrides: Sequence[str]) -> int:
@@ -56,6 +60,7 @@ def resume(folder: RunFolder, overrides: Sequence[str]) -> int:
     from ludus.training.run import locked
     from ludus.training.start import prepare
 
+    silence_libraries()
     check_kind(folder, "rl")
     with locked(folder):
         config = run_config(folder, overrides)
@@ -81,12 +86,15 @@ def resumed_folder(args: argparse.Namespace) -> RunFolder:
 
 
 class HowToResume:
-    """Whatever ends the run inside says how it goes on: an error in its hint, an interrupt in its text."""
+    """Whatever ends the run inside says how it goes on: an error in its hint, an interrupt in its text.
 
-    def __init__(self, folder: RunFolder) -> None:
+    `what` is the folder of the run, or the command that goes on with it.
+    """
+
+    def __init__(self, what: RunFolder | str) -> None:
         from ludus.training.run import resume_command
 
-        self._hint = f"The run goes on with: {resume_command(folder)}"
+        self._hint = f"The run goes on with: {what if isinstance(what, str) else resume_command(what)}"
 
     def __enter__(self) -> None:
         pass

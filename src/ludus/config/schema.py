@@ -303,6 +303,97 @@ class SftConfig(Section):
     """A JSON-lines file of dialogues (`{"messages": [...]}`); None uses the world's own demonstrations."""
 
 
+class PreferenceConfig(Section):
+    """Training on pairs of a better and a worse trajectory."""
+
+    loss: Literal["dpo", "simpo", "ipo", "kto"] = "dpo"
+    """What is made of a pair; `simpo` needs no reference model."""
+    beta: float | None = Field(None, gt=0)
+    """How strongly the policy is held to the reference; for simpo the scale of the margin. None is 0.1, for
+    simpo 2."""
+    gamma: float | None = Field(None, ge=0)
+    """The margin that simpo asks for; none is 1."""
+    label_smoothing: float = Field(0.0, ge=0, lt=0.5)
+    """Share of pairs that are taken to be the wrong way round (dpo, simpo)."""
+    learning_rate: float = Field(1e-4, gt=0)
+    """Of AdamW, after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps in which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Of AdamW."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Of AdamW: decay of the mean of gradients."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Of AdamW: decay of the mean of squared gradients."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient is scaled down to this norm."""
+    epochs: int = Field(1, ge=1)
+    """Passes over all pairs, where `steps` is none."""
+    steps: int | None = Field(None, ge=1)
+    """Optimiser steps; none takes as many as `epochs` need."""
+    batch_size: int = Field(16, ge=1)
+    """Pairs of one optimiser step."""
+    microbatch_tokens: int = Field(16384, ge=1)
+    """Tokens per forward pass (or one pair); the gradient does not depend on it."""
+    min_reward_gap: float = Field(0.0, ge=0)
+    """A group whose best and worst reward differ by less gives no pair; nor do equal rewards, ever."""
+    run: str | None = None
+    """A run folder: its rollouts give the pairs, best against worst of each group."""
+    data: str | None = None
+    """A file of pairs instead (docs/data.md)."""
+    checkpoint_every: int = Field(50, ge=1)
+    """Steps between checkpoints."""
+    keep_checkpoints: int = Field(1, ge=1)
+    """The newest ones that are kept."""
+
+    @model_validator(mode="after")
+    def _fits_the_loss(self) -> Self:
+        if self.run is not None and self.data is not None:
+            raise ValueError(f'preference.run ("{self.run}") and preference.data exclude each other')
+        if self.gamma is not None and self.loss != "simpo":
+            raise ValueError(f'preference.gamma belongs to the loss simpo, not to "{self.loss}"')
+        if self.label_smoothing > 0 and self.loss not in ("dpo", "simpo"):
+            raise ValueError(f'preference.label_smoothing has no meaning with the loss "{self.loss}"')
+        return self
+
+
+class RftConfig(Section):
+    """Rejection-sampling fine-tuning: rounds of sampling, keeping what succeeded, and training on it."""
+
+    rounds: int = Field(3, ge=1)
+    """Rounds of the whole run."""
+    tasks_per_round: int = Field(64, ge=1)
+    """Tasks that a round samples."""
+    samples: int = Field(8, ge=1)
+    """Attempts at each of them, at rollout.temperature."""
+    max_per_task: int | None = Field(None, ge=1)
+    """Most attempts at one task that a round trains on, the first ones; none is no limit."""
+    epochs: int = Field(1, ge=1)
+    """Passes over what a round kept."""
+    batch_size: int = Field(16, ge=1)
+    """Trajectories of one optimiser step."""
+    microbatch_tokens: int = Field(16384, ge=1)
+    """Padded tokens per forward pass; the gradient does not depend on it."""
+    learning_rate: float = Field(3e-4, gt=0)
+    """Of AdamW, after the warm-up. Each round begins with a fresh optimiser."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps of each round in which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up, to the end of the round."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Of AdamW."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Of AdamW: decay of the mean of gradients."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Of AdamW: decay of the mean of squared gradients."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient is scaled down to this norm."""
+    keep_checkpoints: int = Field(2, ge=1)
+    """The newest ones that are kept; each round ends with one."""
+
+
 class EvaluationConfig(Section):
     """Held-out evaluation, before, during and after training and offline: one path for all."""
 
@@ -350,6 +441,8 @@ class Config(Section):
     training: TrainingConfig = TrainingConfig()
     critic: CriticConfig = CriticConfig()
     sft: SftConfig = SftConfig()
+    preference: PreferenceConfig = PreferenceConfig()
+    rft: RftConfig = RftConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
 

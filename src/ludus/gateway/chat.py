@@ -8,10 +8,7 @@ comes in one piece at the end.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
-
-from pydantic import BaseModel
+from dataclasses import dataclass
 
 from ludus.chat.render import TemplateRenderer
 from ludus.errors import UserError
@@ -33,25 +30,8 @@ from ludus.gateway.completions import version_spans
 from ludus.gateway.requests import BadRequest, ChatRequest
 from ludus.gateway.service import Service, choices
 from ludus.gateway.text import GrowingText, TextRules, token_texts
-from ludus.tools.base import Tool, ToolSchema
+from ludus.tools.described import described_tool
 from ludus.types import Action, Completion, FinishReason, MessageToolCall, SamplingParams
-
-
-class _NoArguments(BaseModel):
-    """A client's tool is never called here."""
-
-
-@dataclass(frozen=True)
-class ClientTool(Tool):
-    """A tool of the client's, of which only the description is known."""
-
-    given: ToolSchema | None = field(default=None, kw_only=True)
-
-    @cached_property
-    def schema(self) -> ToolSchema:
-        """The client's own."""
-        assert self.given is not None
-        return self.given
 
 
 @dataclass(frozen=True)
@@ -124,7 +104,7 @@ def _asked(service: Service, request: ChatRequest) -> _Asked:
     renderer = _renderer(service)
     messages = [message.message for message in request.messages]
     given = request.tools or [] if request.tool_choice != "none" else []
-    tools = [_client_tool(tool.schema_) for tool in given]
+    tools = [described_tool(tool.schema_) for tool in given]
     try:
         prompt = renderer.prompt(messages, tools)
     except UserError as error:
@@ -135,11 +115,6 @@ def _asked(service: Service, request: ChatRequest) -> _Asked:
     ends = tuple(dict.fromkeys([*renderer.stop_token_ids, *service.model.end_ids]))
     turn = sum(message["role"] == "assistant" for message in messages)
     return _Asked(prompt, request.params(min(wanted, room), ends), ends, turn)
-
-
-def _client_tool(schema: ToolSchema) -> ClientTool:
-    function = schema["function"]
-    return ClientTool(function["name"], function["description"], str, _NoArguments, given=schema)
 
 
 def _choice(

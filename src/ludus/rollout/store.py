@@ -102,7 +102,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
                 raise EOFError("the file is empty")
             for line in lines:
                 number += 1
-                yield _record(line)
+                yield parse_rollout(json.loads(line, parse_constant=_refuse_constant))
     except FileNotFoundError:
         raise UserError(f"There are no rollouts at {path}.", "Check the path and the step.") from None
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
@@ -224,8 +224,9 @@ def _outcome_data(outcome: ToolOutcome) -> _Data:
     }
 
 
-def _record(line: bytes) -> RolloutRecord:
-    data = _object(json.loads(line, parse_constant=_refuse_constant))
+def parse_rollout(value: object) -> RolloutRecord:
+    """The record that a line's JSON value is. Raises ValueError, TypeError or KeyError that says why not."""
+    data = dict(_object(value))
     schema = data.pop("schema", None)
     if schema != SCHEMA:
         raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA}")

@@ -10,8 +10,11 @@ from typing import Literal
 import torch
 from torch import nn
 
-from ludus.config.schema import SftConfig, TrainingConfig
+from ludus.config.schema import PreferenceConfig, RftConfig, SftConfig, TrainingConfig
 from ludus.errors import LearnerError
+
+SectionOfOptimiser = TrainingConfig | SftConfig | PreferenceConfig | RftConfig
+"""The sections that set an optimiser, by the same names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +31,7 @@ class OptimiserSettings:
     max_grad_norm: float = 1.0
 
     @classmethod
-    def of(cls, config: TrainingConfig | SftConfig, total_steps: int) -> OptimiserSettings:
+    def of(cls, config: SectionOfOptimiser, total_steps: int) -> OptimiserSettings:
         """The settings of a configuration section."""
         return cls(
             learning_rate=config.learning_rate,

@@ -10,10 +10,26 @@ from ludus.config.toml import toml_value
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import plans
 from ludus.training.checkpoint import list_checkpoints
+from ludus.training.preference import steps_of_run
 from ludus.training.run import Kind, RunFolder, kind_of, resume_command
 
 _KEPT = ("model.", "env.", "run.seed", "run.folder")
+_KEPT_BY_KIND: Mapping[Kind, tuple[str, ...]] = {
+    "preference": (
+        "preference.loss",
+        "preference.run",
+        "preference.data",
+        "preference.min_reward_gap",
+    )
+}
+"""What only runs of one kind keep: pairs and what the reference thinks of them are made once."""
 _FREE = ("model.device",)
+_NAMES: Mapping[Kind, str] = {
+    "rl": "a run of reinforcement learning",
+    "sft": "a fine-tuning run",
+    "preference": "a run of preference training",
+    "rft": "a run of rejection-sampling fine-tuning",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +59,7 @@ def check_kind(folder: RunFolder, kind: Kind) -> None:
         return
     if found == "eval":
         raise UserError(f"{folder.path} holds evaluations, and no run to go on with.", "Start a run instead.")
-    name = "a fine-tuning run" if found == "sft" else "a run of reinforcement learning"
-    raise UserError(f"{folder.path} is {name}.", f"Go on with it: {resume_command(folder)}")
+    raise UserError(f"{folder.path} is {_NAMES[found]}.", f"Go on with it: {resume_command(folder)}")
 
 
 def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
@@ -53,7 +68,7 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
     It keeps its model, world, seed and folder, and its cold start once there is one; and it has no fewer
     steps than are done.
     """
-    kept: tuple[str, ...] = _KEPT
+    kept = (*_KEPT, *_KEPT_BY_KIND.get(kind, ()))
     if kind == "rl" and list_checkpoints(folder.path / "cold_start" / "checkpoints"):
         kept = (*kept, "sft.")
     found = [
@@ -65,23 +80,36 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
             f"A resumed run keeps its model, cold start, world, seed and folder: {folder.path} has {has}.",
             "Leave the setting out, or start a new run with it.",
         )
-    key, steps = ("training", config.training.steps) if kind == "rl" else ("sft", config.sft.steps)
+    key, steps = _planned(folder, config, kind)
     done = steps_done(folder)
     if steps < done:
+        unit = key.partition(".")[2]
         raise UserError(
-            f"{key}.steps is {steps}, and {done} steps of the run {folder.path} are done.",
+            f"{key} is {steps}, and {done} {unit} of the run {folder.path} are done.",
             f"Give more than {done} to train on.",
         )
 
 
 def is_complete(folder: RunFolder, config: Config, kind: Kind) -> bool:
-    """Whether all steps are done and, after reinforcement learning, evaluated."""
-    if kind == "sft":
-        return steps_done(folder) == config.sft.steps
-    steps = config.training.steps
+    """Whether all steps are done and, where a run evaluates itself, evaluated."""
+    _, steps = _planned(folder, config, kind)
     if steps_done(folder) != steps:
         return False
+    if kind not in ("rl", "rft"):
+        return True
     return all((folder.evaluations / f"{plan.name}.json").is_file() for plan in plans(config, steps))
+
+
+def _planned(folder: RunFolder, config: Config, kind: Kind) -> tuple[str, int]:
+    """The setting that says how many steps a run has, and their number."""
+    match kind:
+        case "sft":
+            return "sft.steps", config.sft.steps
+        case "rft":
+            return "rft.rounds", config.rft.rounds
+        case "preference":
+            return "preference.steps", steps_of_run(folder, config.preference) or steps_done(folder) + 1
+    return "training.steps", config.training.steps
 
 
 def value_text(value: object) -> str:

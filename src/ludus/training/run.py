@@ -1,12 +1,13 @@
 """The run folder: what a run is, and everything it writes.
 
 config.toml            the resolved configuration
-run.json               kind (rl, sft), recipe, versions, platform, git state, seed, command line
+run.json               kind (rl, sft, preference, rft, eval), recipe, versions, git state, seed, command
 log.txt                one merged log of all parts
 metrics.jsonl          one line per step; a repeated run gives the same bytes
 timings.jsonl          seconds and rates; never the same twice
 rollouts/              step-000001.jsonl.gz, one trajectory a line
 evaluations/           step-000010-test-greedy.json and its rollouts
+pairs.jsonl.gz         of preference training: the pairs, with the log-probabilities of the reference
 checkpoints/           step-000010/, in Hugging Face layout, with the trainer's state beside it
 lock                   held while a process writes here
 """
@@ -36,8 +37,8 @@ from ludus.rollout.store import replaced_file
 
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
 
-Kind = Literal["rl", "sft", "eval"]
-"""What made a run folder: `ludus train`, `ludus sft` or `ludus eval`."""
+Kind = Literal["rl", "sft", "preference", "rft", "eval"]
+"""What made a run folder: `ludus train`, `sft`, `preference`, `rft` or `eval`."""
 
 log = logging.getLogger("ludus")
 
@@ -136,7 +137,8 @@ def recipe_of(folder: RunFolder) -> str | None:
 
 def resume_command(folder: RunFolder) -> str:
     """What to type to go on with a run."""
-    command = "sft" if kind_of(folder) == "sft" else "train"
+    kind = kind_of(folder)
+    command = "train" if kind in ("rl", "eval") else kind
     return f"ludus {command} --resume {shlex.quote(str(folder.path))}"
 
 

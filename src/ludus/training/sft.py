@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -32,11 +31,11 @@ from ludus.training.checkpoint import (
     prune,
     save_checkpoint,
 )
+from ludus.training.data import FileDialogue, read_dialogues
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.run import RunFolder
 from ludus.training.scoring import Scorer
 from ludus.training.session import Session, make_renderer, open_session, set_up_compute
-from ludus.types import Message
 
 if TYPE_CHECKING:
     from ludus.envs.base import Demonstration
@@ -46,23 +45,18 @@ log = logging.getLogger("ludus.sft")
 OnStep = Callable[[int, dict[str, float]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class FileDialogue:
-    """A dialogue read from a file; it names no tools."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[()] = ()
-
-
 def make_session(config: Config) -> Session:
-    """The session to fine-tune: a given model, or one made on the spot with a tokenizer of its own."""
+    """The session to fine-tune: a given model, or one made on the spot with a tokenizer of its own.
+
+    Raises UserError for a file of dialogues that cannot be used.
+    """
     if not config.model.from_scratch:
-        return open_session(config)
+        return _checked(open_session(config))
     set_up_compute(config)
     world = build_world(config.env, config.rollout)
     tokenizer = train_tokenizer(_demonstrating(world).texts(), config.model.scratch.vocab_size)
     model = build_tiny(config.model.scratch, tokenizer, config.run.seed)
-    return Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer))
+    return _checked(Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
 
 
 @dataclass(frozen=True)
@@ -79,8 +73,6 @@ class FineTuning:
 def open_fine_tuning(session: Session, folder: RunFolder) -> FineTuning:
     """Bring session and optimiser to the newest checkpoint in `folder`, if there is one; writes nothing."""
     settings = session.config.sft
-    if settings.dialogues is not None:
-        read_dialogues(Path(settings.dialogues))
     optimiser = Optimiser(session.model, OptimiserSettings.of(settings, settings.steps))
     done, last = _restore(session, optimiser, folder)
     return FineTuning(session, folder, optimiser, done, last)
@@ -153,9 +145,21 @@ def _batches(session: Session, settings: SftConfig) -> Iterator[list[Row]]:
 def _rows(dialogues: Iterator[Demonstration], renderer: Renderer, budget: int) -> Iterator[Row]:
     """Rows of the dialogues that fit into the token budget of a trajectory."""
     for dialogue in dialogues:
-        row = row_of_segments(render_dialogue(renderer, dialogue.messages, dialogue.tools))
+        row = dialogue_row(renderer, dialogue)
         if len(row.tokens) <= budget:
             yield row
+
+
+def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
+    """A dialogue as tokens; of one from a file only those assistant messages train that are to."""
+    segments = render_dialogue(renderer, dialogue.messages, dialogue.tools)
+    if isinstance(dialogue, FileDialogue):
+        said = zip(dialogue.messages, dialogue.trains, strict=True)
+        trains = [kept for message, kept in said if message["role"] == "assistant"]
+        segments = tuple(
+            s if s.kind != "action" or trains[s.turn] else replace(s, kind="observation") for s in segments
+        )
+    return row_of_segments(segments)
 
 
 def _dialogues(session: Session, settings: SftConfig) -> Iterator[Demonstration]:
@@ -167,24 +171,18 @@ def _dialogues(session: Session, settings: SftConfig) -> Iterator[Demonstration]
         yield from dialogues
 
 
-def read_dialogues(path: Path) -> list[FileDialogue]:
-    """The dialogues of a JSON-lines file, `{"messages": [...]}` a line. Raises UserError, with the line."""
-    if not path.is_file():
-        raise UserError(f"There is no file of dialogues at {path}.", "Check sft.dialogues.")
-    found = []
-    for number, line in enumerate(path.read_text("utf-8").splitlines(), start=1):
-        try:
-            messages = json.loads(line)["messages"]
-            if not any(message["role"] == "assistant" for message in messages):
-                raise ValueError("no assistant message")
-            found.append(FileDialogue(tuple(messages)))
-        except (ValueError, KeyError, TypeError) as error:
-            raise UserError(
-                f"{path}, line {number}, is not a dialogue: {error}.", "See docs/read_a_run.md."
-            ) from error
-    if not found:
-        raise UserError(f"{path} holds no dialogues.", "One JSON object a line, with `messages`.")
-    return found
+def _checked(session: Session) -> Session:
+    """The session itself. Raises UserError for a file of dialogues with a fault, or of which none fits."""
+    config = session.config
+    if config.sft.dialogues is None:
+        return session
+    dialogues = iter(read_dialogues(Path(config.sft.dialogues)))
+    if next(_rows(dialogues, session.renderer, config.rollout.max_tokens), None) is None:
+        raise UserError(
+            f"No dialogue of {config.sft.dialogues} fits into {config.rollout.max_tokens} tokens.",
+            "Raise rollout.max_tokens.",
+        )
+    return session
 
 
 def _demonstrating(world: World) -> Demonstrates:

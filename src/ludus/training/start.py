@@ -75,14 +75,19 @@ def check(config: Config, world: World) -> None:
     Raises ConfigError and UserError for settings of the algorithm, trackers and splits.
     """
     resolve(config.algorithm)
-    for name in config.run.trackers:
-        check_tracker(name)
+    check_trackers(config)
     settings = config.evaluation
     for split in settings.splits:
         check_size(world, split, settings.tasks)
     check_size(world, settings.split_during, settings.tasks_during, "evaluation.tasks_during")
     check_ids("train", world.tasks("train"))
     task_order(config, world)
+
+
+def check_trackers(config: Config) -> None:
+    """Raise ConfigError for a tracker that is unknown."""
+    for name in config.run.trackers:
+        check_tracker(name)
 
 
 def prepare(config: Config) -> Session | None:
@@ -156,9 +161,9 @@ def build_loop(
     )
     scorer = Scorer(model, config.rollout.temperature or 1.0)
     engine = make_engine(session)
-    probe = _probe(session)
+    probe = probe_tokens(session)
     save_config(folder, config)
-    _forget_after(folder, done)
+    forget_after(folder, done)
     loop = RlLoop(
         session=session,
         folder=folder,
@@ -231,13 +236,13 @@ def _scorers(session: Session, algorithm: Algorithm) -> dict[str, TokenScorer]:
     return {"reference": Scorer(reference, temperature)}
 
 
-def _probe(session: Session) -> tuple[int, ...]:
+def probe_tokens(session: Session) -> tuple[int, ...]:
     """A fixed text of the world, as tokens, on which engine and learner are compared."""
     task = session.world.tasks("train")[0]
     return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
 
 
-def _forget_after(folder: RunFolder, done: int) -> None:
+def forget_after(folder: RunFolder, done: int) -> None:
     """Remove rollouts and evaluations of steps that will be done again."""
     for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:

@@ -1,0 +1,146 @@
+"""Train in stages: a TOML file names them in order, and each starts from the checkpoint of the one before.
+
+A stage is a run folder of its own below the pipeline's (runs/NAME of the file, or --folder): 01-sft, 02-rl.
+The same command goes on where the pipeline stopped. Settings on the command line hold for every stage.
+Preference training takes its pairs from the last stage before it that sampled, unless it is told otherwise.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.cli import preference, rft, sft, train
+from ludus.cli.arguments import recipe_stem
+from ludus.cli.train import HowToResume
+from ludus.config.load import load_config
+from ludus.config.pipeline import Stage, StageKind, load_pipeline
+from ludus.config.schema import Config
+from ludus.errors import ConfigError, UserError
+
+if TYPE_CHECKING:
+    from ludus.training.run import RunFolder
+
+START: Mapping[StageKind, Callable[[Config, str, str | None], None]] = {
+    "sft": sft.start,
+    "rft": rft.start,
+    "preference": preference.start,
+    "rl": train.start,
+}
+RESUME: Mapping[StageKind, Callable[[RunFolder, Sequence[str]], int]] = {
+    "sft": sft.resume,
+    "rft": rft.resume,
+    "preference": preference.resume,
+    "rl": train.resume,
+}
+SAMPLES: frozenset[StageKind] = frozenset({"rft", "rl"})
+"""Stages that leave rollouts, of which pairs can be made."""
+_FREE = ("model.device", "run.threads")
+_COPY = "pipeline.toml"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments; settings follow as --section.key value."""
+    parser.add_argument("file", metavar="FILE", type=Path, help="a TOML file with [[stage]] tables")
+    parser.add_argument("--folder", metavar="FOLDER", type=Path, help="the pipeline's folder")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Run the stages that are not complete."""
+    from ludus.cli.terminal import make_console, say
+
+    stages = load_pipeline(args.file)
+    folder = args.folder or Path("runs") / args.file.stem
+    check_stages(stages, overrides)
+    open_folder(folder, stages, args.file)
+    console = make_console()
+    words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
+    with HowToResume(shlex.join([*words, *overrides])):
+        for stage in stages:
+            say(console, f"Stage {stage.number} of {len(stages)}: {stage.kind} {stage.recipe}")
+            run_stage(stage, stages, folder, overrides)
+    say(console, f"The pipeline is complete: {checkpoint_of(stages[-1], folder)}")
+    return 0
+
+
+def check_stages(stages: Sequence[Stage], overrides: Sequence[str]) -> None:
+    """Raise ConfigError for the settings of any stage, before the first one runs."""
+    for stage in stages:
+        try:
+            config = load_config(stage.recipe, [*stage.settings, *overrides])
+        except ConfigError as error:
+            raise ConfigError(f"Stage {stage.number} ({stage.kind}): {error.message}", error.hint) from error
+        sampled = any(before.kind in SAMPLES for before in stages[: stage.number - 1])
+        settings = config.preference
+        if stage.kind == "preference" and not (sampled or settings.run or settings.data):
+            raise ConfigError(
+                f"Stage {stage.number} (preference) has nothing to make pairs of.",
+                "Put a stage of rft or rl before it, or set preference.run or preference.data.",
+            )
+
+
+def open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
+    """Make the pipeline's folder, or see that the one that is there is of these stages."""
+    from ludus.rollout.store import replaced_file
+
+    there = sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+    if folder.exists() and there and _COPY not in there:
+        raise UserError(f"{folder} is there already and is not of a pipeline.", "Choose another --folder.")
+    names = {stage.name for stage in stages}
+    for name in there:
+        if name[:2].isdigit() and name not in names:
+            raise UserError(
+                f"{folder} holds {name}, which is no stage of {file}.", "Choose another --folder."
+            )
+    with replaced_file(folder / _COPY) as copy:
+        copy.write(file.read_bytes())
+
+
+def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
+    """Start a stage, or go on with it; a complete one says so and changes nothing."""
+    from ludus.training.run import RunFolder
+
+    config = stage_config(stage, stages, folder, overrides)
+    own = RunFolder(folder / stage.name)
+    if not own.config.is_file():
+        START[stage.kind](config, recipe_stem(stage.recipe), stage.recipe)
+        return
+    check_same(stage, own, config)
+    RESUME[stage.kind](own, ())
+
+
+def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> Config:
+    """What a stage runs with: its settings, the command line's, and what the stages before it left."""
+    words = [*stage.settings, *overrides, "--run.folder", str(folder / stage.name)]
+    before = stages[: stage.number - 1]
+    if before:
+        words += ["--model.from_scratch", "false", "--model.path", str(checkpoint_of(before[-1], folder))]
+    config = load_config(stage.recipe, words)
+    sampled = [earlier for earlier in before if earlier.kind in SAMPLES]
+    settings = config.preference
+    if stage.kind == "preference" and sampled and not (settings.run or settings.data):
+        config = load_config(stage.recipe, [*words, "--preference.run", str(folder / sampled[-1].name)])
+    return config
+
+
+def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
+    """Raise UserError where a stage was started with other settings: those after it were trained on them."""
+    from ludus.training.resume import changes, value_text
+
+    found = [change for change in changes(own.load_config(), config) if change.key not in _FREE]
+    if found:
+        has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
+        raise UserError(
+            f"Stage {stage.number} was started with other settings: {own.path} has {has}.",
+            "Take the change back, or choose another --folder.",
+        )
+
+
+def checkpoint_of(stage: Stage, folder: Path) -> Path:
+    """The newest checkpoint of a stage that has run."""
+    from ludus.training.checkpoint import list_checkpoints
+
+    return list_checkpoints(folder / stage.name / "checkpoints")[-1][1]

@@ -1,0 +1,98 @@
+"""A pipeline: a TOML file that names training stages in their order.
+
+[[stage]]
+kind = "sft"            # sft, rft, preference or rl
+recipe = "search"       # as on the command line
+settings.sft.steps = 500
+"""
+
+from __future__ import annotations
+
+import difflib
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ludus.config.settings import find
+from ludus.config.toml import toml_value
+from ludus.errors import ConfigError
+
+StageKind = Literal["sft", "rft", "preference", "rl"]
+
+KINDS: Mapping[str, StageKind] = {"sft": "sft", "rft": "rft", "preference": "preference", "rl": "rl"}
+_KEYS = ("kind", "recipe", "settings")
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One stage; `settings` are the words of a command line, `number` counts from 1."""
+
+    number: int
+    kind: StageKind
+    recipe: str
+    settings: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        """The name of its run folder."""
+        return f"{self.number:02d}-{self.kind}"
+
+
+def load_pipeline(path: Path) -> tuple[Stage, ...]:
+    """The stages of a file, in order. Raises ConfigError with everything that is wrong, a sentence a line."""
+    try:
+        data = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from error
+    except ValueError as error:
+        raise ConfigError(f"{path} is not TOML: {error}.") from None
+    unknown = [f"{key} is no key of a pipeline, which has [[stage]] alone." for key in data if key != "stage"]
+    given = data.get("stage", [])
+    if not isinstance(given, list) or not given:
+        raise ConfigError(
+            "\n".join([*unknown, f"{path} names no stages."]), "Write a [[stage]] table for each, in order."
+        )
+    problems, stages = list(unknown), []
+    for number, table in enumerate(given, start=1):
+        faults = list(_faults(table, number))
+        problems += faults
+        if not faults:
+            words = tuple(_words(table.get("settings", {}), ""))
+            stages.append(Stage(number, KINDS[table["kind"]], table["recipe"], words))
+    if problems:
+        raise ConfigError("\n".join(problems), f"The stages come from {path}.")
+    return tuple(stages)
+
+
+def _faults(table: object, number: int) -> Iterator[str]:
+    """What is wrong with a stage, a sentence for each."""
+    if not isinstance(table, dict):
+        yield f"Stage {number} is not a table."
+        return
+    for key in table.keys() - set(_KEYS):
+        near = difflib.get_close_matches(key, _KEYS, n=1)
+        guess = f"did you mean {near[0]}?" if near else f"a stage has {', '.join(_KEYS)}."
+        yield f"Stage {number} has the unknown key {key}; {guess}"
+    if table.get("kind") not in KINDS:
+        yield f"Stage {number} has the kind {table.get('kind')!r}, but must be one of {', '.join(KINDS)}."
+    if not isinstance(table.get("recipe"), str):
+        yield f"Stage {number} names no recipe."
+    settings = table.get("settings", {})
+    if not isinstance(settings, dict):
+        yield f"Stage {number} has settings that are no table."
+    elif number > 1 and isinstance(model := settings.get("model", {}), dict):
+        for key in sorted(model.keys() & {"path", "from_scratch"}):
+            yield f"Stage {number} sets model.{key}, but it starts from the checkpoint of the stage before."
+
+
+def _words(table: Mapping[str, object], prefix: str) -> Iterator[str]:
+    """A table of settings as the words of a command line."""
+    for key, value in table.items():
+        name = f"{prefix}{key}"
+        if isinstance(value, dict) and find(name) is None:
+            yield from _words(value, f"{name}.")
+        else:
+            yield f"--{name}"
+            yield "none" if value == "none" else toml_value(value)

@@ -1,0 +1,232 @@
+"""Files of dialogues, preference pairs and rollouts: read for training, or checked line by line.
+
+JSON lines (`.gz` if need be), or a local folder that Hugging Face `datasets` wrote. docs/data.md has the
+formats. A file holds records of one kind.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ludus.errors import UserError
+from ludus.rollout.store import RolloutRecord, parse_rollout
+from ludus.tools.base import Tool
+from ludus.training.messages import check_turns, given, read_messages, read_tools, read_train_flags
+from ludus.types import Message
+
+DataKind = Literal["dialogue", "pair", "rollout"]
+
+_HOW = "docs/data.md has the formats; `ludus data check {path}` lists what is wrong."
+
+
+@dataclass(frozen=True, slots=True)
+class FileDialogue:
+    """A dialogue with the tools that its prompt offers; `trains` says which messages enter the loss."""
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    trains: tuple[bool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FilePair:
+    """A prompt, and two ways to go on from it: `chosen` is better than `rejected`."""
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+
+
+Record = FileDialogue | FilePair | RolloutRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A record that is none: its number in the file, counted from 1, and why, as the end of a sentence."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """What a file holds: records of one kind (None where it has no good one), and all that is wrong."""
+
+    path: Path
+    kind: DataKind | None
+    num_records: int
+    problems: tuple[Problem, ...]
+
+
+def check_file(path: Path) -> FileReport:
+    """Read every record of a file. Raises UserError where there is no file or no record at all."""
+    kind: DataKind | None = None
+    num_records = 0
+    problems = []
+    for line, found in _records(path):
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        own = _kind(found)
+        kind = kind or own
+        if own == kind:
+            num_records += 1
+        else:
+            problems.append(Problem(line, f"it is a {own}, and the file began with a {kind}"))
+    if not num_records and not problems:
+        raise UserError(f"{path} is empty.", "It needs one JSON object a line; docs/data.md has the formats.")
+    return FileReport(path, kind, num_records, tuple(problems))
+
+
+def read_dialogues(path: Path) -> list[FileDialogue]:
+    """The dialogues of a file. Raises UserError, with the line, where a record is none."""
+    return [found for found in _good(path, "dialogue") if isinstance(found, FileDialogue)]
+
+
+def read_pairs(path: Path) -> list[FilePair]:
+    """The pairs of a file. Raises UserError, with the line, where a record is none."""
+    return [found for found in _good(path, "pair") if isinstance(found, FilePair)]
+
+
+def _good(path: Path, kind: DataKind) -> Iterator[Record]:
+    empty = True
+    for line, found in _records(path):
+        fault = found.text if isinstance(found, Problem) else ""
+        if not isinstance(found, Problem) and _kind(found) != kind:
+            fault = f"it is a {_kind(found)}"
+        if fault or isinstance(found, Problem):
+            raise UserError(f"{path}, line {line}, is not a {kind}: {fault}.", _HOW.format(path=path))
+        empty = False
+        yield found
+    if empty:
+        raise UserError(f"{path} holds no {kind}s.", _HOW.format(path=path))
+
+
+def _kind(record: Record) -> DataKind:
+    match record:
+        case FileDialogue():
+            return "dialogue"
+        case FilePair():
+            return "pair"
+    return "rollout"
+
+
+def _records(path: Path) -> Iterator[tuple[int, Record | Problem]]:
+    for line, data in _lines(path):
+        if isinstance(data, Problem):
+            yield line, data
+            continue
+        try:
+            yield line, parse_record(data)
+        except (ValueError, TypeError, KeyError) as error:
+            yield line, Problem(line, str(error))
+
+
+def parse_record(data: object) -> Record:
+    """One record of any kind. Raises ValueError, TypeError or KeyError that says what is wrong."""
+    found = given(data, "it")
+    if "messages" in found:
+        return _dialogue(found)
+    if "trajectory" in found:
+        return parse_rollout(data)
+    if found.keys() & {"prompt", "chosen", "rejected"}:
+        return _pair(found)
+    raise ValueError(
+        "it is neither a dialogue (messages), a pair (prompt, chosen, rejected) nor a rollout (trajectory)"
+    )
+
+
+def _dialogue(data: dict[str, object]) -> FileDialogue:
+    messages = read_messages(data["messages"], "messages")
+    trains = read_train_flags(data["messages"], "messages")
+    tools = read_tools(data.get("tools"))
+    check_turns(messages, tools, "messages")
+    if not any(trains):
+        said = any(message["role"] == "assistant" for message in messages)
+        raise ValueError("no assistant message trains" if said else "it has no assistant message")
+    return FileDialogue(messages, tools, trains)
+
+
+def _pair(data: dict[str, object]) -> FilePair:
+    prompt = read_messages(data.get("prompt"), "prompt")
+    tools = read_tools(data.get("tools"))
+    if not prompt:
+        raise ValueError("prompt is empty")
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError("prompt ends with the assistant's message, which belongs into chosen and rejected")
+    arms = [_arm(data.get(name), name, prompt, tools) for name in ("chosen", "rejected")]
+    if arms[0] == arms[1]:
+        raise ValueError("chosen and rejected are the same")
+    return FilePair(prompt, arms[0], arms[1], tools)
+
+
+def _arm(
+    data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]
+) -> tuple[Message, ...]:
+    """One way to go on: a message or a list of them."""
+    messages = read_messages([data] if isinstance(data, dict) else data, name)
+    if not messages or messages[0]["role"] != "assistant":
+        raise ValueError(f"{name} does not begin with an assistant message")
+    check_turns((*prompt, *messages), tools, f"prompt + {name}")
+    return messages
+
+
+def _lines(path: Path) -> Iterator[tuple[int, object]]:
+    """The numbered JSON values of a file; a line that holds none is a Problem. Blank lines are skipped."""
+    if path.is_dir():
+        yield from enumerate(_rows_of_folder(path), start=1)
+        return
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield number, _value(line, number)
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path}.", "Check the path.") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(
+            f"{path} is damaged after line {number}: {error}.", "The lines before it can be read."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from error
+
+
+def _value(line: bytes, number: int) -> object:
+    try:
+        value: object = json.loads(line)
+    except UnicodeDecodeError:
+        return Problem(number, "it is not UTF-8 text")
+    except ValueError as error:
+        return Problem(number, f"it is no JSON: {error}")
+    return value
+
+
+def _rows_of_folder(path: Path) -> Iterator[object]:
+    """The rows of a folder that `Dataset.save_to_disk` wrote; of several splits the one called train."""
+    try:
+        from datasets import DatasetDict, load_from_disk
+    except ImportError as error:
+        raise UserError(
+            f"{path} is a folder, and reading a dataset needs the package datasets.",
+            "Install it: pip install 'ludus[datasets]', or give a file of JSON lines.",
+        ) from error
+    try:
+        found = load_from_disk(str(path))
+    except (OSError, ValueError) as error:
+        raise UserError(
+            f"{path} is not a dataset: {str(error).splitlines()[0]}.",
+            "Give a folder that Dataset.save_to_disk wrote, or a file of JSON lines.",
+        ) from error
+    if isinstance(found, DatasetDict):
+        if "train" not in found:
+            raise UserError(f"{path} has no split train, but {', '.join(found)}.", "Give one split's folder.")
+        found = found["train"]
+    yield from found

@@ -1,0 +1,182 @@
+"""Messages and tools as they stand in a file, checked one by one: ValueError says what is wrong, and where.
+
+What is None counts as missing, since tables with columns (Hugging Face datasets) cannot leave a key out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+from ludus.tools.base import FunctionSchema, Tool, ToolSchema
+from ludus.tools.described import described_tool
+from ludus.types import FunctionCall, Message, MessageToolCall
+
+_ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
+    "system": "system",
+    "user": "user",
+    "assistant": "assistant",
+    "tool": "tool",
+}
+_OF_ROLE = {"reasoning_content": "assistant", "tool_calls": "assistant", "train": "assistant"}
+"""Keys that only messages of one role have."""
+_KEYS = {"role", "content", "tool_call_id", "name", *_OF_ROLE}
+
+
+def given(data: object, where: str) -> dict[str, object]:
+    """The object without its keys that are None."""
+    if not isinstance(data, dict):
+        raise ValueError(f"{where} is {_words(data)}, and must be an object")
+    return {str(key): value for key, value in data.items() if value is not None}
+
+
+def read_messages(data: object, where: str) -> tuple[Message, ...]:
+    """The messages of a list; their order is not looked at."""
+    return tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(_list(data, where)))
+
+
+def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
+    """For each message whether it trains: assistant messages do, unless their `train` is false."""
+    flags = []
+    for i, item in enumerate(_list(data, where)):
+        message = given(item, f"{where}[{i}]")
+        train = message.get("train", message.get("role") == "assistant")
+        if not isinstance(train, bool):
+            raise ValueError(f"{where}[{i}].train is {_words(train)}, and must be true or false")
+        flags.append(train)
+    return tuple(flags)
+
+
+def read_tools(data: object) -> tuple[Tool, ...]:
+    """The tools of a list of OpenAI descriptions; the list may stand as JSON text. None is no tools."""
+    if isinstance(data, str):
+        try:
+            data = json.loads(data)
+        except ValueError as error:
+            raise ValueError(f"tools is text that is no JSON: {error}") from None
+    tools = [_tool(item, f"tools[{i}]") for i, item in enumerate(_list(data, "tools"))] if data else []
+    names = [tool.name for tool in tools]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two tools are called {twice[0]!r}")
+    return tuple(tools)
+
+
+def check_turns(messages: Sequence[Message], tools: Sequence[Tool], where: str) -> None:
+    """Raise ValueError where a message cannot stand where it stands."""
+    known = {tool.name for tool in tools}
+    for i, message in enumerate(messages):
+        before = messages[i - 1]["role"] if i else None
+        if fault := _misplaced(message["role"], before):
+            raise ValueError(f"{where}[{i}] {fault}")
+        if message["role"] == "tool":
+            _check_answer(messages, i, where)
+        called = [call["function"]["name"] for call in message.get("tool_calls", [])]
+        if tools and (unknown := [name for name in called if name not in known]):
+            raise ValueError(f"{where}[{i}] calls {unknown[0]!r}, which is not among its tools")
+
+
+def _misplaced(role: str, before: str | None) -> str:
+    """What is wrong with a role after another; empty where nothing is."""
+    if role == "system" and before is not None:
+        return "is a system message, and only the first message can be one"
+    if role == "assistant" and before is None:
+        return "is the assistant's, and something has to come before it"
+    if role == "assistant" and before == "assistant":
+        return "is the assistant's, as is the one before it: make them one"
+    if role == "tool" and before not in ("assistant", "tool"):
+        return "is a tool's, and no call comes before it"
+    return ""
+
+
+def _check_answer(messages: Sequence[Message], at: int, where: str) -> None:
+    asking = next(m for m in reversed(messages[:at]) if m["role"] != "tool")
+    calls = [call["id"] for call in asking.get("tool_calls", [])]
+    if not calls:
+        raise ValueError(f"{where}[{at}] is a tool's, and no call comes before it")
+    answered = messages[at].get("tool_call_id")
+    if answered is not None and answered not in calls:
+        raise ValueError(f"{where}[{at}] answers the call {answered!r}, and the calls are {', '.join(calls)}")
+
+
+def _message(data: object, where: str) -> Message:
+    found = given(data, where)
+    if unknown := sorted(found.keys() - _KEYS):
+        raise ValueError(f"{where} has the unknown key {unknown[0]!r}")
+    role = _ROLES.get(str(found.get("role")))
+    if role is None:
+        raise ValueError(f"{where}.role is {_words(found.get('role'))}, and must be one of {_or(_ROLES)}")
+    for key, owner in _OF_ROLE.items():
+        if key in found and role != owner and found[key] not in ([], False):
+            raise ValueError(f"{where}.{key} belongs to {owner} messages, and this one is of the {role}")
+    calls = _list(found.get("tool_calls", []), f"{where}.tool_calls")
+    if "content" not in found and not calls:
+        raise ValueError(f"{where} has no content")
+    message = Message(role=role, content=_text(found.get("content", ""), f"{where}.content"))
+    if calls:
+        message["tool_calls"] = [_call(call, i, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
+    if "reasoning_content" in found and role == "assistant":
+        message["reasoning_content"] = _text(found["reasoning_content"], f"{where}.reasoning_content")
+    if "tool_call_id" in found:
+        message["tool_call_id"] = _text(found["tool_call_id"], f"{where}.tool_call_id")
+    if "name" in found:
+        message["name"] = _text(found["name"], f"{where}.name")
+    return message
+
+
+def _call(data: object, place: int, where: str) -> MessageToolCall:
+    """A call; its arguments may stand as an object or as JSON text of one."""
+    call = given(data, where)
+    function = given(call.get("function"), f"{where}.function")
+    name = _text(function.get("name"), f"{where}.function.name")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            raise ValueError(f"{where}.function.arguments is text that is no JSON") from None
+    if not isinstance(arguments, dict):
+        raise ValueError(f"{where}.function.arguments is {_words(arguments)}, and must be an object")
+    text = json.dumps(arguments, ensure_ascii=False)
+    number = _text(call.get("id", f"call_{place}"), f"{where}.id")
+    return MessageToolCall(id=number, type="function", function=FunctionCall(name=name, arguments=text))
+
+
+def _tool(data: object, where: str) -> Tool:
+    function = given(given(data, where).get("function"), f"{where}.function")
+    name = _text(function.get("name"), f"{where}.function.name")
+    about = _text(function.get("description", ""), f"{where}.function.description")
+    parameters = _without_none(given(function.get("parameters", {}), f"{where}.function.parameters"))
+    schema = FunctionSchema(name=name, description=about, parameters=parameters)
+    return described_tool(ToolSchema(type="function", function=schema))
+
+
+def _without_none(data: Mapping[str, object]) -> dict[str, object]:
+    kept = {key: value for key, value in data.items() if value is not None}
+    return {key: _without_none(value) if isinstance(value, dict) else value for key, value in kept.items()}
+
+
+def _list(data: object, where: str) -> list[object]:
+    if not isinstance(data, list):
+        raise ValueError(f"{where} is {_words(data)}, and must be a list")
+    return data
+
+
+def _text(data: object, where: str) -> str:
+    if not isinstance(data, str):
+        raise ValueError(f"{where} is {_words(data)}, and must be text")
+    return data
+
+
+def _or(names: Mapping[str, object]) -> str:
+    return ", ".join(names)
+
+
+def _words(data: object) -> str:
+    """A value as a sentence names it."""
+    if data is None:
+        return "missing"
+    if isinstance(data, dict | list):
+        return "an object" if isinstance(data, dict) else "a list"
+    text = json.dumps(data, ensure_ascii=False, default=str)
+    return text if len(text) <= 40 else f"{text[:40]}..."

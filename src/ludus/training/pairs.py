@@ -1,0 +1,210 @@
+"""Pairs of a better and a worse trajectory, as token ids, with what the reference model thinks of them.
+
+Pairs of a run are made of the ids that its engine sampled: nothing is turned into tokens again. Observations
+and the prompt never train. The pairs of a run folder are made once and kept in `pairs.jsonl.gz`, with the
+reference's log-probabilities, so that a resumed run trains on exactly the same.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ludus.chat.render import Renderer, render_dialogue
+from ludus.errors import StorageError, UserError
+from ludus.rollout.store import RolloutRecord, read_rollouts, replaced_file
+from ludus.training.batch import Row, microbatches
+from ludus.training.data import FilePair, read_pairs
+from ludus.training.scoring import Scorer
+from ludus.types import Message
+
+PAIRS_FILE = "pairs.jsonl.gz"
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One trajectory: tokens `[T]`, which of them train `[T]`, and the log-probabilities that the reference
+    gives to those that train, in order (nats; empty where there is no reference)."""
+
+    tokens: tuple[int, ...]
+    trains: tuple[bool, ...]
+    reference: tuple[float, ...] = ()
+
+    @property
+    def row(self) -> Row:
+        """The arm as the microbatches take it."""
+        nothing, zeros = (False,) * len(self.tokens), (0.0,) * len(self.tokens)
+        return Row(self.tokens, self.trains, nothing, zeros, zeros)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first one that trains."""
+        return self.trains.index(True)
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two trajectories from one prompt. `source` names where it is from, `gap` is the difference of rewards.
+
+    `others` are this prompt with the answers to another one: what KTO estimates its baseline on.
+    """
+
+    source: str
+    gap: float
+    chosen: Arm
+    rejected: Arm
+    others: tuple[Arm, ...] = ()
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """All its trajectories, `chosen` first."""
+        return (self.chosen, self.rejected, *self.others)
+
+
+def pairs_of_rollouts(files: Sequence[Path], min_gap: float, max_tokens: int) -> list[Pair]:
+    """The best against the worst of each group of each file, in the order of the files.
+
+    Groups whose rewards are all equal give none, nor do those whose gap is below `min_gap`. Of several that
+    are best (or worst) the first counts. Attempts that the infrastructure failed, that sampled nothing, that
+    branch or that are longer than `max_tokens` stay out of it.
+    """
+    pairs = []
+    for file in files:
+        groups: dict[str, list[RolloutRecord]] = {}
+        for record in read_rollouts(file):
+            if _counts(record, max_tokens):
+                groups.setdefault(record.group, []).append(record)
+        for name, group in groups.items():
+            best = max(group, key=lambda r: r.trajectory.reward)
+            worst = min(group, key=lambda r: r.trajectory.reward)
+            gap = best.trajectory.reward - worst.trajectory.reward
+            if gap > 0 and gap >= min_gap:
+                source = f"{file.name.removesuffix('.jsonl.gz')}/{name}"
+                pairs.append(Pair(source, gap, _sampled(best), _sampled(worst)))
+    return pairs
+
+
+def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int) -> list[Pair]:
+    """The pairs of a file, rendered as a rollout would be; those longer than `max_tokens` are left out."""
+    pairs = []
+    for number, given in enumerate(read_pairs(path), start=1):
+        chosen, rejected = (_rendered(renderer, given, arm) for arm in (given.chosen, given.rejected))
+        if max(len(chosen.tokens), len(rejected.tokens)) <= max_tokens:
+            pairs.append(Pair(f"pair {number}", 0.0, chosen, rejected))
+    return pairs
+
+
+def with_others(pairs: Sequence[Pair], max_tokens: int) -> list[Pair]:
+    """Each pair with its prompt before the answers of the next pair that has another prompt, if they fit."""
+    prompts = [pair.chosen.tokens[: pair.chosen.prompt_length] for pair in pairs]
+    found = []
+    for i, pair in enumerate(pairs):
+        later = (j % len(pairs) for j in range(i + 1, i + len(pairs)))
+        other = next((pairs[j] for j in later if prompts[j] != prompts[i]), None)
+        arms = () if other is None else tuple(_moved(prompts[i], arm) for arm in other.arms[:2])
+        found.append(replace(pair, others=tuple(arm for arm in arms if len(arm.tokens) <= max_tokens)))
+    return found
+
+
+@torch.no_grad()
+def with_reference(pairs: Sequence[Pair], scorer: Scorer, max_tokens: int) -> list[Pair]:
+    """The pairs with the log-probabilities of `scorer`, the reference. `max_tokens`: of one forward pass."""
+    arms = [arm for pair in pairs for arm in pair.arms]
+    device = next(scorer.model.parameters()).device
+    scored: dict[int, Arm] = {}
+    rows = [arm.row for arm in arms]
+    for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
+        logprobs = scorer.score(part.tokens, part.trains).logprobs.cpu()
+        trains = part.trains.cpu()
+        for place, i in enumerate(part.index):
+            scored[i] = replace(arms[i], reference=tuple(logprobs[place][trains[place]].tolist()))
+    in_order = iter([scored[i] for i in range(len(arms))])
+    return [_with_arms(pair, [next(in_order) for _ in pair.arms]) for pair in pairs]
+
+
+def write_pairs(path: Path, pairs: Iterable[Pair]) -> None:
+    """Write all pairs at once or not at all; equal pairs make equal bytes. Raises StorageError."""
+    with (
+        replaced_file(path) as raw,
+        gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=raw, mtime=0) as packed,
+    ):
+        for pair in pairs:
+            packed.write(json.dumps(asdict(pair), allow_nan=False, separators=(",", ":")).encode() + b"\n")
+
+
+def load_pairs(path: Path) -> list[Pair]:
+    """Read what `write_pairs` wrote. Raises StorageError for anything else."""
+    try:
+        with gzip.open(path, "rb") as lines:
+            return [
+                Pair(
+                    data["source"],
+                    data["gap"],
+                    _arm(data["chosen"]),
+                    _arm(data["rejected"]),
+                    tuple(_arm(other) for other in data["others"]),
+                )
+                for data in map(json.loads, lines)
+            ]
+    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
+        raise StorageError(f"{path} cannot be read: {error}.", "Start a new run.") from error
+
+
+def rollout_files(run: Path) -> list[Path]:
+    """The rollouts of a run's training, oldest first. Raises UserError where there are none."""
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run} is not a run folder: it has no config.toml.", "Check preference.run.")
+    files = sorted((run / "rollouts").glob("step-*.jsonl.gz"))
+    if not files:
+        raise UserError(
+            f"The run {run} has no rollouts of training.",
+            "Take one of `ludus train` or `ludus rft` that kept them (run.save_rollouts).",
+        )
+    return files
+
+
+def _counts(record: RolloutRecord, max_tokens: int) -> bool:
+    trajectory = record.trajectory
+    return (
+        trajectory.failure is None
+        and trajectory.num_action_tokens > 0
+        and len(trajectory.rows) == 1
+        and len(trajectory.token_ids) <= max_tokens
+    )
+
+
+def _sampled(record: RolloutRecord) -> Arm:
+    return Arm(record.trajectory.token_ids, record.trajectory.action_mask)
+
+
+def _rendered(renderer: Renderer, pair: FilePair, arm: Sequence[Message]) -> Arm:
+    """The prompt and one arm; what the assistant says in the prompt does not train."""
+    told = sum(message["role"] == "assistant" for message in pair.prompt)
+    segments = render_dialogue(renderer, (*pair.prompt, *arm), pair.tools)
+    tokens = tuple(token for segment in segments for token in segment.tokens)
+    return Arm(tokens, tuple(s.kind == "action" and s.turn >= told for s in segments for _ in s.tokens))
+
+
+def _moved(prompt: tuple[int, ...], arm: Arm) -> Arm:
+    """What follows an arm's own prompt, after another one."""
+    start = arm.prompt_length
+    return Arm(prompt + arm.tokens[start:], (False,) * len(prompt) + arm.trains[start:])
+
+
+def _with_arms(pair: Pair, arms: Sequence[Arm]) -> Pair:
+    return replace(pair, chosen=arms[0], rejected=arms[1], others=tuple(arms[2:]))
+
+
+def _arm(data: dict[str, list[float]]) -> Arm:
+    return Arm(tuple(map(int, data["tokens"])), tuple(map(bool, data["trains"])), tuple(data["reference"]))
+
+
+def arms_of(pairs: Sequence[Pair]) -> Iterator[Arm]:
+    """Every `chosen`, then every `rejected`."""
+    yield from (pair.chosen for pair in pairs)
+    yield from (pair.rejected for pair in pairs)

@@ -1,0 +1,377 @@
+"""Preference training: DPO, SimPO, IPO and KTO on pairs of trajectories.
+
+Takes a session and pairs. Gives new weights, a line of metrics a step and checkpoints. The reference is the
+model as it is before the first step; it scores every pair once. Which pairs a step takes depends on the seed
+and the step alone, so that a resumed run repeats the uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import random
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms import preference as losses
+from ludus.config.schema import PreferenceConfig
+from ludus.diagnostics.trackers import Tracker
+from ludus.engines.loading import load_tokenizer
+from ludus.errors import LearnerError, UserError
+from ludus.rollout.ledger import Ledger
+from ludus.training.batch import microbatches
+from ludus.training.checkpoint import (
+    TrainerState,
+    list_checkpoints,
+    load_trainer,
+    load_weights,
+    prune,
+    save_checkpoint,
+)
+from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.pairs import (
+    PAIRS_FILE,
+    Arm,
+    Pair,
+    arms_of,
+    load_pairs,
+    pairs_of_file,
+    pairs_of_rollouts,
+    rollout_files,
+    with_others,
+    with_reference,
+    write_pairs,
+)
+from ludus.training.run import RunFolder
+from ludus.training.scoring import Scorer
+from ludus.training.session import Session
+
+log = logging.getLogger("ludus.preference")
+
+OnStep = Callable[[int, Mapping[str, float]], None]
+
+BETA = 0.1
+SIMPO_BETA = 2.0
+SIMPO_GAMMA = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class PairTensors:
+    """Pairs of one microbatch: all `[N, L]`, padded to one length; `baseline` is KTO's."""
+
+    chosen_logprobs: Tensor
+    rejected_logprobs: Tensor
+    ref_chosen_logprobs: Tensor
+    ref_rejected_logprobs: Tensor
+    chosen_mask: Tensor
+    rejected_mask: Tensor
+    baseline: Tensor
+
+
+@dataclass(frozen=True)
+class PreferenceTraining:
+    """A session that is to be trained on `pairs` from step `done` on; `last` is that step's checkpoint."""
+
+    session: Session
+    folder: RunFolder
+    optimiser: Optimiser
+    pairs: Sequence[Pair]
+    steps: int
+    done: int
+    last: Path
+
+
+def gather_pairs(session: Session) -> list[Pair]:
+    """The pairs that the settings name, before anything is written. Raises UserError where there are none."""
+    settings, limit = session.config.preference, session.config.rollout.max_tokens
+    if settings.data is not None:
+        pairs = pairs_of_file(Path(settings.data), session.renderer, limit)
+        where = f"No pair of {settings.data} fits into rollout.max_tokens = {limit}."
+    elif settings.run is not None:
+        run = RunFolder(Path(settings.run))
+        files = rollout_files(run.path)
+        _check_tokenizer(run, session)
+        pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit)
+        where = f"No group of {settings.run} has two attempts with different rewards that make a pair."
+    else:
+        raise UserError(
+            "There is nothing to make pairs of.", "Give --run RUN (its rollouts) or --preference.data FILE."
+        )
+    if not pairs:
+        raise UserError(where, "See docs/stages.md, or lower preference.min_reward_gap.")
+    _check_vocabulary(pairs, session)
+    return with_others(pairs, limit) if settings.loss == "kto" else pairs
+
+
+def open_training(session: Session, folder: RunFolder, pairs: Sequence[Pair] | None) -> PreferenceTraining:
+    """Bring session and optimiser to the newest checkpoint in `folder`, if there is one.
+
+    The reference scores the pairs unless the folder holds them already. `pairs` None: those of the settings.
+    """
+    settings = session.config.preference
+    file = folder.path / PAIRS_FILE
+    if file.is_file():
+        pairs = load_pairs(file)
+    else:
+        pairs = gather_pairs(session) if pairs is None else pairs
+        if settings.loss != "simpo":
+            pairs = with_reference(pairs, Scorer(session.model), settings.microbatch_tokens)
+        write_pairs(file, pairs)
+        log.info("%d pairs written to %s", len(pairs), file)
+    steps = num_steps(settings, len(pairs))
+    optimiser = Optimiser(session.model, OptimiserSettings.of(settings, steps))
+    done, last = 0, folder.checkpoints
+    if found := list_checkpoints(folder.checkpoints):
+        done, last = found[-1]
+        load_weights(last, session.model)
+        load_trainer(last, optimiser)
+        log.info("resumed from %s", last)
+    return PreferenceTraining(session, folder, optimiser, pairs, steps, done, last)
+
+
+def num_steps(settings: PreferenceConfig, num_pairs: int) -> int:
+    """Optimiser steps of the whole run."""
+    return settings.steps or math.ceil(num_pairs * settings.epochs / min(settings.batch_size, num_pairs))
+
+
+def steps_of_run(folder: RunFolder, settings: PreferenceConfig) -> int | None:
+    """Optimiser steps of the run in a folder; None where it has not made its pairs yet."""
+    file = folder.path / PAIRS_FILE
+    return num_steps(settings, len(load_pairs(file))) if file.is_file() else None
+
+
+def run_preference(training: PreferenceTraining, trackers: Sequence[Tracker], on_step: OnStep) -> Path:
+    """Train to the last step; gives its checkpoint."""
+    session, folder, optimiser, last = training.session, training.folder, training.optimiser, training.last
+    settings, pairs = session.config.preference, training.pairs
+    scorer = Scorer(session.model)
+    for step in range(training.done + 1, training.steps + 1):
+        clock = time.perf_counter()
+        places = batch_of_step(step, len(pairs), settings.batch_size, session.config.run.seed)
+        metrics = preference_step(scorer, optimiser, [pairs[i] for i in places], settings)
+        for tracker in trackers:
+            tracker.log(step, metrics)
+        on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
+        if step % settings.checkpoint_every == 0 or step == training.steps:
+            state = TrainerState(step, optimiser.num_steps, Ledger().state())
+            last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimiser, state)
+            prune(folder.checkpoints, settings.keep_checkpoints)
+    return last
+
+
+def batch_of_step(step: int, num_pairs: int, batch_size: int, seed: int) -> list[int]:
+    """The places of a step's pairs: lap after lap over all of them, each lap in an order of its own."""
+    size = min(batch_size, num_pairs)
+    places = range((step - 1) * size, step * size)
+    return [_lap(num_pairs, seed, place // num_pairs)[place % num_pairs] for place in places]
+
+
+@lru_cache(maxsize=4)
+def _lap(num_pairs: int, seed: int, lap: int) -> tuple[int, ...]:
+    order = list(range(num_pairs))
+    random.Random(f"pairs:{seed}:{lap}").shuffle(order)
+    return tuple(order)
+
+
+def preference_step(
+    scorer: Scorer, optimiser: Optimiser, pairs: Sequence[Pair], settings: PreferenceConfig
+) -> dict[str, float]:
+    """One optimiser step on the mean loss of `pairs`. Raises LearnerError where the loss is not finite."""
+    baseline = _kto_baseline(scorer, pairs, settings.microbatch_tokens)
+    totals: dict[str, float] = {}
+    for part in _parts(pairs, settings.microbatch_tokens):
+        tensors = _tensors(scorer, part, baseline)
+        loss = LOSSES[settings.loss](tensors, settings).sum() / len(pairs)
+        if not torch.isfinite(loss):
+            raise LearnerError(f"The loss is {float(loss.detach())}.", "Lower preference.learning_rate.")
+        torch.autograd.backward(loss)
+        for name, value in _sums(tensors, settings).items():
+            totals[name] = totals.get(name, 0.0) + value / len(pairs)
+        totals["loss/total"] = totals.get("loss/total", 0.0) + float(loss.detach())
+    rate = optimiser.settings.rate(optimiser.num_steps)
+    norm = optimiser.step()
+    if settings.loss == "kto":
+        totals["preference/kto_baseline"] = float(baseline)
+    return totals | {
+        "optim/grad_norm": norm,
+        "optim/learning_rate": rate,
+        "batch/pairs": float(len(pairs)),
+        "batch/trained_tokens": float(sum(sum(arm.trains) for arm in arms_of(pairs))),
+        "batch/total_tokens": float(sum(len(arm.tokens) for arm in arms_of(pairs))),
+    }
+
+
+def _dpo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
+    return losses.dpo(
+        chosen_logprobs=pairs.chosen_logprobs,
+        rejected_logprobs=pairs.rejected_logprobs,
+        ref_chosen_logprobs=pairs.ref_chosen_logprobs,
+        ref_rejected_logprobs=pairs.ref_rejected_logprobs,
+        chosen_mask=pairs.chosen_mask,
+        rejected_mask=pairs.rejected_mask,
+        beta=settings.beta or BETA,
+        label_smoothing=settings.label_smoothing,
+    )
+
+
+def _simpo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
+    return losses.simpo(
+        chosen_logprobs=pairs.chosen_logprobs,
+        rejected_logprobs=pairs.rejected_logprobs,
+        chosen_mask=pairs.chosen_mask,
+        rejected_mask=pairs.rejected_mask,
+        beta=settings.beta or SIMPO_BETA,
+        gamma=SIMPO_GAMMA if settings.gamma is None else settings.gamma,
+        label_smoothing=settings.label_smoothing,
+    )
+
+
+def _ipo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
+    return losses.ipo(
+        chosen_logprobs=pairs.chosen_logprobs,
+        rejected_logprobs=pairs.rejected_logprobs,
+        ref_chosen_logprobs=pairs.ref_chosen_logprobs,
+        ref_rejected_logprobs=pairs.ref_rejected_logprobs,
+        chosen_mask=pairs.chosen_mask,
+        rejected_mask=pairs.rejected_mask,
+        beta=settings.beta or BETA,
+    )
+
+
+def _kto(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
+    """Both trajectories of a pair are judged alone; its loss is the mean of the two."""
+    num = len(pairs.chosen_mask)
+    return (
+        losses.kto(
+            logprobs=torch.cat([pairs.chosen_logprobs, pairs.rejected_logprobs]),
+            ref_logprobs=torch.cat([pairs.ref_chosen_logprobs, pairs.ref_rejected_logprobs]),
+            mask=torch.cat([pairs.chosen_mask, pairs.rejected_mask]),
+            desirable=torch.arange(2 * num, device=pairs.chosen_mask.device) < num,
+            baseline=pairs.baseline,
+            beta=settings.beta or BETA,
+        )
+        .view(2, num)
+        .mean(0)
+    )
+
+
+LOSSES: Mapping[str, Callable[[PairTensors, PreferenceConfig], Tensor]] = {
+    "dpo": _dpo,
+    "simpo": _simpo,
+    "ipo": _ipo,
+    "kto": _kto,
+}
+"""The loss of each pair `[N]`, by the name in the settings."""
+
+
+@torch.no_grad()
+def _kto_baseline(scorer: Scorer, pairs: Sequence[Pair], max_tokens: int) -> Tensor:
+    """KTO's estimate of the KL over the whole batch; 0 where no pair has a prompt with another's answer."""
+    arms = [arm for pair in pairs for arm in pair.others]
+    shift = torch.zeros(())
+    if not arms:
+        return shift
+    rows, device = [arm.row for arm in arms], next(scorer.model.parameters()).device
+    logprobs = torch.zeros(len(arms), max(len(arm.tokens) for arm in arms), device=device)
+    for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
+        found = scorer.score(part.tokens, part.trains).logprobs
+        logprobs[list(part.index), : found.shape[1]] = found.to(logprobs.dtype)
+    reference, mask = _reference(arms, logprobs)
+    return losses.kto_baseline(logprobs=logprobs, ref_logprobs=reference, mask=mask)
+
+
+def _parts(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
+    """The pairs in order, in parts of at most `max_tokens` tokens (or one pair); their prompt counts once."""
+    parts: list[list[Pair]] = []
+    size = 0
+    for pair in pairs:
+        own = len(pair.chosen.tokens) + len(pair.rejected.tokens) - pair.chosen.prompt_length
+        if parts and size + own <= max_tokens:
+            parts[-1].append(pair)
+        else:
+            parts.append([pair])
+            size = 0
+        size += own
+    return parts
+
+
+def _tensors(scorer: Scorer, pairs: Sequence[Pair], baseline: Tensor) -> PairTensors:
+    """Score the pairs in one pass, with gradient."""
+    arms = list(arms_of(pairs))
+    device, dtype = next(scorer.model.parameters()).device, torch.float32
+    (part,) = microbatches([a.row for a in arms], sys.maxsize, device, dtype, shared=scorer.shares_prefixes)
+    back = torch.tensor(part.index, device=device).argsort()
+    logprobs = scorer.score(part.tokens, part.trains).logprobs[back]
+    reference, mask = _reference(arms, logprobs)
+    num = len(pairs)
+    return PairTensors(
+        logprobs[:num],
+        logprobs[num:],
+        reference[:num],
+        reference[num:],
+        mask[:num],
+        mask[num:],
+        baseline.to(logprobs),
+    )
+
+
+def _reference(arms: Sequence[Arm], like: Tensor) -> tuple[Tensor, Tensor]:
+    """The reference's log-probabilities of the arms and the mask of what trains, both shaped as `like`.
+
+    0 where there is no reference.
+    """
+    mask = torch.zeros(like.shape, dtype=torch.bool)
+    reference = torch.zeros(like.shape, dtype=like.dtype)
+    for i, arm in enumerate(arms):
+        mask[i, : len(arm.trains)] = torch.tensor(arm.trains)
+        if arm.reference:
+            reference[i, mask[i]] = torch.tensor(arm.reference, dtype=like.dtype)
+    return reference.to(like.device), mask.to(like.device)
+
+
+@torch.no_grad()
+def _sums(pairs: PairTensors, settings: PreferenceConfig) -> dict[str, float]:
+    """The metrics of a microbatch, summed over its pairs."""
+    chosen_tokens, rejected_tokens = pairs.chosen_mask.sum(1), pairs.rejected_mask.sum(1)
+    chosen, rejected = pairs.chosen_logprobs.sum(1), pairs.rejected_logprobs.sum(1)
+    gain = chosen - pairs.ref_chosen_logprobs.sum(1)
+    loss = rejected - pairs.ref_rejected_logprobs.sum(1)
+    if settings.loss in ("simpo", "ipo"):
+        gain, loss = gain / chosen_tokens, loss / rejected_tokens
+    margin = gain - loss
+    return {
+        "preference/margin": float(margin.sum()),
+        "preference/accuracy": float((margin > 0).sum()),
+        "preference/chosen_logprob": float((chosen / chosen_tokens).sum()),
+        "preference/rejected_logprob": float((rejected / rejected_tokens).sum()),
+    }
+
+
+def _check_tokenizer(run: RunFolder, session: Session) -> None:
+    """Raise UserError where a run sampled the ids of another vocabulary, as far as its checkpoints tell."""
+    found = list_checkpoints(run.checkpoints)
+    if not found:
+        return
+    theirs = load_tokenizer(str(found[-1][1]), needs_template=False).get_vocab()
+    if theirs != session.tokenizer.get_vocab():
+        raise UserError(
+            f"The run {run.path} sampled with another vocabulary than this model has.",
+            f"Train the model that it sampled with, for example --model {found[-1][1]}.",
+        )
+
+
+def _check_vocabulary(pairs: Sequence[Pair], session: Session) -> None:
+    size = session.model.get_input_embeddings().weight.shape[0]
+    largest = max(max(arm.tokens) for pair in pairs for arm in pair.arms)
+    if largest >= size:
+        raise UserError(
+            f"The pairs hold the token {largest}, and the model knows {size} tokens.",
+            "Train the model that sampled them.",
+        )

@@ -1,0 +1,289 @@
+"""Rejection-sampling fine-tuning: rounds of sampling, keeping what succeeded, and training on it.
+
+Takes a session and a run folder. Each round samples tasks as reinforcement learning does, keeps the attempts
+that solved theirs (each sequence of actions once, `algorithms.filters.rft`), fine-tunes on the ids that were
+sampled, sends the weights to the engine, evaluates and saves. Every attempt is in the ledger. A round is
+repeated whole after a kill, and ends with the same bytes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ludus.algorithms.filters import rft as keep_solved
+from ludus.config.schema import Config
+from ludus.diagnostics.metrics import rollout_metrics
+from ludus.diagnostics.timings import StepTimings
+from ludus.diagnostics.trackers import Tracker
+from ludus.engines.base import Engine
+from ludus.envs.base import World, check_ids
+from ludus.errors import ConfigError
+from ludus.evaluation.evaluate import (
+    Conditions,
+    Evaluation,
+    EvaluationPlan,
+    check_size,
+    evaluate,
+    plans,
+    save_evaluation,
+)
+from ludus.rewards.base import success
+from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.setup import Play, engine_scheduler
+from ludus.rollout.store import rollouts_path, write_rollouts
+from ludus.tasks.order import TaskOrder
+from ludus.training.batch import row_of_trajectory
+from ludus.training.checkpoint import (
+    TrainerState,
+    list_checkpoints,
+    load_trainer,
+    load_weights,
+    prune,
+    save_checkpoint,
+)
+from ludus.training.credit import Credit, settle
+from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.rl import Reporter
+from ludus.training.run import RunFolder, save_config
+from ludus.training.scoring import Scorer
+from ludus.training.session import Session, make_engine
+from ludus.training.sft import sft_step
+from ludus.training.start import (
+    Comparison,
+    check_trackers,
+    forget_after,
+    kept_evaluation,
+    make_trackers,
+    probe_tokens,
+)
+from ludus.training.sync import WeightSync
+from ludus.types import Group
+
+log = logging.getLogger("ludus.rft")
+
+
+def check_rft(config: Config, world: World) -> None:
+    """Refuse, before anything is written, what a run would only find out later. Raises UserError."""
+    check_trackers(config)
+    settings = config.evaluation
+    for split in settings.splits:
+        check_size(world, split, settings.tasks)
+    check_size(world, settings.split_during, settings.tasks_during, "evaluation.tasks_during")
+    check_ids("train", world.tasks("train"))
+    num = len(world.tasks("train"))
+    if num < config.rft.tasks_per_round:
+        raise ConfigError(
+            f"A round needs {config.rft.tasks_per_round} tasks, and the split train has {num}.",
+            f"Write --rft.tasks_per_round {num}, or less.",
+        )
+
+
+@dataclass
+class RftLoop:
+    """The parts of a run, and its rounds. A round counts from 1; 0 is the model before training."""
+
+    session: Session
+    folder: RunFolder
+    engine: Engine
+    sync: WeightSync
+    trackers: Sequence[Tracker]
+    reporter: Reporter
+    ledger: Ledger = field(default_factory=Ledger)
+
+    async def run(self, done: int) -> list[Comparison]:
+        """Every round after `done`; gives the evaluations before and after."""
+        config = self.session.config
+        await self.sync.publish(done)
+        if done == 0:
+            for plan in plans(config, 0):
+                await self.evaluate_once(plan)
+        for number in range(done + 1, config.rft.rounds + 1):
+            await self.round(number)
+        after = [await self.evaluate_once(plan) for plan in plans(config, config.rft.rounds)]
+        before = [kept_evaluation(self.folder, plan) for plan in plans(config, 0)]
+        return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
+
+    async def round(self, number: int) -> dict[str, float]:
+        """Sample, keep, train, publish, evaluate, save."""
+        clock = StepTimings()
+        self.engine.stats(reset=True)
+        with clock.phase("rollout"):
+            groups = await self.sample(number)
+        clock.engine = self.engine.stats(reset=True).metrics()
+        credits = judge(groups, self.session)
+        settle(self.ledger, credits)
+        self.reporter.phase(f"round {number}: learning", None)
+        with clock.phase("learn"):
+            optimiser, learned = self.learn(number, credits)
+        with clock.phase("sync"):
+            proof = await self.sync.publish(number)
+        counts = self.ledger.close(number, trained=sum(c.outcome is Outcome.TRAINED for c in credits))
+        played = [Group(group[0].task, tuple(e.trajectory for e in group)) for group in groups]
+        metrics = rollout_metrics(played, self.session.world.rewards[0].name)
+        metrics |= learned | counts.metrics() | {"sync/probe_gap": proof.probe_gap}
+        with clock.phase("evaluate"):
+            metrics |= (await self.evaluate(self.plan_during(number))).metrics()
+        self.record(number, credits, metrics, clock)
+        self.save(number, optimiser)
+        return metrics
+
+    async def sample(self, number: int) -> list[list[Episode]]:
+        """One group of attempts at each task of the round."""
+        config = self.session.config
+        world, settings = self.session.world, config.rft
+        order = TaskOrder(world.tasks("train"), config.run.seed, settings.tasks_per_round)
+        tasks = order.take((number - 1) * settings.tasks_per_round, settings.tasks_per_round)
+        play = Play("rft", config.rollout.temperature, config.run.seed)
+        scheduler = engine_scheduler(
+            world, self.engine, self.session.renderer, config.rollout, play, self.ledger
+        )
+        size = settings.samples
+        jobs = [Job(RolloutKey(number, task.id, i), task) for task in tasks for i in range(size)]
+        self.reporter.phase(f"round {number}: episodes", len(jobs), self.engine)
+        episodes = await scheduler.run(jobs, self.reporter.episode)
+        return [episodes[i : i + size] for i in range(0, len(episodes), size)]
+
+    def learn(self, number: int, credits: Sequence[Credit]) -> tuple[Optimiser, dict[str, float]]:
+        """Fine-tune on what the round kept, with a fresh optimiser; means over its steps."""
+        settings = self.session.config.rft
+        kept = [c.episode.trajectory for c in credits if c.outcome is Outcome.TRAINED]
+        rows = [row_of_trajectory(trajectory, 1.0) for trajectory in kept]
+        orders = [_order(len(rows), self.session.config.run.seed, number, e) for e in range(settings.epochs)]
+        size = settings.batch_size
+        batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
+        optimiser = Optimiser(self.session.model, OptimiserSettings.of(settings, len(batches)))
+        scorer = Scorer(self.session.model)
+        total: Counter[str] = Counter()
+        for batch in batches:
+            found = sft_step(scorer, optimiser, [rows[i] for i in batch], settings.microbatch_tokens)
+            total.update({name: value / len(batches) for name, value in found.items()})
+        tasks = {trajectory.task_id for trajectory in kept}
+        counts = {"rft/kept": len(kept), "rft/tasks_kept": len(tasks), "rft/updates": len(batches)}
+        return optimiser, dict(total) | {name: float(count) for name, count in counts.items()}
+
+    def plan_during(self, number: int) -> EvaluationPlan:
+        """The evaluation at the end of a round."""
+        config = self.session.config
+        settings = config.evaluation
+        return EvaluationPlan(
+            split=settings.split_during,
+            num_tasks=settings.tasks_during,
+            samples=1,
+            temperature=settings.temperatures[0],
+            seed=config.run.seed,
+            step=number,
+            conditions=Conditions.of(config),
+        )
+
+    async def evaluate_once(self, plan: EvaluationPlan) -> Evaluation:
+        """Play a plan, unless there is an evaluation of its name."""
+        return kept_evaluation(self.folder, plan) or await self.evaluate(plan)
+
+    async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
+        """Evaluate the engine's present weights, and keep result and rollouts."""
+        session = self.session
+        play = Play("evaluate", plan.temperature, plan.seed)
+        scheduler = engine_scheduler(
+            session.world, self.engine, session.renderer, session.config.rollout, play, Ledger()
+        )
+        name = f"round {plan.step}: evaluation episodes, {plan.split}"
+        self.reporter.phase(name, plan.num_tasks * plan.samples, self.engine)
+        tasks = session.world.tasks(plan.split)
+        result, episodes = await evaluate(scheduler, tasks, plan, self.reporter.episode)
+        taken = any(p.name == plan.name and p != plan for p in plans(session.config, plan.step))
+        save_evaluation(self.folder.evaluations, result, episodes, f"{plan.name}-during" if taken else None)
+        return result
+
+    def record(
+        self, number: int, credits: Sequence[Credit], metrics: Mapping[str, float], clock: StepTimings
+    ) -> None:
+        """Write what the round left behind."""
+        if self.session.config.run.save_rollouts:
+            write_rollouts(rollouts_path(self.folder.path, number), [credit.record for credit in credits])
+        for tracker in self.trackers:
+            tracker.log(number, metrics)
+        timings = clock.metrics([credit.episode.trajectory for credit in credits])
+        clock.write(self.folder.timings, number, timings)
+        if not metrics["rft/kept"]:
+            text = f"Round {number} solved no task it could learn from: its weights are those before it."
+            log.warning(text)
+            self.reporter.alarm(text)
+        self.reporter.step(number, metrics, timings)
+
+    def save(self, number: int, optimiser: Optimiser) -> None:
+        """Write the round's checkpoint and remove the oldest."""
+        state = TrainerState(number, optimiser.num_steps, self.ledger.state())
+        shelf = self.folder.checkpoints
+        save_checkpoint(shelf, self.session.model, self.session.tokenizer, optimiser, state)
+        prune(shelf, self.session.config.rft.keep_checkpoints)
+
+
+def judge(groups: Sequence[Sequence[Episode]], session: Session) -> list[Credit]:
+    """What becomes of each attempt, in order: trained where it solved its task in a way not seen before."""
+    episodes = [episode for group in groups for episode in group]
+    solved = [success(session.world.rewards, e.trajectory) and _can_train(e) for e in episodes]
+    keys = [(e.task.id, _actions(e)) for e in episodes]
+    fresh = keep_solved(rewards=[float(s) for s in solved], keys=keys).tolist()
+    limit = session.config.rft.max_per_task
+    kept: Counter[str] = Counter()
+    credits = []
+    for episode, is_solved, is_fresh in zip(episodes, solved, fresh, strict=True):
+        credit = Credit(episode, *_fate(episode, is_solved, is_fresh))
+        if credit.outcome is Outcome.TRAINED:
+            kept[episode.task.id] += 1
+            if limit is not None and kept[episode.task.id] > limit:
+                credit = replace(credit, outcome=Outcome.DROPPED, reason="max_per_task")
+        credits.append(credit)
+    return credits
+
+
+def _fate(episode: Episode, is_solved: bool, is_fresh: bool) -> tuple[Outcome, str]:
+    failure = episode.trajectory.failure
+    if failure is not None:
+        return Outcome.FAILED, failure.part
+    if not is_solved:
+        return Outcome.DROPPED, "unsolved"
+    return (Outcome.TRAINED, "trained") if is_fresh else (Outcome.DROPPED, "duplicate")
+
+
+def _can_train(episode: Episode) -> bool:
+    return episode.trajectory.num_action_tokens > 0 and len(episode.trajectory.rows) == 1
+
+
+def _actions(episode: Episode) -> tuple[tuple[int, ...], ...]:
+    return tuple(s.tokens for s in episode.trajectory.segments if s.kind == "action")
+
+
+def _order(num: int, seed: int, number: int, epoch: int) -> list[int]:
+    order = list(range(num))
+    random.Random(f"rft:{seed}:{number}:{epoch}").shuffle(order)
+    return order
+
+
+def run_rft(session: Session, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
+    """Run, or go on with, the rounds in `folder`; gives the evaluations before and after."""
+    config = session.config
+    done, ledger = 0, Ledger()
+    if found := list_checkpoints(folder.checkpoints):
+        done, path = found[-1]
+        optimiser = Optimiser(session.model, OptimiserSettings.of(config.rft, 1))
+        ledger = Ledger.restore(load_trainer(path, optimiser).ledger)
+        load_weights(path, session.model)
+        log.info("resumed from %s", path)
+    engine = make_engine(session)
+    sync = WeightSync(session.model, engine, probe_tokens(session), config.training.sync_tolerance)
+    save_config(folder, config)
+    forget_after(folder, done)
+    trackers = make_trackers(config, folder, done)
+    try:
+        return asyncio.run(RftLoop(session, folder, engine, sync, trackers, reporter, ledger).run(done))
+    finally:
+        asyncio.run(engine.close())
+        for tracker in trackers:
+            tracker.close()

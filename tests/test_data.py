@@ -1,0 +1,201 @@
+"""Files to train on: what is right is read as it stands, what is wrong is said with its line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from ludus.chat.render import TemplateRenderer
+from ludus.config import load_config
+from ludus.engines.loading import load_tokenizer
+from ludus.rollout.store import rollouts_path
+from ludus.training.data import FileDialogue, FilePair, check_file, parse_record, read_dialogues, read_pairs
+from ludus.training.session import model_path
+from ludus.training.sft import dialogue_row
+from tiny_run import ludus, make_recipe, refused
+
+ASK = {"role": "user", "content": "What does a fig cost?"}
+SAY = {"role": "assistant", "content": "4"}
+CALL = {"id": "c", "type": "function", "function": {"name": "look", "arguments": '{"item": "fig"}'}}
+LOOK = {"role": "assistant", "content": None, "tool_calls": [CALL]}
+FOUND = {"role": "tool", "content": "fig costs 4", "tool_call_id": "c"}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "description": "Look.", "parameters": {"type": "object", "properties": {}}},
+}
+GOOD = {"messages": [ASK, LOOK, FOUND, SAY], "tools": [TOOL]}
+PAIR = {"prompt": [ASK], "chosen": [LOOK, FOUND, SAY], "rejected": SAY, "tools": [TOOL]}
+
+
+def write(path: Path, *records: object) -> Path:
+    text = "".join(record if isinstance(record, str) else json.dumps(record) + "\n" for record in records)
+    path.write_text(text)
+    return path
+
+
+def test_a_dialogue_is_read_with_tools_calls_and_flags(tmp_path):
+    quiet = {**LOOK, "train": False, "reasoning_content": None}
+    (found,) = read_dialogues(
+        write(tmp_path / "d.jsonl", {**GOOD, "messages": [ASK, quiet, FOUND, SAY]}, "\n")
+    )
+    assert [m["role"] for m in found.messages] == ["user", "assistant", "tool", "assistant"]
+    assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [CALL]}
+    assert found.trains == (False, False, False, True)
+    assert found.tools[0].schema == TOOL
+
+
+def test_arguments_may_be_an_object_and_tools_may_be_text():
+    call = {"function": {"name": "look", "arguments": {"item": "fig"}}}
+    data = {"messages": [ASK, {"role": "assistant", "tool_calls": [call]}], "tools": json.dumps([TOOL])}
+    found = parse_record(data)
+    assert isinstance(found, FileDialogue)
+    assert json.loads(found.messages[1]["tool_calls"][0]["function"]["arguments"]) == {"item": "fig"}
+    assert found.tools[0].name == "look"
+
+
+def test_a_pair_takes_one_message_or_several(tmp_path):
+    with gzip.open(tmp_path / "p.jsonl.gz", "wt") as file:
+        file.write(json.dumps(PAIR) + "\n")
+    (found,) = read_pairs(tmp_path / "p.jsonl.gz")
+    assert isinstance(found, FilePair)
+    assert (len(found.prompt), len(found.chosen), len(found.rejected)) == (1, 3, 1)
+
+
+def messages(*given: object, **more: object) -> dict[str, object]:
+    return {"messages": list(given), **more}
+
+
+WRONG = {
+    "it is no JSON": "{",
+    "must be an object": [1],
+    "neither a dialogue": {"text": "hello"},
+    "it has no assistant message": messages(ASK),
+    "no assistant message trains": messages(ASK, {**SAY, "train": False}),
+    "must be a list": {"messages": "hello"},
+    'messages[0].role is "robot"': messages({"role": "robot", "content": ""}, SAY),
+    "messages[0] has no content": messages({"role": "user"}, SAY),
+    "messages[0].content is 3, and must be text": messages({"role": "user", "content": 3}, SAY),
+    "unknown key 'contnt'": messages({**ASK, "contnt": ""}, SAY),
+    "only the first message can be one": messages(ASK, {"role": "system", "content": "x"}, SAY),
+    "something has to come before it": messages(SAY),
+    "make them one": messages(ASK, SAY, SAY),
+    "no call comes before it": messages(ASK, FOUND, SAY),
+    "answers the call 'd'": messages(ASK, LOOK, {**FOUND, "tool_call_id": "d"}, SAY),
+    "calls 'look', which is not among its tools": messages(
+        ASK, LOOK, tools=[{**TOOL, "function": {**TOOL["function"], "name": "see"}}]
+    ),
+    "two tools are called 'look'": messages(ASK, SAY, tools=[TOOL, TOOL]),
+    "tools is text that is no JSON": messages(ASK, SAY, tools="["),
+    "arguments is text that is no JSON": messages(
+        ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": "{"}}]}
+    ),
+    'train is "no"': messages(ASK, {**SAY, "train": "no"}),
+    "train belongs to assistant messages": messages({**ASK, "train": True}, SAY),
+    "prompt is missing": {"chosen": SAY, "rejected": SAY},
+    "prompt ends with the assistant's": {**PAIR, "prompt": [ASK, SAY]},
+    "rejected does not begin with an assistant": {**PAIR, "rejected": [ASK]},
+    "chosen and rejected are the same": {**PAIR, "chosen": SAY},
+    "prompt + chosen[2] is the assistant's": {**PAIR, "chosen": [SAY, SAY]},
+}
+
+
+@pytest.mark.parametrize(("said", "record"), WRONG.items(), ids=WRONG)
+def test_what_is_wrong_is_said_with_its_line(tmp_path, said, record):
+    path = write(tmp_path / "f.jsonl", GOOD if "prompt" not in str(record) else PAIR, record, "\n")
+    (problem,) = check_file(path).problems
+    assert problem.line == 2
+    assert said in problem.text
+
+
+def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, tiny_run):
+    report = check_file(write(tmp_path / "f.jsonl", GOOD, PAIR, GOOD))
+    assert [(p.line, p.text) for p in report.problems] == [
+        (2, "it is a pair, and the file began with a dialogue")
+    ]
+    report = check_file(rollouts_path(tiny_run, 1))
+    assert (report.kind, report.num_records, report.problems) == ("rollout", 9, ())
+    with gzip.open(rollouts_path(tiny_run, 1)) as lines:
+        broken = json.loads(lines.readline()) | {"outcome": "lost"}
+    assert "lost" in check_file(write(tmp_path / "r.jsonl", broken)).problems[0].text
+
+
+def test_the_command_says_the_first_twenty_and_counts_the_rest(tmp_path):
+    good = write(tmp_path / "good.jsonl", GOOD, GOOD)
+    said = ludus("data", "check", good)
+    assert (said.code, said.out) == (0, f"{good}: 2 dialogues, 0 problems\n")
+    bad = write(tmp_path / "bad.jsonl", GOOD, *[messages(ASK)] * 25)
+    said = ludus("data", "check", good, bad)
+    assert said.code == 2
+    assert said.out.count("it has no assistant message.") == 20
+    assert "line 21:" in said.out
+    assert "line 22:" not in said.out
+    assert "... and 5 more." in said.out
+    assert said.err.count("\n") == 1
+    assert f"{bad} cannot be trained on" in said.err
+
+
+def test_bad_files_are_one_sentence(tmp_path, monkeypatch):
+    assert "There is no file" in refused("data", "check", tmp_path / "none.jsonl")
+    assert "is empty" in refused("data", "check", write(tmp_path / "empty.jsonl"))
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 99)[:-12])
+    assert "is damaged" in refused("data", "check", tmp_path / "cut.jsonl.gz")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "ludus[datasets]" in refused("data", "check", tmp_path)
+
+
+def test_a_folder_of_datasets_is_read_like_a_file(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    rows = [{"messages": [ASK, LOOK, FOUND, SAY], "tools": json.dumps([TOOL])}] * 2
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "d"))
+    datasets.DatasetDict({"train": datasets.Dataset.from_list(rows)}).save_to_disk(str(tmp_path / "s"))
+    expected = parse_record(rows[0])
+    for name in ("d", "s"):
+        found = read_dialogues(tmp_path / name)
+        assert len(found) == 2
+        assert found[0].messages == expected.messages
+        assert found[0].tools[0].schema == TOOL
+
+
+@pytest.fixture(scope="module")
+def renderer():
+    return TemplateRenderer(load_tokenizer(model_path(load_config("search"))))
+
+
+def test_only_flagged_messages_train_and_the_prompt_shows_the_tools(renderer):
+    def trained(data):
+        dialogue = parse_record(data)
+        row = dialogue_row(renderer, dialogue)
+        kept = [t for t, train in zip(row.tokens, row.trains, strict=True) if train]
+        return renderer.tokenizer.decode(row.tokens), renderer.tokenizer.decode(kept)
+
+    whole, kept = trained(GOOD)
+    assert "Look." in whole
+    assert '"fig"' in kept
+    assert "4" in kept
+    assert "costs" not in kept
+    quiet = {**GOOD, "messages": [ASK, {**LOOK, "train": False}, FOUND, SAY]}
+    same, last = trained(quiet)
+    assert same == whole
+    assert "fig" not in last
+    assert "4" in last
+
+
+def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_path, tiny_run):
+    recipe, model = make_recipe(tmp_path), sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
+    base = ("sft", recipe, "--model", model, "--sft.steps", "2", "--sft.batch_size", "2")
+    good = write(tmp_path / "good.jsonl", GOOD, messages(ASK, SAY))
+    said = ludus(*base, "--run.folder", tmp_path / "a", "--sft.dialogues", good)
+    assert said.code == 0, said
+    bad = write(tmp_path / "bad.jsonl", GOOD, messages(ASK))
+    said = refused(*base, "--run.folder", tmp_path / "b", "--sft.dialogues", bad)
+    assert f"{bad}, line 2, is not a dialogue: it has no assistant message" in said
+    words = (*base, "--rollout.max_tokens", "12", "--rollout.max_new_tokens", "8", "--sft.dialogues", good)
+    assert "No dialogue of" in refused(*words, "--run.folder", tmp_path / "b")
+    assert "is not a dialogue: it is a pair" in refused(
+        *base, "--run.folder", tmp_path / "b", "--sft.dialogues", write(tmp_path / "p.jsonl", PAIR)
+    )
+    assert not (tmp_path / "b").exists()

@@ -1,0 +1,148 @@
+"""Pipelines: stages in order, each from the last one's checkpoint; started again they go on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ludus.config import load_config
+from ludus.config.pipeline import load_pipeline
+from ludus.errors import LearnerError
+from ludus.training import preference
+from ludus.training.run import RunFolder, kind_of
+from small_runs import lasting_files
+from tiny_run import ludus, make_recipe, refused
+
+STAGES = """
+[[stage]]
+kind = "sft"
+recipe = "{recipe}"
+settings.model.from_scratch = true
+settings.sft.steps = 150
+
+[[stage]]
+kind = "rft"
+recipe = "{recipe}"
+[stage.settings]
+rft.rounds = 1
+rft.tasks_per_round = 6
+rft.samples = 4
+
+[[stage]]
+kind = "preference"
+recipe = "{recipe}"
+settings.preference = {{batch_size = 2, checkpoint_every = 1, steps = 3}}
+
+[[stage]]
+kind = "rl"
+recipe = "{recipe}"
+settings.training.steps = 1
+settings.env.settings.well_formed_weight = 0.2
+"""
+WORDS = ("--evaluation.temperatures", "[0.0]")
+
+
+def pipeline(folder: Path, text: str = STAGES) -> Path:
+    path = folder / "stages.toml"
+    path.write_text(text.format(recipe=make_recipe(folder)))
+    return path
+
+
+def test_a_pipeline_that_breaks_goes_on_where_it_stopped_and_then_is_complete(tmp_path, monkeypatch):
+    file, folder = pipeline(tmp_path), tmp_path / "run"
+    command = ("pipeline", file, "--folder", folder, *WORDS)
+    steps = []
+    plain = preference.preference_step
+
+    def breaks_at_the_second(*given):
+        steps.append(given)
+        if len(steps) == 2:
+            raise LearnerError("The loss is inf.")
+        return plain(*given)
+
+    monkeypatch.setattr(preference, "preference_step", breaks_at_the_second)
+    said = ludus(*command)
+    assert said.code == 5
+    assert f"ludus pipeline {file} --folder {folder} --evaluation.temperatures '[0.0]'" in said.err
+    done = {name: lasting_files(folder / name) for name in ("01-sft", "02-rft")}
+    assert not (folder / "04-rl").exists()
+
+    said = ludus(*command)
+    assert said.code == 0, said
+    assert len(steps) == 4
+    assert "Stage 4 of 4: rl" in said.out
+    assert f"The pipeline is complete: {folder / '04-rl' / 'checkpoints' / 'step-000001'}" in said.out
+    assert {name: lasting_files(folder / name) for name in done} == done
+    check_chain(folder)
+
+    before = lasting_files(folder)
+    again = ludus(*command)
+    assert again.code == 0, again
+    assert lasting_files(folder) == before
+
+    changed = refused(*command, "--sft.learning_rate", "1e-3")
+    assert "Stage 1 was started with other settings" in changed
+    assert "sft.learning_rate = 0.01 (not 0.001)" in changed
+    fewer = pipeline(tmp_path, STAGES.partition('[[stage]]\nkind = "rl"')[0])
+    assert "holds 04-rl, which is no stage of" in refused("pipeline", fewer, "--folder", folder)
+    assert lasting_files(folder) == before
+
+
+def check_chain(folder: Path) -> None:
+    """Each stage is a run of its kind that began with the last checkpoint of the one before."""
+    names = ("01-sft", "02-rft", "03-preference", "04-rl")
+    ends = ("step-000150", "step-000001", "step-000003")
+    configs = [load_config(folder / name / "config.toml") for name in names]
+    assert [kind_of(RunFolder(folder / name)) for name in names] == [name[3:] for name in names]
+    assert configs[0].model.from_scratch
+    for config, name, end in zip(configs[1:], names, ends, strict=False):
+        assert config.model.path == str(folder / name / "checkpoints" / end)
+        assert not config.model.from_scratch
+    assert configs[2].preference.run == str(folder / "02-rft")
+    assert configs[3].env.settings == {"well_formed_weight": 0.2}
+
+
+def stage(kind: str, *more: str) -> str:
+    return "\n".join(["[[stage]]", f'kind = "{kind}"', 'recipe = "{recipe}"', *more, ""])
+
+
+BAD = {
+    "names no stages": "",
+    "is not TOML": "[[stage",
+    "folder is no key of a pipeline": 'folder = "x"\n' + stage("rl"),
+    "Stage 1 has the kind 'ppo', but must be one of sft, rft, preference, rl": stage("ppo"),
+    "Stage 2 names no recipe": stage("rl") + '[[stage]]\nkind = "rl"\n',
+    "unknown key recipie; did you mean recipe?": '[[stage]]\nkind = "rl"\nrecipie = "search"\n',
+    "settings that are no table": stage("rl", "settings = 3"),
+    "Stage 2 sets model.path": stage("rl") + stage("rl", 'settings.model.path = "x"'),
+    "Stage 2 (rl): training.step": stage("rl") + stage("rl", "settings.training.step = 3"),
+    "Stage 2 (preference) has nothing to make pairs of": stage("sft") + stage("preference"),
+}
+
+
+@pytest.mark.parametrize(("said", "text"), BAD.items(), ids=BAD)
+def test_what_is_wrong_with_a_file_is_said_before_anything_runs(tmp_path, said, text):
+    folder = tmp_path / "run"
+    assert said in refused("pipeline", pipeline(tmp_path, text), "--folder", folder)
+    assert not folder.exists()
+
+
+def test_a_folder_of_something_else_and_a_missing_file_are_refused(tmp_path):
+    (tmp_path / "there").mkdir()
+    (tmp_path / "there" / "notes.txt").write_text("mine")
+    assert "is not of a pipeline" in refused("pipeline", pipeline(tmp_path), "--folder", tmp_path / "there")
+    assert "cannot be read" in refused("pipeline", tmp_path / "none.toml")
+
+
+def test_the_example_is_a_pipeline_whose_settings_exist():
+    stages = load_pipeline(Path(__file__).parent.parent / "examples" / "pipeline.toml")
+    assert [stage.name for stage in stages] == ["01-rft", "02-preference", "03-rl"]
+    configs = [load_config(stage.recipe, stage.settings) for stage in stages]
+    assert configs[2].algorithm.preset == "dr_grpo"
+
+
+def test_rl_is_the_same_as_train(tmp_path):
+    words = (make_recipe(tmp_path), "--from-scratch", "--training.tasks_per_step", "99")
+    assert "the split train has" in refused("rl", *words)
+    assert refused("rl", *words) == refused("train", *words)

@@ -1,0 +1,317 @@
+"""Preference training: pairs from rollouts as they were sampled, four losses, resume bit for bit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ludus.algorithms import preference as losses
+from ludus.config import load_config
+from ludus.config.schema import PreferenceConfig
+from ludus.diagnostics.trackers import read_metrics
+from ludus.rollout.ledger import Outcome
+from ludus.rollout.store import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
+from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.pairs import (
+    Arm,
+    Pair,
+    load_pairs,
+    pairs_of_rollouts,
+    with_others,
+    with_reference,
+)
+from ludus.training.preference import batch_of_step, num_steps, preference_step
+from ludus.training.scoring import Scorer
+from ludus.training.session import open_session
+from ludus.types import Failure, Segment, StopReason, Trajectory
+from small_runs import lasting_files
+from tiny_run import ludus, make_recipe, refused
+
+TINY = (
+    "--preference.batch_size",
+    "4",
+    "--preference.checkpoint_every",
+    "2",
+    "--preference.learning_rate",
+    "1e-3",
+)
+
+
+@pytest.fixture(scope="module")
+def source(tiny_run, tmp_path_factory) -> Path:
+    """A copy of the tiny run whose rewards differ within every group: earlier samples earned more."""
+    run = Path(shutil.copytree(tiny_run, tmp_path_factory.mktemp("source") / "run"))
+    for step in (1, 2):
+        path = rollouts_path(run, step)
+        records = list(read_rollouts(path))
+        write_rollouts(
+            path, [replace(r, trajectory=replace(r.trajectory, reward=-r.trajectory.sample)) for r in records]
+        )
+    return run
+
+
+def model_words(source: Path) -> tuple[str, ...]:
+    """The recipe's model is the cold start of the run that the pairs are from."""
+    found = sorted((source / "cold_start" / "checkpoints").iterdir())[-1]
+    return ("--model", str(found))
+
+
+def train(source: Path, folder: Path, *words: str):
+    recipe = make_recipe(folder.parent)
+    given = (
+        "preference",
+        recipe,
+        "--run",
+        source,
+        *model_words(source),
+        *TINY,
+        "--run.folder",
+        folder,
+        *words,
+    )
+    return ludus(*given)
+
+
+@pytest.fixture(scope="module")
+def trained(source, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    said = train(source, folder, "--preference.steps", "4")
+    assert said.code == 0, said
+    return folder
+
+
+def rollout(sample: int, reward: float, group: str = "a", **changes) -> RolloutRecord:
+    tokens = (5 + sample, 6)
+    segments = (
+        Segment("prompt", (1, 2)),
+        Segment("action", tokens, 0, logprobs=(-1.0, -1.0), versions=(0, 0), finish_reason="stop"),
+        Segment("observation", (3,), 0),
+        Segment("action", (4,), 1, logprobs=(-1.0,), versions=(0,), finish_reason="stop"),
+    )
+    trajectory = Trajectory(group, sample, segments, (), StopReason.ANSWERED, reward=reward)
+    return RolloutRecord(1, group, Outcome.TRAINED, "trained", replace(trajectory, **changes))
+
+
+def pairs_from(
+    tmp_path: Path, *records: RolloutRecord, min_gap: float = 0.0, max_tokens: int = 99
+) -> list[Pair]:
+    path = rollouts_path(tmp_path, 1)
+    write_rollouts(path, records)
+    return pairs_of_rollouts([path], min_gap, max_tokens)
+
+
+def test_a_group_gives_its_best_against_its_worst_with_the_sampled_ids(tmp_path):
+    records = [rollout(0, 0.5), rollout(1, 1.0), rollout(2, 0.0), rollout(3, 1.0), rollout(4, 0.0)]
+    (pair,) = pairs_from(tmp_path, *records)
+    assert pair.chosen.tokens == (1, 2, 6, 6, 3, 4)
+    assert pair.rejected.tokens == (1, 2, 7, 6, 3, 4)
+    assert pair.chosen.trains == (False, False, True, True, False, True)
+    assert (pair.gap, pair.source) == (1.0, "step-000001/a")
+
+
+def test_equal_rewards_and_small_gaps_give_no_pair(tmp_path):
+    equal = [rollout(i, 1.0, "b") for i in range(3)]
+    near = [rollout(0, 0.3, "c"), rollout(1, 0.1, "c")]
+    assert [pair.source[-1] for pair in pairs_from(tmp_path, *equal, *near)] == ["c"]
+    assert pairs_from(tmp_path, *equal, *near, min_gap=0.25) == []
+
+
+def test_what_failed_sampled_nothing_branches_or_is_too_long_is_no_part_of_a_pair(tmp_path):
+    failed = rollout(0, 9.0, segments=(), failure=Failure("engine", "gone", 1), stop_reason=StopReason.FAILED)
+    silent = rollout(1, 9.0, segments=(Segment("prompt", (1, 2)),))
+    fork = (Segment("prompt", (1, 2)), Segment("action", (3,), parent=0, logprobs=(0.0,), versions=(0,)))
+    branched = rollout(2, 9.0, segments=(*fork, replace(fork[1], tokens=(4,))))
+    long = rollout(3, 9.0, segments=(Segment("prompt", (1,) * 50), fork[1]))
+    bad = [failed, silent, branched, long]
+    assert pairs_from(tmp_path, *bad, rollout(4, 1.0), max_tokens=40) == []
+    (pair,) = pairs_from(tmp_path, *bad, rollout(4, 1.0), rollout(5, 0.0), max_tokens=40)
+    assert pair.gap == 1.0
+
+
+def test_others_are_the_prompt_with_the_answers_to_another_prompt():
+    one = Pair("1", 1, Arm((1, 2, 3), (False, True, True)), Arm((1, 4), (False, True)))
+    same = Pair("2", 1, Arm((1, 5), (False, True)), Arm((1, 6), (False, True)))
+    other = Pair("3", 1, Arm((7, 8, 9), (False, False, True)), Arm((7, 8, 5, 5), (False, False, True, True)))
+    found = with_others([one, same, other], max_tokens=3)
+    assert found[0].others == (Arm((1, 9), (False, True)), Arm((1, 5, 5), (False, True, True)))
+    assert found[2].others == (Arm((7, 8, 4), (False, False, True)),)
+    assert with_others([one, same], max_tokens=9)[0].others == ()
+
+
+def test_every_pair_comes_once_a_lap_in_an_order_of_the_seed():
+    laps = [[i for step in range(first, first + 3) for i in batch_of_step(step, 6, 2, 7)] for first in (1, 4)]
+    assert [sorted(lap) for lap in laps] == [list(range(6))] * 2
+    assert laps[0] != laps[1]
+    assert batch_of_step(1, 6, 2, 7) != batch_of_step(1, 6, 2, 8)
+    assert sorted(batch_of_step(2, 3, 16, 0)) == [0, 1, 2]
+    assert [num_steps(PreferenceConfig(epochs=2, batch_size=b), 10) for b in (4, 16)] == [5, 2]
+
+
+@pytest.fixture(scope="module")
+def session(source, tmp_path_factory):
+    recipe = make_recipe(tmp_path_factory.mktemp("session"))
+    return open_session(load_config(recipe, ["--model.path", model_words(source)[1]]))
+
+
+def moved(session):
+    """A copy of the model a little way off, so that no log-ratio is 0."""
+    model = AutoModelForCausalLM.from_pretrained(session.config.model.path)
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(0.01 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+def step_of(model, pairs, settings):
+    optimiser = Optimiser(model, OptimiserSettings(learning_rate=1e-3, total_steps=1, max_grad_norm=1e9))
+    return preference_step(Scorer(model), optimiser, pairs, settings)
+
+
+@pytest.mark.parametrize("loss", ["dpo", "simpo", "ipo", "kto"])
+def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(session, source, loss):
+    pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)
+    pairs = with_reference(with_others(pairs, 320), Scorer(session.model), 4096)
+    beta = 0.3
+    whole, cut = (
+        step_of(moved(session), pairs, PreferenceConfig(loss=loss, beta=beta, microbatch_tokens=tokens))
+        for tokens in (10**6, 1)
+    )
+    for name, value in whole.items():
+        assert value == pytest.approx(cut[name], abs=2e-4, rel=2e-3), name
+    assert whole["optim/grad_norm"] > 0
+    assert whole["loss/total"] == pytest.approx(
+        by_hand(loss, moved(session), session.model, pairs, beta), rel=1e-3
+    )
+
+
+def sums(model, arm: Arm) -> tuple[float, int]:
+    """Log-probability of what trains, by a plain forward pass of one row; and the number of tokens."""
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([arm.tokens])).logits[0]
+    scores = logits.log_softmax(-1)[:-1].gather(1, torch.tensor(arm.tokens[1:])[:, None])[:, 0]
+    kept = torch.tensor(arm.trains[1:])
+    return float(scores[kept].sum()), int(kept.sum())
+
+
+def by_hand(loss: str, model, reference, pairs: list[Pair], beta: float) -> float:
+    """The loss with one token for each arm that carries its sum."""
+    one = torch.ones(1, 1, dtype=torch.bool)
+
+    def tensor(value: float) -> torch.Tensor:
+        return torch.tensor([[value]])
+
+    total = 0.0
+    baseline = sum(sums(model, a)[0] - sums(reference, a)[0] for p in pairs for a in p.others)
+    baseline = max(0.0, baseline / sum(len(p.others) for p in pairs))
+    for pair in pairs:
+        (c, n_c), (r, n_r) = sums(model, pair.chosen), sums(model, pair.rejected)
+        (ref_c, _), (ref_r, _) = sums(reference, pair.chosen), sums(reference, pair.rejected)
+        if loss in ("simpo", "ipo"):
+            c, ref_c, r, ref_r = c / n_c, ref_c / n_c, r / n_r, ref_r / n_r
+        chosen = {"chosen_logprobs": tensor(c), "rejected_logprobs": tensor(r)}
+        masks = {"chosen_mask": one, "rejected_mask": one}
+        refs = {"ref_chosen_logprobs": tensor(ref_c), "ref_rejected_logprobs": tensor(ref_r)}
+        if loss == "simpo":
+            total += float(losses.simpo(**chosen, **masks, beta=beta, gamma=1.0))
+        elif loss == "kto":
+            total += float(
+                losses.kto(
+                    logprobs=torch.tensor([[c], [r]]),
+                    ref_logprobs=torch.tensor([[ref_c], [ref_r]]),
+                    mask=torch.ones(2, 1, dtype=torch.bool),
+                    desirable=torch.tensor([True, False]),
+                    baseline=baseline,
+                    beta=beta,
+                ).mean()
+            )
+        else:
+            total += float({"dpo": losses.dpo, "ipo": losses.ipo}[loss](**chosen, **masks, **refs, beta=beta))
+    return total / len(pairs)
+
+
+def test_the_pairs_of_a_run_are_kept_with_what_the_reference_thinks(trained, source, session):
+    pairs = load_pairs(trained / "pairs.jsonl.gz")
+    assert len(pairs) == len(pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)) >= 4
+    for arm in pairs[0].arms:
+        assert len(arm.reference) == sum(arm.trains)
+        assert sum(arm.reference) == pytest.approx(sums(session.model, arm)[0], abs=1e-3)
+
+
+def test_training_prefers_the_chosen_and_its_checkpoint_is_a_model(trained, source):
+    rows = [row.metrics for row in read_metrics(trained / "metrics.jsonl")]
+    assert len(rows) == 4
+    assert rows[0]["loss/total"] == pytest.approx(0.6931, abs=1e-3)
+    assert rows[-1]["loss/total"] < rows[0]["loss/total"]
+    assert rows[-1]["preference/accuracy"] > 0.5
+    model = AutoModelForCausalLM.from_pretrained(trained / "checkpoints" / "step-000004")
+    start = AutoModelForCausalLM.from_pretrained(model_words(source)[1])
+    assert any(not torch.equal(a, b) for a, b in zip(model.parameters(), start.parameters(), strict=True))
+    said = ludus("show", trained)
+    assert "loss dpo" in said.out
+    assert "margin of chosen over rejected" in said.out
+
+
+def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one(trained, source, tmp_path):
+    cut = tmp_path / "run"
+    assert train(source, cut, "--preference.steps", "2").code == 0
+    before = set(lasting_files(cut))
+    said = ludus("preference", "--resume", cut, "--preference.steps", "4")
+    assert said.code == 0, said
+    assert lasting_files(cut) == lasting_files(trained)
+    assert before != set(lasting_files(trained))
+    again = ludus("preference", "--resume", cut)
+    assert "complete" in again.out
+
+
+def test_simpo_needs_no_reference_and_kto_logs_its_baseline(source, tmp_path):
+    for loss in ("simpo", "kto"):
+        assert train(source, tmp_path / loss, "--preference.loss", loss, "--preference.steps", "1").code == 0
+    assert not any(
+        arm.reference for pair in load_pairs(tmp_path / "simpo" / "pairs.jsonl.gz") for arm in pair.arms
+    )
+    (row,) = read_metrics(tmp_path / "kto" / "metrics.jsonl")
+    assert row.metrics["preference/kto_baseline"] >= 0
+
+
+def test_pairs_of_a_file_train_only_what_follows_the_prompt(source, tmp_path):
+    file = tmp_path / "pairs.jsonl"
+    turn = {"role": "assistant", "content": "4"}
+    prompt = [{"role": "user", "content": "What?"}, turn, {"role": "user", "content": "And now?"}]
+    line = {"prompt": prompt, "chosen": turn, "rejected": [{"role": "assistant", "content": "5"}]}
+    file.write_text(json.dumps(line) + "\n")
+    folder = tmp_path / "run"
+    words = (*model_words(source), *TINY, "--run.folder", folder, "--preference.data", file)
+    said = ludus("preference", make_recipe(tmp_path), *words)
+    assert said.code == 0, said
+    (pair,) = load_pairs(folder / "pairs.jsonl.gz")
+    session = open_session(load_config(folder / "config.toml"))
+    trained = [t for t, kept in zip(pair.chosen.tokens, pair.chosen.trains, strict=True) if kept]
+    assert session.tokenizer.decode(trained).startswith("4")
+    assert session.tokenizer.decode(pair.chosen.tokens).count("4") == 2
+
+
+def test_bad_input_is_one_sentence_and_nothing_is_written(source, tiny_run, tmp_path, trained):
+    recipe, folder = make_recipe(tmp_path), tmp_path / "run"
+    base = ("preference", recipe, *model_words(source), "--run.folder", folder)
+    assert "nothing to make pairs of" in refused(*base)
+    assert "no rollouts" in refused(*base, "--run", trained)
+    assert "is not a run folder" in refused(*base, "--run", tmp_path)
+    assert "exclude each other" in refused(*base, "--run", source, "--preference.data", "x")
+    assert "different rewards" in refused(*base, "--run", source, "--preference.min_reward_gap", "100")
+    assert "preference.gamma" in refused(*base, "--run", source, "--preference.gamma", "1")
+    assert "ludus sft" in refused("preference", recipe, "--run", source, "--model.from_scratch", "true")
+    foreign = ("preference", "search", "--run", source, "--run.folder", folder)
+    assert "another vocabulary" in refused(*foreign)
+    assert not folder.exists()
+    assert "preference.loss" in refused("preference", "--resume", trained, "--preference.loss", "ipo")
+    assert "preference.steps is 3, and 4 steps" in refused(
+        "preference", "--resume", trained, "--preference.steps", "3"
+    )
+    assert f"ludus preference --resume {trained}" in refused("train", "--resume", trained)
