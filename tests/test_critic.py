@@ -25,7 +25,7 @@ from test_credit import group, real_group
 from test_learner import random_rows, tiny_model
 
 
-def critic(model=None, rate=3e-3, **settings):
+def critic(model=None, rate=6e-3, **settings):
     return Critic(
         model or tiny_model(),
         OptimiserSettings(learning_rate=rate, total_steps=100),
@@ -66,10 +66,10 @@ def test_a_value_does_not_see_its_own_token():
 
 
 def test_it_learns_and_leaves_the_policy_alone():
-    model, rows = tiny_model(), random_rows(24)
+    model, rows = tiny_model(), random_rows(16)
     before = copy.deepcopy(model.state_dict())
     one = critic(model, clip=None)
-    reports = [one.train(rows, targets_of(rows), one.values(rows)) for _ in range(60)]
+    reports = [one.train(rows, targets_of(rows), one.values(rows)) for _ in range(30)]
     assert reports[-1]["critic/loss"] < 0.3 * reports[0]["critic/loss"]
     assert reports[-1]["critic/explained_variance"] > 0.5 > reports[0]["critic/explained_variance"]
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
@@ -144,9 +144,20 @@ def test_ppo_takes_its_advantages_and_targets_from_the_values():
         assert credit.targets == pytest.approx((raw + values)[i, :n].tolist(), abs=1e-6)
 
 
+SMALLEST = {
+    "algorithm__preset": "ppo",
+    "algorithm__group_size": "2",
+    "training__steps": "2",
+    "training__tasks_per_step": "2",
+    "training__checkpoint_every": "1",
+    "evaluation__tasks": "2",
+    "evaluation__every": "9",
+}
+
+
 def run(folder, **changes):
     reporter = Silent()
-    settings = config(folder, algorithm__preset="ppo", **changes)
+    settings = config(folder, **(SMALLEST | changes))
     with locked(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
     return reporter
@@ -162,10 +173,10 @@ def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_p
 
     class Cutting(Silent):
         def step(self, step, metrics, timings):
-            if step == 3:
+            if step == 2:
                 raise Stop
 
-    settings = config(cut, algorithm__preset="ppo")
+    settings = config(cut, **SMALLEST)
     with locked(new_run(settings, "search", "rl")), pytest.raises(Stop):
         train(open_session(settings), RunFolder(cut), Cutting())
     assert main(["train", "--resume", str(cut)]) == 0
@@ -175,7 +186,7 @@ def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_p
 
 
 def test_the_critic_alone_learns_in_its_warm_up(tmp_path):
-    reporter = run(tmp_path / "run", critic__warmup_steps="1", training__steps="2")
+    reporter = run(tmp_path / "run", critic__warmup_steps="1")
     first, second = (metrics for _, metrics in reporter.steps)
     assert "critic/loss" in first
     assert "optim/grad_norm" not in first

@@ -193,7 +193,7 @@ def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_pat
     bad = write(tmp_path / "bad.jsonl", GOOD, messages(ASK))
     said = refused(*base, "--run.folder", tmp_path / "b", "--sft.dialogues", bad)
     assert f"{bad}, line 2, is not a dialogue: it has no assistant message" in said
-    words = (*base, "--rollout.max_tokens", "12", "--rollout.max_new_tokens", "8", "--sft.dialogues", good)
+    words = (*base, "--rollout.max_tokens", "16", "--rollout.max_new_tokens", "8", "--sft.dialogues", good)
     assert "No dialogue of" in refused(*words, "--run.folder", tmp_path / "b")
     assert "is not a dialogue: it is a pair" in refused(
         *base, "--run.folder", tmp_path / "b", "--sft.dialogues", write(tmp_path / "p.jsonl", PAIR)

@@ -188,6 +188,7 @@ def test_a_server_without_lora_says_what_to_start_it_with(base, served):
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1" in info.value.hint
 
 
+@pytest.mark.fault
 def test_an_adapter_comes_back_after_a_restart_of_the_server(base):
     made = adapted(base, 1)
     first = start_server("--control")
@@ -218,6 +219,7 @@ def test_an_adapter_comes_back_after_a_restart_of_the_server(base):
     assert list(done.logprobs) == pytest.approx(expected, abs=1e-4)
 
 
+@pytest.mark.fault
 def test_a_run_with_adapters_through_a_server_is_that_of_the_embedded_engine(tmp_path):
     lora = {"training__steps": "2", "model__lora__rank": "4", "training__learning_rate": "1e-3"}
     assert main(["train", "search", *words(tmp_path / "local", **lora)]) == 0

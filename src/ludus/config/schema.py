@@ -266,8 +266,8 @@ class CriticConfig(Section):
     """Of its own AdamW."""
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of one step."""
-    clip: float | None = Field(0.2, gt=0)
-    """How far a value may move in one step; none is not bounded."""
+    clip: float = Field(0.2, ge=0)
+    """How far a value may move in one step; 0 is not bounded."""
     warmup_steps: int = Field(0, ge=0)
     """First steps in which the critic alone learns."""
 

@@ -189,7 +189,7 @@ def make_critic(config: Config, algorithm: Algorithm, model: PreTrainedModel) ->
     return Critic(
         model,
         OptimiserSettings(learning_rate=settings.learning_rate, total_steps=updates),
-        CriticSettings(config.training.microbatch_tokens, settings.epochs, settings.clip),
+        CriticSettings(config.training.microbatch_tokens, settings.epochs, settings.clip or None),
     )
 
 
