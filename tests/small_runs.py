@@ -23,6 +23,17 @@ BUDGET = {
 }
 
 
+SMALLEST = {
+    "algorithm__group_size": "2",
+    "training__steps": "2",
+    "training__tasks_per_step": "2",
+    "training__checkpoint_every": "1",
+    "evaluation__tasks": "2",
+    "evaluation__every": "9",
+}
+"""Changes for a run of seconds: two steps of four episodes, a checkpoint at each."""
+
+
 def words(folder: Path, **changes: str) -> list[str]:
     """The command line of a small run; keywords use `__` for the dot."""
     settings = BUDGET | {"run.folder": str(folder)} | {k.replace("__", "."): v for k, v in changes.items()}

@@ -13,7 +13,7 @@ from ludus.cli.main import main
 from ludus.config.schema import ScratchConfig
 from ludus.engines.loading import build_tiny, load_tokenizer, save_model
 from ludus.training.session import model_path
-from small_runs import config, words
+from small_runs import SMALLEST, config, words
 from tiny_run import WORLD
 
 
@@ -87,7 +87,7 @@ def test_resuming_a_folder_that_is_no_run_is_refused(tmp_path, capsys):
 
 def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before_intact(tmp_path):
     folder = tmp_path / "run"
-    settings = words(folder, training__steps="2", training__checkpoint_every="1")
+    settings = words(folder, **SMALLEST)
     assert main(["train", "search", *settings]) == 0
     before = {p.relative_to(folder): p.read_bytes() for p in folder.rglob("*.safetensors")}
 

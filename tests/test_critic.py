@@ -20,9 +20,11 @@ from ludus.training.refine import refine, train_critic
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import open_session
 from ludus.training.start import train
-from small_runs import Silent, config, lasting_files
+from small_runs import SMALLEST, Silent, config, lasting_files
 from test_credit import group, real_group
 from test_learner import random_rows, tiny_model
+
+PPO = SMALLEST | {"algorithm__preset": "ppo"}
 
 
 def critic(model=None, rate=6e-3, **settings):
@@ -144,20 +146,9 @@ def test_ppo_takes_its_advantages_and_targets_from_the_values():
         assert credit.targets == pytest.approx((raw + values)[i, :n].tolist(), abs=1e-6)
 
 
-SMALLEST = {
-    "algorithm__preset": "ppo",
-    "algorithm__group_size": "2",
-    "training__steps": "2",
-    "training__tasks_per_step": "2",
-    "training__checkpoint_every": "1",
-    "evaluation__tasks": "2",
-    "evaluation__every": "9",
-}
-
-
 def run(folder, **changes):
     reporter = Silent()
-    settings = config(folder, **(SMALLEST | changes))
+    settings = config(folder, **(PPO | changes))
     with locked(new_run(settings, "search", "rl")):
         train(open_session(settings), RunFolder(folder), reporter)
     return reporter
@@ -176,7 +167,7 @@ def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_p
             if step == 2:
                 raise Stop
 
-    settings = config(cut, **SMALLEST)
+    settings = config(cut, **PPO)
     with locked(new_run(settings, "search", "rl")), pytest.raises(Stop):
         train(open_session(settings), RunFolder(cut), Cutting())
     assert main(["train", "--resume", str(cut)]) == 0
