@@ -128,3 +128,8 @@ def test_bad_settings_and_splits_are_named():
         make_guess_world({"flaws": 0.1}, ToolLimits())
     with pytest.raises(UserError, match="no split 'tests'"):
         WORLD.tasks("tests")
+
+
+def test_a_list_of_sizes_is_a_setting_like_any_other():
+    world = make_guess_world({"sizes": [7, 9]}, ToolLimits())
+    assert {task.tags["size"] for task in world.tasks("train")} == {"7", "9"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -21,7 +22,7 @@ def read_settings(schema: type[Settings], given: Mapping[str, Any]) -> Settings:
     or what the value must be.
     """
     try:
-        return schema.model_validate(dict(given), strict=True)
+        return schema.model_validate_json(json.dumps(dict(given)), strict=True)  # lists may be tuples
     except ValidationError as error:
         problems = [_sentence(details, list(schema.model_fields)) for details in error.errors()]
     known = ", ".join(schema.model_fields)
