@@ -295,7 +295,7 @@ def test_the_kernel_agrees_with_torch(window, softcap):
         expected = attend_gathered(passes[1], memory, query, scores)
         assert torch.allclose(got, expected, atol=1e-5)
         if turn == 3:
-            running.empty(2)
+            running.keep(2, int(done[2]) - 5)
         spans = [Span(*part, slot, int(done[slot] + counts[slot])) for slot, part in enumerate(parts)]
         begun = SlotPass.begin(running, pools[1], spans, table)
         in_slots = begun.attend(0, (query, key, value), scores)
@@ -321,6 +321,47 @@ def test_without_a_compiler_the_engine_does_the_same(monkeypatch):
     for answer, other in zip(asyncio.run(run()), expected, strict=True):
         assert answer.tokens == other.tokens
         assert answer.logprobs == pytest.approx(other.logprobs, abs=1e-4)
+
+
+def test_without_a_compiler_episodes_come_back_to_what_their_slots_hold(monkeypatch):
+    """Turns of several episodes with new weights between them; each agrees with a score from nothing."""
+    monkeypatch.setattr(kernel, "_library", lambda: None)
+    loaded: list[int] = []
+    load = SlotMemory.load
+
+    def counted(self, pool, slot, pages, until):
+        loaded.append(until - self.filled[slot])
+        load(self, pool, slot, pages, until)
+
+    monkeypatch.setattr(SlotMemory, "load", counted)
+    source = random.Random(0)
+
+    async def run():
+        engine = LocalEngine(build(), settings=SMALL)
+        prompt = tokens(source, 40, 41)
+        histories = [prompt for _ in range(4)]
+        for turn in range(4):
+            if turn == 2:  # while somebody holds the pages of the prompt
+                other = Request("other", prompt, SamplingParams(max_new_tokens=100))
+                holder = asyncio.create_task(engine.generate(other))
+                await asyncio.sleep(0.05)
+                await engine.load_weights(1, dict(build(1).named_parameters()))
+                await holder
+            loaded.clear()
+            params = SamplingParams(max_new_tokens=20, seed=turn)
+            answers = await engine.generate_batch(
+                [Request(f"e{i}", history, params) for i, history in enumerate(histories)]
+            )
+            if turn in (1, 3):
+                assert sum(loaded) <= 4 * PAGE  # the last page at most
+            histories = [h + a.tokens for h, a in zip(histories, answers, strict=True)]
+            for history, answer in zip(histories, answers, strict=True):
+                scores = await engine.score(history)
+                assert scores[-20:] == pytest.approx(answer.logprobs, abs=1e-4)
+            histories = [h + tokens(source, 5, 30) for h in histories]
+        await engine.close()
+
+    asyncio.run(run())
 
 
 def test_the_kernel_is_compiled_once_and_a_compiler_that_fails_is_no_error(tmp_path, monkeypatch):

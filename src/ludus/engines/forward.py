@@ -77,7 +77,7 @@ class RaggedForward:
             difference = float((self._trial() - plain).abs().max())
             self.invariant = self._rows_are_alike()
             for slot in range(3):
-                self.enter(slot)
+                self.enter(slot, kept=0)
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:
             raise UserError(
                 f"The local engine cannot run {name}: {error}.",
@@ -131,10 +131,10 @@ class RaggedForward:
         logits: Tensor = output.logits[0]
         return (logits if self._keeps else logits[index])[: len(keep)]
 
-    def enter(self, slot: int) -> None:
-        """Another sequence has this slot from here on."""
+    def enter(self, slot: int, kept: int) -> None:
+        """A sequence has this slot from here on, whose first `kept` tokens lie there if anything does."""
         if self._running is not None:
-            self._running.empty(slot)
+            self._running.keep(slot, kept)
 
     def close(self) -> None:
         """End the kernel's threads, and give the model back as it was."""

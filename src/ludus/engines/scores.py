@@ -17,11 +17,20 @@ class Scores:
     window: int
     softcap: float
 
+    def weigh(self, products: Tensor) -> Tensor:
+        """Weights over the keys (last) from products of scaled queries with them."""
+        if self.softcap:
+            products = self.softcap * torch.tanh(products / self.softcap)
+        return products.softmax(-1)
+
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        """`[N, H, Q, D]` of `query` over `key` and `value` `[N, H, L, D]`; `mask` says where it may look."""
+        """`[N, H, Q, D]` of `query` over `key` and `value` `[N, H, L, D]`; `mask` says where it may look.
+
+        A mask of truth values, or of numbers to add to the scores.
+        """
         if not self.softcap:
             return scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
         weights = self.softcap * torch.tanh(query @ key.transpose(-1, -2) * (self.scale / self.softcap))
         if mask is not None:
-            weights = weights.masked_fill(~mask, -torch.inf)
+            weights = weights.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else weights + mask
         return weights.float().softmax(-1).to(value.dtype) @ value

@@ -18,28 +18,32 @@ from ludus.engines.memory import LayerShape, PagePool, lazy_zeros
 from ludus.engines.pages import PAGE
 from ludus.engines.scores import Scores
 
+_EXACT_BYTES = 4
+"""Of a number; products of smaller ones lose digits, which torch's attention keeps inside."""
+
 
 class SlotMemory:
-    """Per layer keys `[slots, heads, tokens, width]`, and values alike: `filled` tokens of each slot.
+    """Per layer keys `[slots, heads, width, tokens]`, values `[slots, heads, tokens, width]`.
 
-    It takes memory where it has been written. `of_slot` has views of both, by layer and slot.
+    Of each slot `filled` tokens. It takes memory where it has been written. `of_slot` has views of both, by
+    layer and slot. Keys stand as both products of a single query read them fastest.
     """
 
     def __init__(self, layers: list[LayerShape], num_slots: int, num_tokens: int, dtype: torch.dtype) -> None:
         cpu = torch.device("cpu")
-        self.keys = [lazy_zeros((num_slots, s.heads, num_tokens, s.key_width), dtype, cpu) for s in layers]
+        self.keys = [lazy_zeros((num_slots, s.heads, s.key_width, num_tokens), dtype, cpu) for s in layers]
         self.values = [
             lazy_zeros((num_slots, s.heads, num_tokens, s.value_width), dtype, cpu) for s in layers
         ]
         self.of_slot = [
-            list(zip(torch.split(keys, 1), torch.split(values, 1), strict=True))
+            list(zip(keys.unbind(), values.unbind(), strict=True))
             for keys, values in zip(self.keys, self.values, strict=True)
         ]
         self.filled = [0] * num_slots
 
-    def empty(self, slot: int) -> None:
-        """Another sequence has this slot from here on."""
-        self.filled[slot] = 0
+    def keep(self, slot: int, num_tokens: int) -> None:
+        """Forget what a slot has behind its first tokens."""
+        self.filled[slot] = min(self.filled[slot], num_tokens)
 
     def load(self, pool: PagePool, slot: int, pages: NDArray[np.int32], until: int) -> None:
         """Copy what is missing of the first `until` tokens from their pages."""
@@ -47,9 +51,9 @@ class SlotMemory:
         index = torch.from_numpy(pages[first : -(-until // PAGE)].astype(np.int64))
         begin, length = first * PAGE, until - first * PAGE
         for layer, (keys, values) in enumerate(zip(pool.keys, pool.values, strict=True)):
-            key = keys[index].permute(1, 0, 3, 2).flatten(1, 2)
+            key = keys[index].permute(1, 2, 0, 3).flatten(2, 3)
             value = values[index].transpose(0, 1).flatten(1, 2)
-            self.keys[layer][slot, :, begin:until] = key[:, :length]
+            self.keys[layer][slot, :, :, begin:until] = key[:, :, :length]
             self.values[layer][slot, :, begin:until] = value[:, :length]
 
 
@@ -96,39 +100,40 @@ class SlotPass:
         query, key, value = new
         keys, values = self.memory.keys[layer], self.memory.values[layer]
         real = len(self.slots)
-        keys[self.slots, :, self.positions] = key[:, :real].transpose(0, 1)
+        keys[self.slots, :, :, self.positions] = key[:, :real].transpose(0, 1)
         values[self.slots, :, self.positions] = value[:, :real].transpose(0, 1)
-        heads, width = keys.shape[1], values.shape[3]
+        heads, width = values.shape[1], values.shape[3]
         grouped = query.reshape(heads, -1, *query.shape[1:])
-        by_token = torch.split(grouped.permute(2, 0, 1, 3), 1)
-        found = []
+        by_token = (grouped * scores.scale).permute(2, 0, 1, 3).unbind()
+        out = query.new_empty(query.shape[1], heads, grouped.shape[1], width)
+        rows = out.unbind()
+        known = self.memory.of_slot[layer]
+        coarse = query.dtype.itemsize < _EXACT_BYTES
         for span in self.spans:
-            if span.last - span.first > 1:
-                found.append(self._chunk(layer, span, grouped, scores))
+            key, value = known[span.slot]
+            if span.last - span.first > 1 or coarse:
+                out[span.first : span.last] = self._chunk(span, grouped, (key, value), scores)
                 continue
             begin = max(0, span.end - scores.window) if scores.window else 0
-            key, value = self._known(layer, span, begin)
-            found.append(scores.attend(by_token[span.first], key, value, None))
-        out = torch.cat(found).flatten(1, 2)
-        return torch.cat([out, out.new_zeros(query.shape[1] - real, query.shape[0], width)])
+            length = span.end - begin
+            weights = scores.weigh(torch.bmm(by_token[span.first], key.narrow(2, begin, length)))
+            torch.bmm(weights, value.narrow(1, begin, length), out=rows[span.first])
+        out[real:] = 0
+        return out.flatten(1, 2)
 
-    def _chunk(self, layer: int, span: Span, grouped: Tensor, scores: Scores) -> Tensor:
+    def _chunk(self, span: Span, grouped: Tensor, known: tuple[Tensor, Tensor], scores: Scores) -> Tensor:
         """`[n, H, G, D]` of several tokens of one sequence; the heads of a group stand below each other."""
         length = span.last - span.first
         asked = grouped[:, :, span.first : span.last].flatten(1, 2)[None]
-        mask = self._mask(span, grouped.shape[1], scores.window)
-        got = scores.attend(asked, *self._known(layer, span, 0), mask)
+        key = known[0].narrow(2, 0, span.end).transpose(1, 2).contiguous()
+        value = known[1].narrow(1, 0, span.end)
+        mask = self._mask(span, grouped.shape[1], scores.window, grouped.dtype)
+        got = scores.attend(asked, key[None], value[None], mask)
         heads, _, width = got[0].shape
         return got[0].reshape(heads, -1, length, width).permute(2, 0, 1, 3)
 
-    def _known(self, layer: int, span: Span, begin: int) -> tuple[Tensor, Tensor]:
-        """Keys and values `[1, H, L, D]` of a span's sequence from `begin` to its end."""
-        key, value = self.memory.of_slot[layer][span.slot]
-        length = span.end - begin
-        return key.narrow(2, begin, length), value.narrow(2, begin, length)
-
-    def _mask(self, span: Span, group: int, window: int) -> Tensor:
-        """Where the tokens of a span may look, `[group * n, end]`."""
+    def _mask(self, span: Span, group: int, window: int, dtype: torch.dtype) -> Tensor:
+        """What is added to a span's scores, `[group * n, end]`: -inf where its tokens may not look."""
         key = (span.slot, group, window)
         if key not in self.masks:
             rows = torch.arange(span.end - (span.last - span.first), span.end)[:, None]
@@ -136,5 +141,6 @@ class SlotPass:
             mask = columns <= rows
             if window:
                 mask &= columns > rows - window
-            self.masks[key] = mask.repeat(group, 1)
+            added = torch.zeros(mask.shape, dtype=dtype).masked_fill_(~mask, -torch.inf)
+            self.masks[key] = added.repeat(group, 1)
         return self.masks[key]
