@@ -81,8 +81,10 @@ mask-table: $(VENV)/.ready
 	$(PY) benchmarks/learning.py mask
 
 algorithms-table: $(VENV)/.ready
-	$(PY) benchmarks/algorithms.py table --recipe guess
-	$(PY) benchmarks/algorithms.py table --recipe search
+	$(PY) benchmarks/algorithms.py table --game guess
+	$(PY) benchmarks/algorithms.py ladder
+	$(PY) benchmarks/algorithms.py credit
+	$(PY) benchmarks/algorithms.py table --game search
 
 # TRL's latest release, in an environment of its own: the benchmark leaves it out where this is missing.
 .bench/trl/.ready:

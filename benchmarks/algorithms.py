@@ -1,11 +1,11 @@
 """Do the algorithms learn? Whole training runs over seeds with equal budgets, and one table.
 
-    python benchmarks/algorithms.py table --recipe guess    # ten algorithms that stand for the mechanisms
-    python benchmarks/algorithms.py ladder --recipe guess   # GRPO, then one part of DAPO after the other
-    python benchmarks/algorithms.py credit                  # turn by turn against the whole trajectory
+    python benchmarks/algorithms.py table --game guess     # ten algorithms that stand for the mechanisms
+    python benchmarks/algorithms.py ladder --game guess    # GRPO, then one part of DAPO after the other
+    python benchmarks/algorithms.py credit                # turn by turn against the whole trajectory
 
 Every arm has the same cold start, tasks, steps, group size and learning rates: each rate of --rates is tried
-with each seed, and an arm is reported at the rate that did best on `validation`, which no table shows. A run
+with the first seed, and the one that does best on `validation`, which no table shows, with the others. A run
 is kept under the hash of its settings and not repeated; one that was cut off goes on. Intervals over seeds
 are of the t-distribution, those of differences are paired over tasks (bootstrap), the seeds of a task
 averaged. Each run has one compute thread.
@@ -22,15 +22,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean
 
 import learning
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import paired_difference
 
 SEEDS = (0, 1, 2)
-RATES = ("1e-4", "3e-4", "1e-3")
-STEPS = {"guess": 30, "search": 30}
+RATES = ("1e-4", "2e-4", "4e-4")
+LONG = (
+    *("--env.settings.largest", "40", "--env.settings.sizes", "[27, 29, 31]"),
+    *("--env.settings.composition_size", "35", "--rollout.max_turns", "7"),
+)
 SPLITS = ("validation", "test", "composition")
 
 
@@ -40,6 +42,24 @@ class Arm:
 
     name: str
     settings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Game:
+    """What all arms of a table play: a recipe, its changes, training steps, tasks of an evaluation."""
+
+    recipe: str
+    steps: int
+    tasks: int
+    words: tuple[str, ...] = ()
+    sft_steps: int | None = None
+
+
+GAMES = {
+    "guess": Game("guess", 50, 90),
+    "guess-long": Game("guess", 50, 180, LONG, sft_steps=4000),
+    "search": Game("search", 30, 256),
+}
 
 
 def preset(name: str, *more: str) -> Arm:
@@ -87,16 +107,20 @@ LADDER = (
 CREDIT = (preset("grpo"), preset("turn_grpo", "--algorithm.kl_coef", "0"), preset("turn_return"))
 
 
-def cold_start(recipe: str, folder: Path) -> tuple[str, ...]:
-    """The settings that begin at the recipe's cold start; made here, once, where the recipe ships none."""
-    if recipe == "search":
+def cold_start(name: str, folder: Path) -> tuple[str, ...]:
+    """The settings that begin at the game's cold start; made here, once, where the recipe ships none."""
+    game = GAMES[name]
+    if game.recipe == "search":
         return ()
-    path = folder / f"{recipe}-cold-start"
+    path = folder / f"{name}-cold-start"
     if not (path / "done").is_file():
-        command = [sys.executable, "-m", "ludus", "sft", recipe, "--from-scratch"]
+        command = [sys.executable, "-m", "ludus", "sft"]
         if (path / "config.toml").is_file():
-            command = [sys.executable, "-m", "ludus", "sft", "--resume", str(path)]
-        subprocess.run([*command, "--run.folder", str(path), "--run.threads", "1"], check=True)
+            command += ["--resume", str(path)]
+        else:
+            command += [game.recipe, "--from-scratch", "--run.folder", str(path), "--run.threads", "1"]
+            command += [*game.words, *(["--sft.steps", str(game.sft_steps)] if game.sft_steps else [])]
+        subprocess.run(command, check=True)
         (path / "done").touch()
     newest = sorted((path / "checkpoints").glob("step-*"))[-1]
     return ("--model.path", str(newest), "--model.from_scratch", "false")
@@ -126,28 +150,38 @@ def last(path: Path, split: str) -> Evaluation:
 
 
 def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, list[Path]]]:
-    """All arms at all rates with all seeds; for each arm its best rate on `validation`, and those runs."""
+    """All arms; for each its best rate on `validation` with the first seed, and its runs at that rate."""
+    game = GAMES[args.game]
     common = (
-        *cold_start(args.recipe, args.folder),
-        *("--training.steps", str(args.steps or STEPS[args.recipe]), "--run.save_rollouts", "false"),
+        *cold_start(args.game, args.folder),
+        *game.words,
+        *("--training.steps", str(args.steps or game.steps), "--run.save_rollouts", "false"),
         *("--evaluation.splits", json.dumps(SPLITS), "--evaluation.temperatures", "[0.0]"),
-        *("--evaluation.tasks", str(args.tasks), "--evaluation.every", "1000"),
+        *("--evaluation.tasks", str(game.tasks), "--evaluation.every", "1000"),
     )
-    jobs = [(arm, rate, seed) for seed in args.seeds for rate in args.rates for arm in arms]
 
     def one(job: tuple[Arm, str, int]) -> Path:
         arm, rate, seed = job
         own = ("--run.seed", str(seed), "--training.learning_rate", rate)
-        return train(args.folder, args.recipe, (*common, *arm.settings, *own))
+        return train(args.folder, game.recipe, (*common, *arm.settings, *own))
 
+    first, *others = args.seeds
     with ThreadPoolExecutor(args.parallel) as pool:
-        paths = dict(zip([(a.name, r, s) for a, r, s in jobs], pool.map(one, jobs), strict=True))
-    found = {}
-    for arm in arms:
-        by_rate = {rate: [paths[arm.name, rate, seed] for seed in args.seeds] for rate in args.rates}
-        best = max(by_rate, key=lambda rate: mean(last(p, "validation").rate for p in by_rate[rate]))
-        found[arm.name] = (best, by_rate[best])
-    return found
+        sweep = [(arm, rate, first) for arm in arms for rate in args.rates]
+        tried = dict(zip([(a.name, r) for a, r, _ in sweep], pool.map(one, sweep), strict=True))
+        best = {
+            arm.name: max(args.rates, key=lambda rate: last(tried[arm.name, rate], "validation").rate)
+            for arm in arms
+        }
+        rest = [(arm, best[arm.name], seed) for seed in others for arm in arms]
+        more = list(zip([a.name for a, _, _ in rest], pool.map(one, rest), strict=True))
+    return {
+        arm.name: (
+            best[arm.name],
+            [tried[arm.name, best[arm.name]], *(path for name, path in more if name == arm.name)],
+        )
+        for arm in arms
+    }
 
 
 def table(found: dict[str, tuple[str, list[Path]]], baseline: str) -> str:
@@ -168,14 +202,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     arms = {"table": (TEN, "grpo"), "ladder": (LADDER, "GRPO"), "credit": (CREDIT, "grpo")}
     parser.add_argument("what", choices=tuple(arms))
-    parser.add_argument("--recipe", choices=tuple(STEPS), default="guess")
+    parser.add_argument("--game", choices=tuple(GAMES), help="default: guess, and guess-long for credit")
     parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
-    parser.add_argument("--steps", type=int, help="training steps (default: 30)")
-    parser.add_argument("--tasks", type=int, default=256, help="of each evaluation")
+    parser.add_argument("--steps", type=int, help="training steps (default: the game's)")
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     args = parser.parse_args()
+    args.game = args.game or ("guess-long" if args.what == "credit" else "guess")
     chosen, baseline = arms[args.what]
     print(table(run(args, chosen), baseline))
 

@@ -21,7 +21,7 @@ from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, StopReason, Task, Trajectory
 
-SPLITS = {"train": 0.7, "validation": 0.1, "test": 0.2}
+SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
 
 
 class GuessSettings(BaseModel):
@@ -29,11 +29,11 @@ class GuessSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    sizes: tuple[int, ...] = (15, 19, 23)
+    sizes: tuple[int, ...] = (11, 13, 15)
     """Numbers in the range of a task."""
-    composition_size: int = Field(31, ge=3)
+    composition_size: int = Field(19, ge=3)
     """The same of the split `composition`: a range that no training task and no demonstration has."""
-    largest: int = Field(40, ge=7)
+    largest: int = Field(24, ge=7)
     """No number is above this."""
     num_tasks: int = Field(1200, ge=10)
     """Tasks of all splits together."""
