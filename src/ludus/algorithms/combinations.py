@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ludus.algorithms.algorithm import Algorithm, number
 from ludus.errors import ConfigError
 
 BEHAVIOUR_RATIO = ("tis", "icepop", "decoupled", "dppo", "vtrace", "retrace")
@@ -21,4 +22,14 @@ def check_corrections(*names: str) -> None:
             f"{' and '.join(twice)} correct the same gap between engine and learner twice.",
             f"Keep one of {', '.join(twice)}; with the loss dppo or the advantages vtrace and retrace the"
             " correction is 'none'.",
+        )
+
+
+def check_observations(algorithm: Algorithm, mask_observations: bool) -> None:
+    """ConfigError where observations would train twice: by the term echo, and as if they were actions."""
+    if not mask_observations and number(algorithm.options.terms, "echo", 0.0) > 0:
+        raise ConfigError(
+            "training.mask_observations = false trains observations already, and so does"
+            " algorithm.options.terms.echo.",
+            "Leave one of them out.",
         )

@@ -88,8 +88,8 @@ def train(config: Config, folder: RunFolder, session: Session | None) -> None:
     print_commands(console, folder, config)
 
 
-def sft(session: Session, folder: RunFolder) -> Path:
-    """Fine-tune with a progress bar; gives the last checkpoint."""
+def sft(session: Session, folder: RunFolder) -> None:
+    """Fine-tune with a progress bar, then say where the checkpoint is."""
     config = session.config
     console = make_console()
     say(console, f"Run folder: {folder.path}")
@@ -97,24 +97,6 @@ def sft(session: Session, folder: RunFolder) -> Path:
     save_config(folder, config)
     checkpoint = fine_tune(tuning, console)
     say(console, f"Checkpoint: {checkpoint}\nUse it: {use_command(folder, config, checkpoint)}")
-    return checkpoint
-
-
-def say_complete(folder: RunFolder, config: Config) -> None:
-    """That nothing is left to train or to evaluate, and what to type next."""
-    console = make_console()
-    say(console, f"The run is complete: all its {config.training.steps} steps are done and evaluated.")
-    print_commands(console, folder, config)
-
-
-def say_complete_sft(folder: RunFolder, config: Config) -> None:
-    """That nothing is left to fine-tune, and what to type next."""
-    console = make_console()
-    steps = config.sft.steps
-    checkpoint = list_checkpoints(folder.checkpoints)[-1][1]
-    say(console, f"The fine-tuning is complete: all its {steps} steps are done.\nCheckpoint: {checkpoint}")
-    say(console, f"  continue it:  {resume_command(folder)} --sft.steps {2 * steps}")
-    say(console, f"  use it:       {use_command(folder, config, checkpoint)}")
 
 
 def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:

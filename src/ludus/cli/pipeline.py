@@ -11,13 +11,13 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.cli import preference, reward_model, rft, sft, train
 from ludus.cli.arguments import recipe_stem
-from ludus.cli.train import HowToResume
+from ludus.cli.stages import HowToResume, TrainingStage
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
 from ludus.config.schema import Config
@@ -26,19 +26,8 @@ from ludus.errors import ConfigError, UserError
 if TYPE_CHECKING:
     from ludus.training.run import RunFolder
 
-START: Mapping[StageKind, Callable[[Config, str, str | None], None]] = {
-    "sft": sft.start,
-    "rft": rft.start,
-    "preference": preference.start,
-    "reward-model": reward_model.start,
-    "rl": train.start,
-}
-RESUME: Mapping[StageKind, Callable[[RunFolder, Sequence[str]], int]] = {
-    "sft": sft.resume,
-    "rft": rft.resume,
-    "preference": preference.resume,
-    "reward-model": reward_model.resume,
-    "rl": train.resume,
+STAGES: Mapping[StageKind, TrainingStage] = {
+    stage.kind: stage for stage in (sft.STAGE, rft.STAGE, preference.STAGE, reward_model.STAGE, train.STAGE)
 }
 SAMPLES: frozenset[StageKind] = frozenset({"rft", "rl"})
 """Stages that leave rollouts, of which pairs can be made."""
@@ -121,10 +110,10 @@ def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Se
     config = stage_config(stage, stages, folder, overrides)
     own = RunFolder(folder / stage.name)
     if not own.config.is_file():
-        START[stage.kind](config, recipe_stem(stage.recipe), stage.recipe)
+        STAGES[stage.kind].start(config, recipe_stem(stage.recipe), stage.recipe)
         return
     check_same(stage, own, config)
-    RESUME[stage.kind](own, ())
+    STAGES[stage.kind].resume(own, ())
 
 
 def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> Config:

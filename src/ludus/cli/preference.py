@@ -7,14 +7,11 @@ the recipe, or --model; what it is before the first step is the reference.
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import recipe_config, recipe_stem, run_config
-from ludus.cli.terminal import silence_libraries
-from ludus.cli.train import HowToResume, resumed_folder
+from ludus.cli.stages import TrainingStage
 from ludus.config.schema import Config
 from ludus.errors import UserError
 
@@ -25,36 +22,15 @@ if TYPE_CHECKING:
     from ludus.training.run import RunFolder
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments; settings follow as --section.key value."""
-    parser.add_argument("recipe", nargs="?", help="a recipe's name, or a .toml file")
-    parser.add_argument("--run", metavar="RUN", help="make the pairs of this run's rollouts")
-    parser.add_argument("--model", metavar="PATH_OR_NAME", help="train this model")
-    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with the run in this folder")
-    parser.set_defaults(from_scratch=False)
-
-
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start or resume a run of preference training."""
-    if args.resume is not None:
-        if args.run is not None:
-            raise UserError("--resume takes everything from the run folder.", "Leave --run out.")
-        return resume(resumed_folder(args), overrides)
-    shortcuts = ["--model.path", args.model, "--model.from_scratch", "false"] if args.model else []
-    shortcuts += ["--preference.run", args.run] if args.run else []
-    config = recipe_config(args.recipe, shortcuts, overrides)
-    start(config, f"{recipe_stem(args.recipe)}-preference", args.recipe)
-    return 0
-
-
-def start(config: Config, name: str, recipe: str | None) -> None:
-    """Train in a new folder. Everything that can be wrong with the pairs is found before it is made."""
+def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
+    """Load the model and, in a new run, gather the pairs: what can be wrong with them is found here."""
     from ludus.training.preference import gather_pairs, open_training
-    from ludus.training.run import locked, new_run
     from ludus.training.session import open_session
     from ludus.training.start import check_trackers
 
-    silence_libraries()
+    if not new:
+        session = open_session(config)
+        return lambda folder: train(open_training(session, folder, None))
     if config.model.from_scratch:
         raise UserError(
             "Preference training needs a model that can already act, and model.from_scratch makes one.",
@@ -63,35 +39,18 @@ def start(config: Config, name: str, recipe: str | None) -> None:
     check_trackers(config)
     session = open_session(config)
     pairs = gather_pairs(session)
-    folder = new_run(config, name, "preference", recipe)
-    with locked(folder), HowToResume(folder):
-        train(open_training(session, folder, pairs))
+    return lambda folder: train(open_training(session, folder, pairs))
 
 
-def resume(folder: RunFolder, overrides: Sequence[str]) -> int:
-    """Go on with a run of preference training, unless it is complete."""
+def say_complete(folder: RunFolder, config: Config) -> None:
+    """That nothing is left to train, and how the checkpoint is used."""
     from ludus.cli.console import use_command
     from ludus.cli.terminal import make_console, say
     from ludus.training.checkpoint import list_checkpoints
-    from ludus.training.preference import open_training
-    from ludus.training.resume import check_kind, check_resume, is_complete
-    from ludus.training.run import locked
-    from ludus.training.session import open_session
 
-    silence_libraries()
-    check_kind(folder, "preference")
-    with locked(folder):
-        config = run_config(folder, overrides)
-        check_resume(folder, config, "preference")
-        if is_complete(folder, config, "preference"):
-            last = list_checkpoints(folder.checkpoints)[-1][1]
-            say(make_console(), f"The training on preferences is complete.\nCheckpoint: {last}")
-            say(make_console(), f"Use it: {use_command(folder, config, last)}")
-            return 0
-        session = open_session(config)
-        with HowToResume(folder):
-            train(open_training(session, folder, None))
-    return 0
+    console, last = make_console(), list_checkpoints(folder.checkpoints)[-1][1]
+    say(console, f"The training on preferences is complete.\nCheckpoint: {last}")
+    say(console, f"Use it: {use_command(folder, config, last)}")
 
 
 def train(training: PreferenceTraining) -> None:
@@ -126,3 +85,14 @@ def with_bar(training: PreferenceTraining, console: Console) -> Path:
         finally:
             for tracker in trackers:
                 tracker.close()
+
+
+STAGE = TrainingStage(
+    kind="preference",
+    ready=ready,
+    say_complete=say_complete,
+    model_help="train this model",
+    run_help="make the pairs of this run's rollouts",
+    run_setting="preference.run",
+)
+add_arguments, run = STAGE.add_arguments, STAGE.run

@@ -8,14 +8,11 @@ recipe, or --model, with one number in place of its output layer. Use it: --rewa
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import recipe_config, recipe_stem, run_config
-from ludus.cli.terminal import silence_libraries
-from ludus.cli.train import HowToResume, resumed_folder
+from ludus.cli.stages import TrainingStage
 from ludus.config.schema import Config
 from ludus.errors import UserError
 
@@ -26,37 +23,16 @@ if TYPE_CHECKING:
     from ludus.training.run import RunFolder
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments; settings follow as --section.key value."""
-    parser.add_argument("recipe", nargs="?", help="a recipe's name, or a .toml file")
-    parser.add_argument("--run", metavar="RUN", help="learn from this run's rollouts")
-    parser.add_argument("--model", metavar="PATH_OR_NAME", help="make the reward model of this model")
-    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with the run in this folder")
-    parser.set_defaults(from_scratch=False)
-
-
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start or resume the training of a reward model."""
-    if args.resume is not None:
-        if args.run is not None:
-            raise UserError("--resume takes everything from the run folder.", "Leave --run out.")
-        return resume(resumed_folder(args), overrides)
-    shortcuts = ["--model.path", args.model, "--model.from_scratch", "false"] if args.model else []
-    shortcuts += ["--reward_model.run", args.run] if args.run else []
-    config = recipe_config(args.recipe, shortcuts, overrides)
-    start(config, f"{recipe_stem(args.recipe)}-reward-model", args.recipe)
-    return 0
-
-
-def start(config: Config, name: str, recipe: str | None) -> None:
-    """Train in a new folder. Everything that can be wrong with the examples is found before it is made."""
+def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
+    """Load the model and, in a new run, gather the examples: what can be wrong with them is found here."""
     from ludus.training.reward_data import gather_examples
     from ludus.training.reward_model import make_reward_model, open_training
-    from ludus.training.run import locked, new_run
     from ludus.training.session import open_session
     from ludus.training.start import check_trackers
 
-    silence_libraries()
+    if not new:
+        session = open_session(config)
+        return lambda folder: train(open_training(session, folder, None))
     if config.model.from_scratch:
         raise UserError(
             "A reward model is made of a trained model, and model.from_scratch makes a new one.",
@@ -66,33 +42,17 @@ def start(config: Config, name: str, recipe: str | None) -> None:
     session = open_session(config)
     examples = gather_examples(session)
     make_reward_model(session)
-    folder = new_run(config, name, "reward-model", recipe)
-    with locked(folder), HowToResume(folder):
-        train(open_training(session, folder, examples))
+    return lambda folder: train(open_training(session, folder, examples))
 
 
-def resume(folder: RunFolder, overrides: Sequence[str]) -> int:
-    """Go on with the training of a reward model, unless it is complete."""
+def say_complete(folder: RunFolder, config: Config) -> None:
+    """That nothing is left to train, and how the reward model is used."""
     from ludus.cli.terminal import make_console, say
     from ludus.training.checkpoint import list_checkpoints
-    from ludus.training.resume import check_kind, check_resume, is_complete
-    from ludus.training.reward_model import open_training
-    from ludus.training.run import locked
-    from ludus.training.session import open_session
 
-    silence_libraries()
-    check_kind(folder, "reward-model")
-    with locked(folder):
-        config = run_config(folder, overrides)
-        check_resume(folder, config, "reward-model")
-        if is_complete(folder, config, "reward-model"):
-            last = list_checkpoints(folder.checkpoints)[-1][1]
-            say(make_console(), f"The training of the reward model is complete.\n{use_words(last)}")
-            return 0
-        session = open_session(config)
-        with HowToResume(folder):
-            train(open_training(session, folder, None))
-    return 0
+    del config
+    last = list_checkpoints(folder.checkpoints)[-1][1]
+    say(make_console(), f"The training of the reward model is complete.\n{use_words(last)}")
 
 
 def train(training: RewardTraining) -> None:
@@ -138,3 +98,14 @@ def with_bar(training: RewardTraining, console: Console) -> Path:
         finally:
             for tracker in trackers:
                 tracker.close()
+
+
+STAGE = TrainingStage(
+    kind="reward-model",
+    ready=ready,
+    say_complete=say_complete,
+    model_help="make the reward model of this model",
+    run_help="learn from this run's rollouts",
+    run_setting="reward_model.run",
+)
+add_arguments, run = STAGE.add_arguments, STAGE.run

@@ -7,14 +7,10 @@ the token ids that were sampled, evaluates and saves. The run folder is read lik
 
 from __future__ import annotations
 
-import argparse
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import recipe_config, recipe_stem, run_config
-from ludus.cli.terminal import silence_libraries
-from ludus.cli.train import HowToResume, resumed_folder
+from ludus.cli.stages import TrainingStage
 from ludus.config.schema import Config
 from ludus.errors import UserError
 
@@ -23,62 +19,12 @@ if TYPE_CHECKING:
     from ludus.training.session import Session
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The command's own arguments; settings follow as --section.key value."""
-    parser.add_argument("recipe", nargs="?", help="a recipe's name, or a .toml file")
-    parser.add_argument("--model", metavar="PATH_OR_NAME", help="train this model instead of the cold start")
-    parser.add_argument("--resume", metavar="RUN", type=Path, help="go on with the run in this folder")
-    parser.set_defaults(from_scratch=False)
-
-
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Start or resume a run."""
-    if args.resume is not None:
-        return resume(resumed_folder(args), overrides)
-    shortcuts = ["--model.path", args.model, "--model.from_scratch", "false"] if args.model else []
-    config = recipe_config(args.recipe, shortcuts, overrides)
-    start(config, f"{recipe_stem(args.recipe)}-rft", args.recipe)
-    return 0
-
-
-def start(config: Config, name: str, recipe: str | None) -> None:
-    """Train in a new folder, once everything that can be checked before it is."""
-    from ludus.training.run import locked, new_run
-
-    session = ready(config)
-    folder = new_run(config, name, "rft", recipe)
-    with locked(folder), HowToResume(folder):
-        train(session, folder)
-
-
-def resume(folder: RunFolder, overrides: Sequence[str]) -> int:
-    """Go on with a run, unless it is complete."""
-    from ludus.cli.console import print_commands
-    from ludus.cli.terminal import make_console, say
-    from ludus.training.resume import check_kind, check_resume, is_complete
-    from ludus.training.run import locked
-
-    check_kind(folder, "rft")
-    with locked(folder):
-        config = run_config(folder, overrides)
-        check_resume(folder, config, "rft")
-        if is_complete(folder, config, "rft"):
-            console = make_console()
-            say(console, f"The run is complete: all its {config.rft.rounds} rounds are done and evaluated.")
-            print_commands(console, folder, config)
-            return 0
-        session = ready(config)
-        with HowToResume(folder):
-            train(session, folder)
-    return 0
-
-
-def ready(config: Config) -> Session:
-    """A checked configuration with its model loaded. Raises UserError and its children."""
+def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
+    """Check a configuration and load its model. Raises UserError and its children."""
     from ludus.training.rft import check_rft
     from ludus.training.session import open_session
 
-    silence_libraries()
+    del new
     if config.model.from_scratch:
         raise UserError(
             "Rejection sampling needs a model that solves something, and model.from_scratch makes a new one.",
@@ -86,7 +32,17 @@ def ready(config: Config) -> Session:
         )
     session = open_session(config)
     check_rft(config, session.world)
-    return session
+    return lambda folder: train(session, folder)
+
+
+def say_complete(folder: RunFolder, config: Config) -> None:
+    """That nothing is left to sample or to evaluate, and what to type next."""
+    from ludus.cli.console import print_commands
+    from ludus.cli.terminal import make_console, say
+
+    console = make_console()
+    say(console, f"The run is complete: all its {config.rft.rounds} rounds are done and evaluated.")
+    print_commands(console, folder, config)
 
 
 def train(session: Session, folder: RunFolder) -> None:
@@ -104,3 +60,12 @@ def train(session: Session, folder: RunFolder) -> None:
     console.print(comparison_table(comparisons))
     print_examples(console, folder, comparisons)
     print_commands(console, folder, session.config)
+
+
+STAGE = TrainingStage(
+    kind="rft",
+    ready=ready,
+    say_complete=say_complete,
+    model_help="train this model instead of the cold start",
+)
+add_arguments, run = STAGE.add_arguments, STAGE.run

@@ -72,15 +72,19 @@ class ToolWorld:
 
 
 def split_of(task_lists: Mapping[str, Sequence[Task]], split: str, world: str) -> Sequence[Task]:
-    """The tasks of a split. Raises UserError, naming the nearest, where the world has none of that name."""
-    if split not in task_lists:
-        near = difflib.get_close_matches(split, task_lists, n=1)
+    """The tasks of a split. Raises UserError, as `check_split` does."""
+    check_split(split, tuple(task_lists), world)
+    return task_lists[split]
+
+
+def check_split(split: str, splits: Sequence[str], world: str) -> None:
+    """Raise UserError, naming the nearest, where the world has no split of that name."""
+    if split not in splits:
+        near = difflib.get_close_matches(split, splits, n=1)
         guess = f"Did you mean {near[0]!r}? " if near else ""
         raise UserError(
-            f"The world {world!r} has no split {split!r}.",
-            f"{guess}Splits: {', '.join(task_lists)}.",
+            f"The world {world!r} has no split {split!r}.", f"{guess}Splits: {', '.join(splits)}."
         )
-    return task_lists[split]
 
 
 def call_and_result(tool: Tool, arguments: Mapping[str, JSON], turn: int = 0) -> tuple[Message, Message]:

@@ -82,12 +82,20 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
     Makes the folder if need be. Raises StorageError where the disk refuses, and UserError for a number that
     is not finite; nothing is left behind in either case.
     """
+    write_lines(path, map(_line, records))
+
+
+def write_lines(path: Path, lines: Iterable[str]) -> None:
+    """Write ASCII lines, gzip'd, all of them or none: `path` holds its earlier content or the new.
+
+    Makes the folder if need be; equal lines make equal bytes. Raises StorageError where the disk refuses.
+    """
     with (
         replaced_file(path) as raw,
         gzip.GzipFile(filename="", mode="wb", compresslevel=_COMPRESSION, fileobj=raw, mtime=0) as packed,
     ):
-        for record in records:
-            packed.write(_line(record).encode("ascii"))
+        for line in lines:
+            packed.write(f"{line}\n".encode("ascii"))
 
 
 def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
@@ -164,7 +172,7 @@ def _line(record: RolloutRecord) -> str:
         "trajectory": _trajectory_data(record.trajectory),
     }
     try:
-        return json.dumps(data, sort_keys=True, allow_nan=False, separators=(",", ":")) + "\n"
+        return json.dumps(data, sort_keys=True, allow_nan=False, separators=(",", ":"))
     except ValueError as error:
         raise UserError(
             f"The rollout of {record.key} holds {_first_odd_number(data)}, which is not a finite number.",

@@ -7,19 +7,19 @@ reference's log-probabilities, so that a resumed run trains on exactly the same.
 
 from __future__ import annotations
 
-import gzip
 import json
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
 
 from ludus.chat.render import Renderer, render_dialogue
-from ludus.errors import StorageError, UserError
-from ludus.rollout.store import RolloutRecord, read_rollouts, replaced_file
+from ludus.errors import UserError
+from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.batch import Row, microbatches
 from ludus.training.data import FilePair, read_pairs
+from ludus.training.records import load_records
 from ludus.training.scoring import Scorer
 from ludus.types import Message
 
@@ -127,32 +127,9 @@ def with_reference(pairs: Sequence[Pair], scorer: Scorer, max_tokens: int) -> li
     return [_with_arms(pair, [next(in_order) for _ in pair.arms]) for pair in pairs]
 
 
-def write_pairs(path: Path, pairs: Iterable[Pair]) -> None:
-    """Write all pairs at once or not at all; equal pairs make equal bytes. Raises StorageError."""
-    with (
-        replaced_file(path) as raw,
-        gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=raw, mtime=0) as packed,
-    ):
-        for pair in pairs:
-            packed.write(json.dumps(asdict(pair), allow_nan=False, separators=(",", ":")).encode() + b"\n")
-
-
 def load_pairs(path: Path) -> list[Pair]:
-    """Read what `write_pairs` wrote. Raises StorageError for anything else."""
-    try:
-        with gzip.open(path, "rb") as lines:
-            return [
-                Pair(
-                    data["source"],
-                    data["gap"],
-                    _arm(data["chosen"]),
-                    _arm(data["rejected"]),
-                    tuple(_arm(other) for other in data["others"]),
-                )
-                for data in map(json.loads, lines)
-            ]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{path} cannot be read: {error}.", "Start a new run.") from error
+    """The pairs of a run folder. Raises StorageError for what is no such file."""
+    return load_records(path, _pair)
 
 
 def rollout_files(run: Path) -> list[Path]:
@@ -199,6 +176,12 @@ def _moved(prompt: tuple[int, ...], arm: Arm) -> Arm:
 
 def _with_arms(pair: Pair, arms: Sequence[Arm]) -> Pair:
     return replace(pair, chosen=arms[0], rejected=arms[1], others=tuple(arms[2:]))
+
+
+def _pair(line: bytes) -> Pair:
+    data = json.loads(line)
+    others = tuple(_arm(other) for other in data["others"])
+    return Pair(data["source"], data["gap"], _arm(data["chosen"]), _arm(data["rejected"]), others)
 
 
 def _arm(data: dict[str, list[float]]) -> Arm:

@@ -48,8 +48,8 @@ from ludus.training.pairs import (
     rollout_files,
     with_others,
     with_reference,
-    write_pairs,
 )
+from ludus.training.records import write_records
 from ludus.training.run import RunFolder
 from ludus.training.scoring import Scorer
 from ludus.training.session import Session
@@ -124,7 +124,7 @@ def open_training(session: Session, folder: RunFolder, pairs: Sequence[Pair] | N
         pairs = gather_pairs(session) if pairs is None else pairs
         if settings.loss != "simpo":
             pairs = with_reference(pairs, Scorer(session.model), settings.microbatch_tokens)
-        write_pairs(file, pairs)
+        write_records(file, pairs)
         log.info("%d pairs written to %s", len(pairs), file)
     steps = num_steps(settings, len(pairs))
     optimiser = Optimiser(

@@ -6,20 +6,20 @@ Attempts of a run are the ids that its engine sampled: nothing is turned into to
 
 from __future__ import annotations
 
-import gzip
 import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ludus.errors import StorageError, UserError
+from ludus.errors import UserError
 from ludus.rewards.base import Reward, success
-from ludus.rollout.store import RolloutRecord, read_rollouts, replaced_file
+from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.data import read_rollout_file
 from ludus.training.pairs import Arm, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
 from ludus.training.preference import check_tokenizer, check_vocabulary
+from ludus.training.records import load_records
 from ludus.training.run import RunFolder
 from ludus.training.session import Session
 from ludus.types import Trajectory
@@ -135,34 +135,9 @@ def action_ends(trajectory: Trajectory) -> tuple[int, ...]:
     return tuple(ends.values())
 
 
-def write_examples(path: Path, examples: Sequence[Example]) -> None:
-    """Write all at once or not at all; equal examples make equal bytes. Raises StorageError."""
-    with (
-        replaced_file(path) as raw,
-        gzip.GzipFile(filename="", mode="wb", compresslevel=6, fileobj=raw, mtime=0) as packed,
-    ):
-        for example in examples:
-            packed.write(json.dumps(asdict(example), allow_nan=False, separators=(",", ":")).encode() + b"\n")
-
-
 def load_examples(path: Path) -> list[Example]:
-    """Read what `write_examples` wrote. Raises StorageError for anything else."""
-    try:
-        with gzip.open(path, "rb") as lines:
-            return [
-                Example(
-                    data["source"],
-                    data["prompt_length"],
-                    tuple(
-                        Judged(tuple(arm["tokens"]), tuple(arm["at"]), tuple(arm["targets"]))
-                        for arm in data["arms"]
-                    ),
-                    data["held_out"],
-                )
-                for data in map(json.loads, lines)
-            ]
-    except (OSError, EOFError, ValueError, KeyError, TypeError) as error:
-        raise StorageError(f"{path} cannot be read: {error}.", "Start a new run.") from error
+    """The examples of a run folder. Raises StorageError for what is no such file."""
+    return load_records(path, _example)
 
 
 def _rollouts(files: Sequence[Path], data: str | None, limit: int) -> list[tuple[str, RolloutRecord]]:
@@ -175,6 +150,12 @@ def _rollouts(files: Sequence[Path], data: str | None, limit: int) -> list[tuple
             for record in read_rollouts(file)
         ]
     return [(name, record) for name, record in named if is_usable(record, limit)]
+
+
+def _example(line: bytes) -> Example:
+    data = json.loads(line)
+    arms = (Judged(tuple(arm["tokens"]), tuple(arm["at"]), tuple(arm["targets"])) for arm in data["arms"])
+    return Example(data["source"], data["prompt_length"], tuple(arms), data["held_out"])
 
 
 def _of_pair(source: str, chosen: Arm, rejected: Arm) -> Example:

@@ -33,13 +33,13 @@ from ludus.training.checkpoint import (
 from ludus.training.head_model import HeadModel
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.preference import batch_of_step, num_steps
+from ludus.training.records import write_records
 from ludus.training.reward_data import (
     EXAMPLES_FILE,
     Example,
     Judged,
     gather_examples,
     load_examples,
-    write_examples,
 )
 from ludus.training.run import RunFolder
 from ludus.training.session import Session
@@ -146,7 +146,7 @@ def open_training(session: Session, folder: RunFolder, examples: Sequence[Exampl
         examples = load_examples(file)
     else:
         examples = gather_examples(session) if examples is None else examples
-        write_examples(file, examples)
+        write_records(file, examples)
         log.info("%d examples written to %s", len(examples), file)
     model = make_reward_model(session)
     steps = num_steps(settings, num_training(examples))

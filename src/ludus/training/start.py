@@ -14,14 +14,13 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ludus.algorithms.algorithm import TEACHER_LOSSES, Algorithm
+from ludus.algorithms.combinations import check_observations
 from ludus.algorithms.kl_run import KlControl, control_of
 from ludus.algorithms.resolve import resolve
-from ludus.algorithms.terms import coefficient
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
-from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.setup import sampling_params
@@ -92,12 +91,7 @@ def check(config: Config, world: World) -> None:
     check_teacher(config, algorithm)
     check_experts(config, algorithm, world)
     check_old_logprobs(config, algorithm)
-    if coefficient(algorithm, "echo") > 0 and not config.training.mask_observations:
-        raise ConfigError(
-            "training.mask_observations = false trains observations already, and so does"
-            " algorithm.options.terms.echo.",
-            "Leave one of them out.",
-        )
+    check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
     check_evaluation(config, world)
     task_order(config, world)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,8 +15,8 @@ from ludus.envs.search.facts import Facts, load_facts
 from ludus.envs.search.questions import SPLITS, WEIGHTS, Question, all_questions, sample_questions
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
-from ludus.errors import UserError
 from ludus.rewards.answers import Answers, exact_match, token_f1, well_formed
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
@@ -45,14 +44,6 @@ class SearchSettings(BaseModel):
     """Of an episode that ends with an answer and has no failed call; a right answer weighs 1."""
     seed: int = 0
     """Of the choice and order of the tasks."""
-
-
-@dataclass(frozen=True, slots=True)
-class Dialogue:
-    """A demonstration: messages, and the tools that its prompt offers."""
-
-    messages: tuple[Message, ...]
-    tools: tuple[Tool, ...]
 
 
 @dataclass(frozen=True)
@@ -91,12 +82,7 @@ class SearchWorld:
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split, families mixed by their weights, in a fixed order."""
-        if split not in SIZES:
-            near = difflib.get_close_matches(split, SPLITS, n=1)
-            guess = f"Did you mean {near[0]!r}? " if near else ""
-            raise UserError(
-                f"The search world has no split {split!r}.", f"{guess}Splits: {', '.join(SPLITS)}."
-            )
+        check_split(split, self.splits, self.name)
         if split not in self._tasks:
             chosen = _questions(split, self.settings.seed)
             self._tasks[split] = tuple(self._task(question, split) for question in chosen)
