@@ -106,6 +106,23 @@ async def tempered_log_probabilities_are_right_or_refused(case):
         )
 
 
+async def alternatives_are_the_likeliest_of_a_plain_forward(case):
+    for temperature in (0.0, 1.0):
+        prompt = case.prompt(9)
+        done = await case.ask(prompt, max_new_tokens=10, temperature=temperature, seed=2, top_logprobs=5)
+        expected = case.logits([*prompt, *done.tokens])[len(prompt) - 1 : -1].log_softmax(-1)
+        assert len(done.top_logprobs) == 10
+        for row, found, token, own in zip(
+            expected, done.top_logprobs, done.tokens, done.logprobs, strict=True
+        ):
+            values = torch.tensor([logprob for _, logprob in found]).double()
+            assert float((values - row.topk(5).values).abs().max()) < LOGPROB_TOLERANCE
+            assert float((values - row[[other for other, _ in found]]).abs().max()) < LOGPROB_TOLERANCE
+            assert dict(found).get(token, own) == own
+    with pytest.raises(EngineError, match="top_logprobs is 21"):
+        await case.ask(prompt, max_new_tokens=1, top_logprobs=21)
+
+
 async def narrow_sampling_is_greedy(case):
     prompt = case.prompt(4)
     for params in ({"top_k": 1}, {"top_p": 1e-6}):
@@ -256,6 +273,7 @@ CHECKS = (
     greedy_tokens_are_those_of_a_plain_forward,
     log_probabilities_are_those_of_a_plain_forward,
     tempered_log_probabilities_are_right_or_refused,
+    alternatives_are_the_likeliest_of_a_plain_forward,
     narrow_sampling_is_greedy,
     a_history_that_grows_keeps_its_log_probabilities,
     a_stop_token_ends_the_action_and_belongs_to_it,

@@ -356,6 +356,47 @@ def test_log_probabilities_of_another_distribution_are_refused(mode, params, is_
             assert len(ask(engine, "e", **params)) == 1
 
 
+class Talkative(Fake):
+    """Gives `row` for the alternatives of each token but the first `silent`."""
+
+    def __init__(self, row, silent=0):
+        super().__init__()
+        self.row, self.silent = row, silent
+
+    def complete(self, body):
+        answer = super().complete(body)
+        num = body["max_tokens"]
+        answer["choices"][0]["logprobs"]["top_logprobs"] = [None] * self.silent + [self.row] * (
+            num - self.silent
+        )
+        return answer
+
+
+def test_alternatives_are_asked_for_by_token_id_and_ranked():
+    fake = Talkative({"token_id:7": -2.0, "token_id:3": -0.5, "token_id:9": -1.0, "token_id:1": -0.5})
+    with serving(fake) as engine:
+        (done,) = ask(engine, "e", top_logprobs=3, max_new_tokens=2)
+        (plain,) = ask(engine, "e", max_new_tokens=2)
+    assert done.top_logprobs == (((1, -0.5), (3, -0.5), (9, -1.0)),) * 2
+    assert plain.top_logprobs == ()
+    asked, silent = (body for path, body in fake.asked if path == "/v1/completions")
+    assert (asked["logprobs"], asked["return_tokens_as_token_ids"]) == (3, True)
+    assert (silent["logprobs"], silent.get("return_tokens_as_token_ids")) == (0, None)
+
+
+@pytest.mark.parametrize(
+    ("fake", "words"),
+    [
+        (Talkative({"token_id:7": -2.0}, silent=1), "gave alternatives for 2 of 3 tokens"),
+        (Fake(), "gave alternatives for 0 of 3 tokens"),
+        (Talkative({"7": -2.0}), "names alternatives by their text"),
+    ],
+)
+def test_a_server_without_alternatives_is_named(fake, words):
+    with serving(fake) as engine, pytest.raises(EngineError, match=words):
+        ask(engine, "e", top_logprobs=1)
+
+
 def test_addresses_are_checked_before_anything_runs():
     with pytest.raises(EngineError, match="cannot be reached") as info:
         ServerEngine(["http://127.0.0.1:9"])
@@ -373,6 +414,7 @@ def test_sglang_is_asked_in_its_own_words():
             logprobs = [[-1.0, 7, None]] * 3
             meta = {"finish_reason": {"type": "length"}, "output_token_logprobs": logprobs}
             meta["input_token_logprobs"] = [[None, 1, None], [-0.5, 2, None]]
+            meta["output_top_logprobs"] = [[[-0.5, 3, None], [-1.0, 7, None]]] * 3
             return 200, {
                 "/v1/models": {"data": [{"id": "m", "max_model_len": CONTEXT}]},
                 "/generate": {"output_ids": [7, 7, 7], "meta_info": meta},
@@ -384,7 +426,8 @@ def test_sglang_is_asked_in_its_own_words():
 
     async def run(engine):
         await engine.load_weights(1, WEIGHTS)
-        done = await engine.generate(Request("e", (1, 2), SamplingParams(max_new_tokens=3, seed=4)))
+        params = SamplingParams(max_new_tokens=3, seed=4, top_logprobs=2)
+        done = await engine.generate(Request("e", (1, 2), params))
         assert await engine.score((1, 2)) == [0.0, -0.5]
         fake.label = "full"
         with pytest.raises(EngineError, match="disk on fire"):
@@ -395,5 +438,7 @@ def test_sglang_is_asked_in_its_own_words():
     with serving(fake):
         done = asyncio.run(run(ServerEngine([fake.url], "sglang", QUICK)))
     assert (done.tokens, done.logprobs, done.finish_reason) == ((7, 7, 7), (-1.0,) * 3, "length")
+    assert done.top_logprobs == (((3, -0.5), (7, -1.0)),) * 3
+    assert [body.get("top_logprobs_num") for path, body in fake.asked if path == "/generate"] == [2, None]
     sampling = dict(fake.asked)["/generate"]
     assert sampling["return_logprob"] is True

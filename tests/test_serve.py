@@ -128,6 +128,89 @@ def test_echo_scores_the_prompt_and_samples_nothing(server):
     assert len(both["logprobs"]["token_logprobs"]) == len(TOKENS) + 2
 
 
+@pytest.fixture(scope="module")
+def reference():
+    model = load_model(str(COLD_START))
+
+    @torch.no_grad()
+    def logprobs(tokens, temperature=1.0):
+        return (model(torch.tensor([tokens])).logits[0].double() / temperature).log_softmax(-1)
+
+    return logprobs
+
+
+@pytest.mark.parametrize("temperature", [0, 0.7])
+def test_completions_come_with_their_alternatives(server, tokenizer, reference, temperature):
+    asked = {"temperature": temperature, "seed": 3, "max_tokens": 12, "return_token_ids": True, "logprobs": 4}
+    named = complete(server, return_tokens_as_token_ids=True, **asked)["choices"][0]
+    expected = reference(TOKENS + named["token_ids"], temperature or 1.0)[len(TOKENS) - 1 : -1]
+    given = named["logprobs"]
+    assert given["tokens"] == [f"token_id:{token}" for token in named["token_ids"]]
+    for row, top, name, own in zip(
+        expected, given["top_logprobs"], given["tokens"], given["token_logprobs"], strict=True
+    ):
+        best = row.topk(4)
+        likeliest = {f"token_id:{token}" for token in best.indices.tolist()}
+        assert set(top) == likeliest | {name}
+        assert top[name] == own
+        assert list(top.values())[:4] == pytest.approx(best.values.tolist(), abs=1e-4)
+        assert temperature or own == max(top.values())
+    by_text = complete(server, **asked)["choices"][0]["logprobs"]
+    for top, ids in zip(by_text["top_logprobs"], given["top_logprobs"], strict=True):
+        texts = [tokenizer.decode([int(name.removeprefix("token_id:"))]) for name in ids]
+        assert list(top) == list(dict.fromkeys(texts))
+        assert max(top.values()) == max(ids.values())
+    assert by_text["token_logprobs"] == given["token_logprobs"]
+    assert by_text["text_offset"] == given["text_offset"]
+
+
+def test_an_echoed_prompt_has_alternatives_too(server, reference):
+    """As harnesses ask for it that score the answers of multiple choice."""
+    asked = {"max_tokens": 1, "echo": True, "logprobs": 1, "prompt_logprobs": 3}
+    choice = complete(server, return_tokens_as_token_ids=True, return_token_ids=True, **asked)["choices"][0]
+    expected = reference(TOKENS)
+    given = choice["logprobs"]
+    assert given["tokens"] == [f"token_id:{token}" for token in TOKENS + choice["token_ids"]]
+    assert given["top_logprobs"][0] is given["token_logprobs"][0] is choice["prompt_logprobs"][0] is None
+    for row, top, own, token in zip(
+        expected, given["top_logprobs"][1:], given["token_logprobs"][1:], TOKENS[1:], strict=False
+    ):
+        assert set(top) == {f"token_id:{int(row.argmax())}", f"token_id:{token}"}
+        assert top[f"token_id:{token}"] == own
+        assert max(top.values()) == pytest.approx(float(row.max()), abs=1e-4)
+    for row, found, token in zip(expected, choice["prompt_logprobs"][1:], TOKENS[1:], strict=False):
+        best = row.topk(3).indices.tolist()
+        assert [found[str(t)]["rank"] for t in best] == [1, 2, 3]
+        assert set(found) == {str(t) for t in [*best, token]}
+    last = len(TOKENS)
+    assert given["token_logprobs"][last] == max(given["top_logprobs"][last].values())
+
+
+def test_chats_come_with_their_alternatives_streamed_or_whole(server, tokenizer, reference):
+    asked = {"messages": QUESTION, "temperature": 0.8, "seed": 5, "max_tokens": 8, "return_token_ids": True}
+    asked |= {"logprobs": True, "top_logprobs": 5}
+    answer = post(server, "/v1/chat/completions", **asked)
+    (choice,) = answer["choices"]
+    whole = choice["logprobs"]["content"]
+    prompt, tokens = answer["prompt_token_ids"], choice["token_ids"]
+    expected = reference(prompt + tokens, 0.8)[len(prompt) - 1 : -1]
+    for row, entry, token in zip(expected, whole, tokens, strict=True):
+        best = row.topk(5)
+        assert [one["logprob"] for one in entry["top_logprobs"]] == pytest.approx(
+            best.values.tolist(), abs=1e-4
+        )
+        words = [tokenizer.decode([token]) for token in best.indices.tolist()]
+        assert [one["token"] for one in entry["top_logprobs"]] == words
+        assert [bytes(one["bytes"]).decode() for one in entry["top_logprobs"]] == words
+        assert entry["token"] == tokenizer.decode([token])
+        assert entry["logprob"] == pytest.approx(float(row[token]), abs=1e-4)
+    pieces = events(server, "/v1/chat/completions", **asked)
+    given = [p["choices"][0]["logprobs"] for p in pieces if p["choices"][0]["logprobs"]]
+    assert [entry for part in given for entry in part["content"]] == whole
+    silent = post(server, "/v1/chat/completions", **(asked | {"top_logprobs": 0}))["choices"][0]["logprobs"]
+    assert [entry["top_logprobs"] for entry in silent["content"]] == [[]] * len(tokens)
+
+
 def test_a_stop_string_is_cut_from_the_text_and_never_from_the_tokens(server, tokenizer):
     free = complete(server, max_tokens=30, return_token_ids=True)["choices"][0]
     stop = free["text"][8:11]
@@ -157,7 +240,7 @@ def test_the_end_of_the_text_ends_it_unless_ignored(server, tokenizer):
 @pytest.mark.parametrize("stop", [None, ["E"], ["  "]])
 def test_a_stream_adds_up_to_the_whole(server, stop):
     asked = {"prompt": TOKENS, "max_tokens": 60, "temperature": 1.0, "seed": 5, "n": 2, "stop": stop}
-    asked |= {"return_token_ids": True, "logprobs": 0, "ignore_eos": True}
+    asked |= {"return_token_ids": True, "logprobs": 2, "ignore_eos": True}
     whole = complete(server, **asked)
     pieces = events(server, "/v1/completions", stream_options={"include_usage": True}, **asked)
     assert pieces[-1]["usage"] == whole["usage"]
@@ -167,6 +250,8 @@ def test_a_stream_adds_up_to_the_whole(server, stop):
         assert [token for piece in own for token in piece["token_ids"]] == choice["token_ids"]
         logprobs = [x for piece in own for x in piece["logprobs"]["token_logprobs"]]
         assert logprobs == choice["logprobs"]["token_logprobs"]
+        top = [row for piece in own for row in piece["logprobs"]["top_logprobs"]]
+        assert top == choice["logprobs"]["top_logprobs"]
         assert [piece["finish_reason"] for piece in own] == [None] * (len(own) - 1) + [
             choice["finish_reason"]
         ]
@@ -225,7 +310,21 @@ def test_tool_calls_are_parsed_and_their_results_go_back(server, tokenizer):
         ("completions", 400, {"prompt": "x", "temperature": -1}, "temperature"),
         ("completions", 400, {"prompt": "x", "top_p": 0}, "top_p"),
         ("completions", 400, {"prompt": "x", "max_tokens": 0}, "samples nothing"),
-        ("completions", 400, {"prompt": "x", "logprobs": 5}, "logprobs"),
+        ("completions", 400, {"prompt": "x", "logprobs": 21}, "logprobs: at most 20 alternatives are served"),
+        (
+            "completions",
+            400,
+            {"prompt": "x", "prompt_logprobs": 50},
+            "at most 20 alternatives are served, 50",
+        ),
+        ("completions", 400, {"prompt": "x", "top_logprobs": 2}, "top_logprobs is not a field"),
+        (
+            "chat/completions",
+            400,
+            {"messages": QUESTION, "logprobs": True, "top_logprobs": 21},
+            "top_logprobs: at most 20 alternatives are served, 21 are asked for",
+        ),
+        ("chat/completions", 400, {"messages": QUESTION, "top_logprobs": 2}, "needs logprobs = true"),
         ("completions", 400, {"prompt": "x", "n": 0}, "n"),
         (
             "completions",

@@ -161,6 +161,13 @@ class Guide:
     text: str
 
 
+MAX_TOP_LOGPROBS = 20
+"""The most alternatives to a token that a request may ask for."""
+
+TopLogprobs = tuple[tuple[int, float], ...]
+"""Token ids with their log-probabilities, the likeliest first, the lowest id first among equals."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one action is sampled.
@@ -170,6 +177,7 @@ class SamplingParams:
     the randomness of this request alone: token `t` of the action uses the random number counted by (seed,
     t), whatever else is in the batch. `stop` strings end the action after the token that completes them; no
     token is removed. `guide` allows only tokens that keep to a schema, an expression or a grammar.
+    `top_logprobs` asks for that many of the likeliest tokens at each place, at most `MAX_TOP_LOGPROBS`.
     """
 
     temperature: float = 1.0
@@ -181,6 +189,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
     guide: Guide | None = None
+    top_logprobs: int = 0
 
     @property
     def cuts(self) -> bool:
@@ -195,7 +204,9 @@ class Completion:
 
     `logprobs` are of the plain distribution: tempered (a greedy action's: at temperature 1), over the whole
     vocabulary. `cut_logprobs` are of what was sampled from, after `top_k`, `top_p`, `min_p` and `guide`, and
-    empty for a request that cuts nothing, as the two are then the same.
+    empty for a request that cuts nothing, as the two are then the same. `top_logprobs` has, for each token,
+    the likeliest tokens of the plain distribution at its place, as many as the request asked for (fewer where
+    fewer have a probability); the sampled one may not be among them. It is empty where none were asked for.
     """
 
     tokens: tuple[int, ...]
@@ -203,6 +214,7 @@ class Completion:
     versions: tuple[int, ...]
     finish_reason: FinishReason
     cut_logprobs: tuple[float, ...] = ()
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 SegmentKind = Literal["prompt", "action", "observation"]

@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
-from ludus.types import Completion, SamplingParams
+from ludus.errors import RequestRefused
+from ludus.types import MAX_TOP_LOGPROBS, Completion, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -46,6 +47,12 @@ def copies(request: Request, n: int) -> list[Request]:
         )
         for i in range(1, n)
     ]
+
+
+def check_num_top(num: int) -> None:
+    """Raise RequestRefused for a number of alternatives that no engine gives."""
+    if not 0 <= num <= MAX_TOP_LOGPROBS:
+        raise RequestRefused(f"top_logprobs is {num}; engines give 0 to {MAX_TOP_LOGPROBS} alternatives.")
 
 
 def seed_for(*parts: object) -> int:

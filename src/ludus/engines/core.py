@@ -25,10 +25,10 @@ from ludus.engines.base import EngineStats, Request
 from ludus.engines.forward import ROW_BLOCK, Chunk, RaggedForward
 from ludus.engines.guided import GuideState
 from ludus.engines.pages import PAGE, Match, Node, PageTree
-from ludus.engines.sampling import SamplingRules, sample
+from ludus.engines.sampling import SamplingRules, likeliest, sample
 from ludus.engines.stopping import StopStrings
 from ludus.errors import EngineError
-from ludus.types import Completion, FinishReason
+from ludus.types import Completion, FinishReason, TopLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,6 +55,7 @@ class Sequence:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     cut_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
     finish: FinishReason | None = None
     error: EngineError | None = None
@@ -88,6 +89,7 @@ class Sequence:
             versions=tuple(self.versions),
             finish_reason=self.finish or "abort",
             cut_logprobs=tuple(self.cut_logprobs) if self.request.params.cuts else (),
+            top_logprobs=tuple(self.top_logprobs),
         )
 
     def add(self, token: int, logprob: float, cut_logprob: float, version: int) -> None:
@@ -331,6 +333,9 @@ class EngineCore:
             draw = sample(logits[: len(rows)], self._params.rules(slots), steps, self._allowed(rows))
             if not torch.isfinite(draw.logprobs).all():
                 raise EngineError("The model's logits are not finite.", "Its weights have diverged.")
+            for sequence, top in zip(rows, draw.top, strict=False):  # none at all where no row asks
+                if sequence.request.params.top_logprobs:
+                    sequence.top_logprobs.append(top)
             drawn = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
             for sequence, token, logprob, cut in zip(rows, *drawn, strict=True):
                 version = self.adapter_versions.get(sequence.adapter, self.version)
@@ -338,7 +343,7 @@ class EngineCore:
         at = len(rows)
         for sequence, chunk in plan:
             if sequence.scores is not None:
-                at += self._score(sequence, chunk, logits[at : at + len(chunk.ids)])
+                at += _score(sequence, chunk, logits[at : at + len(chunk.ids)])
         return time.perf_counter() - begin
 
     def _allowed(self, rows: list[Sequence]) -> Tensor | None:
@@ -354,17 +359,6 @@ class EngineCore:
             except EngineError as error:
                 sequence.error, sequence.finish, sequence.guide = error, "abort", None
         return torch.from_numpy(allowed).to(self._forward.device)
-
-    @staticmethod
-    def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:
-        """The log-probabilities of the tokens after each of the chunk's; returns the rows used."""
-        after = sequence.tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.ids)]
-        logits = logits if logits.dtype == torch.float64 else logits.float()
-        logprobs = torch.log_softmax(logits[: len(after)], dim=-1)
-        index = torch.tensor(after, device=logits.device)[:, None]
-        assert sequence.scores is not None
-        sequence.scores.extend(logprobs.gather(1, index)[:, 0].tolist())
-        return len(chunk.ids)
 
     def _finish_ended(self, plan: list[tuple[Sequence, Chunk]]) -> None:
         for sequence, _ in plan:
@@ -481,3 +475,19 @@ def _kept_rows(plan: list[tuple[Sequence, Chunk]]) -> tuple[np.ndarray, list[Seq
             rows.append(sequence)
         at += len(chunk.ids)
     return np.array([*last, *scored], dtype=np.int64), rows
+
+
+def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:
+    """The log-probabilities of the tokens after each of the chunk's; returns the rows used."""
+    after = sequence.tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.ids)]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs = torch.log_softmax(logits[: len(after)], dim=-1)
+    index = torch.tensor(after, device=logits.device)[:, None]
+    assert sequence.scores is not None
+    del sequence.scores[chunk.start + 1 :]  # of older weights, where new ones made it begin again
+    sequence.scores.extend(logprobs.gather(1, index)[:, 0].tolist())
+    num_top = sequence.request.params.top_logprobs
+    if num_top and after:
+        del sequence.top_logprobs[chunk.start :]
+        sequence.top_logprobs.extend(likeliest(logprobs, [num_top] * len(after)))
+    return len(chunk.ids)

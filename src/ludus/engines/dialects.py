@@ -17,13 +17,15 @@ from pydantic import BaseModel, Field
 from ludus.engines.base import Request
 from ludus.engines.transport import Refused, Replica, ask_once
 from ludus.errors import EngineError
-from ludus.types import FinishReason, Guide, SamplingParams
+from ludus.types import FinishReason, Guide, SamplingParams, TopLogprobs
 
 LogprobMode = Literal["exact", "raw", "processed"]
 """What a server's log-probabilities are of: `exact` the tempered distribution before it is cut, always; `raw`
 the model's at temperature 1; `processed` the tempered distribution after it is cut."""
 
 _SEED = (1 << 63) - 1
+_TOKEN_ID = "token_id:"
+"""What vLLM puts before a token id that stands for a token."""
 _NOT_FOUND = 404
 _FORBIDDEN = 403
 
@@ -55,6 +57,7 @@ class Sampled:
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
     spans: tuple[Span, ...] | None
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,6 +150,7 @@ class _Models(BaseModel):
 
 class _Logprobs(BaseModel):
     token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
 
 
 class _Logprob(BaseModel):
@@ -207,9 +211,11 @@ class VllmDialect:
             "request_id": name,
             "prompt": request.token_ids,
             "max_tokens": min(params.max_new_tokens, room),
-            "logprobs": 0,
+            "logprobs": params.top_logprobs,
             "return_token_ids": True,
         }
+        if params.top_logprobs:
+            body["return_tokens_as_token_ids"] = True
         choice = (await replica.post("/v1/completions", body, _Completion, samples=True)).choices[0]
         if choice.token_ids is None or choice.logprobs is None:
             raise EngineError(
@@ -218,11 +224,13 @@ class VllmDialect:
         if choice.prompt_token_ids not in (None, list(request.token_ids)):
             raise EngineError(f"{replica.url} sampled from another prompt than it was sent.")
         spans = choice.weight_versions
+        top = _named_ids(choice.logprobs, replica.url) if params.top_logprobs else []
         return Sampled(
             tuple(choice.token_ids),
             tuple(_finite(choice.logprobs.token_logprobs, len(choice.token_ids), replica.url)),
             _finish(choice.finish_reason, replica.url),
             None if spans is None else tuple(Span(s.version, s.start, s.end) for s in spans),
+            _top(top, params, len(choice.token_ids), replica.url),
         )
 
     async def score(
@@ -318,6 +326,7 @@ class _SglangMeta(BaseModel):
     finish_reason: _SglangFinish | None = None
     output_token_logprobs: list[tuple[float | None, int, str | None]] = []
     input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
 
 
 class _SglangAnswer(BaseModel):
@@ -372,15 +381,18 @@ class SglangDialect:
         } | _sglang_guide(params.guide)
         body: dict[str, object] = {"rid": name, "input_ids": list(request.token_ids)}
         body["sampling_params"] = sampling
-        body |= {"return_logprob": True} | _lora_path(adapter)
+        body |= {"return_logprob": True, "top_logprobs_num": params.top_logprobs} | _lora_path(adapter)
         answer = await replica.post("/generate", body, _SglangAnswer, samples=True)
+        rows = [[(t, lp) for lp, t, _ in row or ()] for row in answer.meta_info.output_top_logprobs or ()]
+        top = _top(rows, params, len(answer.meta_info.output_token_logprobs), replica.url)
         given = answer.meta_info.output_token_logprobs
         tokens = tuple(token for _, token, _ in given)
         if answer.output_ids and tokens != tuple(answer.output_ids):
             raise EngineError(f"{replica.url} gave other token ids than it gave log-probabilities of.")
         finish = answer.meta_info.finish_reason
         logprobs = _finite([logprob for logprob, _, _ in given], len(tokens), replica.url)
-        return Sampled(tokens, tuple(logprobs), _finish(finish.type if finish else None, replica.url), None)
+        reason = _finish(finish.type if finish else None, replica.url)
+        return Sampled(tokens, tuple(logprobs), reason, None, top)
 
     async def score(
         self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
@@ -500,3 +512,23 @@ def _finite(logprobs: Sequence[float | None], num: int, url: str) -> list[float]
     if len(found) != num or len(logprobs) != num:
         raise EngineError(f"{url} gave {len(found)} log-probabilities for {num} tokens.")
     return found
+
+
+def _named_ids(logprobs: _Logprobs, url: str) -> list[list[tuple[int, float]]]:
+    """Alternatives as vLLM names them where it is asked for `return_tokens_as_token_ids`."""
+    rows = [row or {} for row in logprobs.top_logprobs or ()]
+    if not all(name.startswith(_TOKEN_ID) for row in rows for name in row):
+        raise EngineError(f"{url} names alternatives by their text, not as {_TOKEN_ID}N.")
+    return [[(int(name.removeprefix(_TOKEN_ID)), lp) for name, lp in row.items()] for row in rows]
+
+
+def _top(
+    rows: Sequence[Sequence[tuple[int, float]]], params: SamplingParams, num: int, url: str
+) -> tuple[TopLogprobs, ...]:
+    """As many of the likeliest as were asked for; servers add the sampled token to them."""
+    if not params.top_logprobs:
+        return ()
+    if len(rows) != num or not all(rows):
+        raise EngineError(f"{url} gave alternatives for {sum(map(bool, rows))} of {num} tokens.")
+    ranked = (sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in rows)
+    return tuple(tuple(row[: params.top_logprobs]) for row in ranked)

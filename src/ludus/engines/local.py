@@ -22,7 +22,7 @@ import torch
 
 from ludus.engines import core
 from ludus.engines.adapters import is_peft
-from ludus.engines.base import BASE, DEFAULT, EngineStats, Request
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top
 from ludus.engines.core import EngineCore
 from ludus.engines.fingerprint import fingerprint_adapted
 from ludus.engines.forward import RaggedForward
@@ -30,7 +30,7 @@ from ludus.engines.guided import GuideCompiler
 from ludus.engines.pages import PAGE, PageTree
 from ludus.engines.worker import Worker
 from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
-from ludus.types import Completion, FinishReason, SamplingParams
+from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -71,6 +71,7 @@ class Piece:
     logprobs: tuple[float, ...]
     versions: tuple[int, ...]
     finish_reason: FinishReason | None
+    top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
 class LocalEngine:
@@ -161,7 +162,7 @@ class LocalEngine:
         try:
             while not done.done():
                 await asyncio.wait({done}, timeout=_PIECE_S)
-                until = len(sequence.versions)  # of a token's three parts the worker adds this one last
+                until = len(sequence.versions)  # of a token's parts the worker adds this one last
                 if until > given and not done.done():
                     yield _piece(sequence, given, until, None)
                     given = until
@@ -231,17 +232,25 @@ class LocalEngine:
 
         Raises `EngineError` if there are none, or more than `context_tokens`.
         """
+        return (await self.score_top(token_ids, 0, adapter=adapter))[0]
+
+    async def score_top(
+        self, token_ids: Sequence[int], num_top: int, *, adapter: str | None = None
+    ) -> tuple[list[float], list[TopLogprobs]]:
+        """What `score` gives, and the `num_top` likeliest tokens at the place of each; none for the first."""
+        check_num_top(num_top)
         self._check_adapter(adapter)
         if not 0 < len(token_ids) <= self.context_tokens:
             raise EngineError(
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
                 f"the engine takes 1 to {self.context_tokens}."
             )
-        sequence, future = self._sequence(Request("", tuple(token_ids), SamplingParams(), adapter=adapter))
+        params = SamplingParams(top_logprobs=num_top)
+        sequence, future = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
         sequence.scores = [0.0]
         self._worker.post(partial(self._core.add, sequence))
         await asyncio.wrap_future(future)
-        return sequence.scores
+        return sequence.scores, [(), *(sequence.top_logprobs or [()] * (len(token_ids) - 1))]
 
     async def close(self) -> None:
         """Finish the pass under way, refuse all else, and end the worker."""
@@ -369,6 +378,7 @@ def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
         )
     if request.params.max_new_tokens < 1:
         raise RequestRefused(f"Episode {request.episode} asks for max_new_tokens below 1.")
+    check_num_top(request.params.top_logprobs)
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
         raise RequestRefused(
             f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
@@ -383,4 +393,5 @@ def _piece(sequence: core.Sequence, start: int, end: int, finish: FinishReason |
         logprobs=tuple(sequence.logprobs[start:end]),
         versions=tuple(sequence.versions[start:end]),
         finish_reason=finish,
+        top_logprobs=tuple(sequence.top_logprobs[start:end]),
     )

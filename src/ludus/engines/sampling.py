@@ -5,11 +5,13 @@ what a row draws does not depend on its neighbours, on their number or on its pl
 
 Two log-probabilities are recorded: of the tempered distribution over the whole vocabulary, and of what is
 left of it after guide, top-k, top-p and min-p, from which is sampled. A greedy row (temperature 0) records
-both at temperature 1, with nothing but the guide cut.
+both at temperature 1, with nothing but the guide cut. Rows that ask get the likeliest tokens of the first
+distribution.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from ludus.types import SamplingParams
+from ludus.types import SamplingParams, TopLogprobs
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _MIX_1 = np.uint64(0xBF58476D1CE4E5B9)
@@ -55,7 +57,7 @@ class SamplingRules:
 
     `words` `[B]` uint64; `temperature` `[B, 1]` (1 on greedy rows), `top_k` `[B, 1]` (the vocabulary where
     there is no limit), `top_p` and `min_p` `[B, 1]` float64; `greedy` and `cut`
-    (by any of the three) `[B]` bool.
+    (by any of the three) `[B]` bool; `num_top` how many of the likeliest tokens each row asks for.
     """
 
     words: NDArray[np.uint64]
@@ -69,6 +71,8 @@ class SamplingRules:
     any_greedy: bool
     any_cut: bool
     any_tempered: bool
+    num_top: tuple[int, ...]
+    any_top: bool
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], vocab_size: int, device: torch.device) -> SamplingRules:
@@ -90,6 +94,8 @@ class SamplingRules:
             any_greedy=any(greedy),
             any_cut=any(cut),
             any_tempered=any(p.temperature not in (0, 1) for p in params),
+            num_top=tuple(p.top_logprobs for p in params),
+            any_top=any(p.top_logprobs for p in params),
         )
 
     def select(self, rows: Sequence[int]) -> SamplingRules:
@@ -107,16 +113,22 @@ class SamplingRules:
             any_greedy=self.any_greedy,
             any_cut=self.any_cut,
             any_tempered=self.any_tempered,
+            num_top=tuple(self.num_top[row] for row in rows),
+            any_top=any(self.num_top[row] for row in rows),
         )
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """Token ids `[B]` int64, and their log-probabilities `[B]` in the plain and in the cut distribution."""
+    """Token ids `[B]` int64, and their log-probabilities `[B]` in the plain and in the cut distribution.
+
+    `top` has what `likeliest` gives of the plain distribution; it is empty where no row asks.
+    """
 
     tokens: Tensor
     logprobs: Tensor
     cut_logprobs: Tensor
+    top: Sequence[TopLogprobs] = ()
 
 
 def sample(
@@ -130,11 +142,12 @@ def sample(
     logits = logits if logits.dtype == torch.float64 else logits.float()
     tempered = logits / rules.temperature.to(logits.dtype) if rules.any_tempered else logits
     logprobs = torch.log_softmax(tempered, dim=-1)
+    top = likeliest(logprobs, rules.num_top) if rules.any_top else ()
     best = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     if rules.all_greedy and allowed is None:
         tokens = best.argmax(dim=-1)
         plain = _at(logprobs, tokens)
-        return Draw(tokens, plain, plain)
+        return Draw(tokens, plain, plain, top)
     probs = logprobs.exp()
     if allowed is not None:
         probs = probs.masked_fill(~allowed, 0.0)
@@ -145,10 +158,33 @@ def sample(
         tokens = torch.where(rules.greedy, best.argmax(dim=-1), tokens)
     plain = _at(logprobs, tokens)
     if allowed is None and not rules.any_cut:
-        return Draw(tokens, plain, plain)
+        return Draw(tokens, plain, plain, top)
     share = _at(probs, tokens).double() / total
     changed = rules.cut if allowed is None else rules.cut | ~allowed.all(dim=-1)
-    return Draw(tokens, plain, torch.where(changed, share.log().to(plain.dtype), plain))
+    return Draw(tokens, plain, torch.where(changed, share.log().to(plain.dtype), plain), top)
+
+
+def likeliest(logprobs: Tensor, nums: Sequence[int]) -> list[TopLogprobs]:
+    """The `nums[b]` likeliest tokens of each row of `logprobs` `[B, V]`; one at least asks for some.
+
+    Tokens without probability are left out. What a row gets depends on nothing but the row.
+    """
+    asking = [row for row, num in enumerate(nums) if num > 0]
+    rows = logprobs if len(asking) == len(nums) else logprobs[asking]
+    most = min(max(nums), rows.shape[1])
+    values, tokens = rows.topk(most, dim=-1)
+    # Of equals at the end `topk` takes any: take all of them, and then the lowest ids.
+    num_tied = int((rows >= values[:, -1:]).sum(-1).max())
+    if num_tied > most:
+        values, tokens = rows.topk(num_tied, dim=-1)
+    tokens, order = tokens.sort(dim=-1)
+    values, by_value = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
+    tokens = tokens.gather(1, by_value)[:, :most]
+    found: list[TopLogprobs] = [()] * len(nums)
+    for row, ids, given in zip(asking, tokens.tolist(), values[:, :most].tolist(), strict=True):
+        pairs = zip(ids[: nums[row]], given[: nums[row]], strict=True)
+        found[row] = tuple((token, logprob) for token, logprob in pairs if logprob > -math.inf)
+    return found
 
 
 def _at(values: Tensor, tokens: Tensor) -> Tensor:

@@ -34,9 +34,10 @@ class Faults:
 class ScriptedEngine:
     """An `Engine` whose completions are written beforehand.
 
-    A text becomes its tokens and `end_token`, each with log-probability -1; a `Completion` is passed on as
-    it is. Text beyond `max_new_tokens` or the context is cut off, with finish reason `length`. Raises
-    `UserError` where the script has no line for a turn: a mistake in the script is no infrastructure failure.
+    A text becomes its tokens and `end_token`, each with log-probability -1 and no alternative but itself; a
+    `Completion` is passed on as it is. Text beyond `max_new_tokens` or the context is cut off, with finish
+    reason `length`. Raises `UserError` where the script has no line for a turn: a mistake in the script is no
+    infrastructure failure.
 
     `requests`, `released` and `loaded` (versions) record what it was asked, in order.
     """
@@ -145,4 +146,5 @@ class ScriptedEngine:
             logprobs=(_LOGPROB,) * len(kept),
             versions=(self._version,) * len(kept),
             finish_reason="stop" if len(kept) == len(tokens) else "length",
+            top_logprobs=tuple(((t, _LOGPROB),) for t in kept) if request.params.top_logprobs else (),
         )

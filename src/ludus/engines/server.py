@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
-from ludus.engines.base import BASE, DEFAULT, EngineStats, Request
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top
 from ludus.engines.checksums import compare_digests
 from ludus.engines.dialects import (
     Dialect,
@@ -399,6 +399,7 @@ def _check_fits(request: Request, limit: int) -> None:
         )
     if request.params.max_new_tokens < 1:
         raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
+    check_num_top(request.params.top_logprobs)
 
 
 def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
@@ -427,7 +428,13 @@ def _completion(sampled: Sampled, before: int) -> Completion:
     for span in sampled.spans or ():
         version = int(span.version) if span.version.isdecimal() else before
         versions[span.start : span.end] = [version] * (span.end - span.start)
-    return Completion(sampled.tokens, sampled.logprobs, tuple(versions), sampled.finish_reason)
+    return Completion(
+        sampled.tokens,
+        sampled.logprobs,
+        tuple(versions),
+        sampled.finish_reason,
+        top_logprobs=sampled.top_logprobs,
+    )
 
 
 def _labels(sampled: Sampled) -> str:

@@ -21,7 +21,7 @@ class Usage(BaseModel):
 
 
 class TextLogprobs(BaseModel):
-    """Log-probabilities of a completion's tokens. `top_logprobs` holds the sampled token alone."""
+    """Log-probabilities of a completion's tokens. `top_logprobs` has the token too."""
 
     text_offset: list[int]
     token_logprobs: list[float | None]
@@ -30,7 +30,7 @@ class TextLogprobs(BaseModel):
 
 
 class PromptLogprob(BaseModel):
-    """Of one token of the prompt. Its rank is not known."""
+    """Of one token of the prompt, or of an alternative. `rank` (from 1) is known of the likeliest alone."""
 
     logprob: float
     rank: int | None = None
@@ -70,13 +70,18 @@ class TextAnswer(BaseModel):
     usage: Usage | None = None
 
 
-class ChatLogprob(BaseModel):
-    """Of one sampled token; alternatives are not served."""
+class ChatAlternative(BaseModel):
+    """One token that could have stood at a place. `bytes` are those of its text."""
 
     token: str
     logprob: float
     bytes: list[int]
-    top_logprobs: list[str] = []
+
+
+class ChatLogprob(ChatAlternative):
+    """Of one sampled token, and of the likeliest at its place."""
+
+    top_logprobs: list[ChatAlternative]
 
 
 class ChatLogprobs(BaseModel):

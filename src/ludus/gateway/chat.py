@@ -7,7 +7,7 @@ comes in one piece at the end.
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 
 from ludus.chat.render import TemplateRenderer
@@ -19,17 +19,16 @@ from ludus.gateway.answers import (
     ChatAnswer,
     ChatChoice,
     ChatDelta,
-    ChatLogprob,
-    ChatLogprobs,
     ChatPiece,
     ChatPieceChoice,
     ChatReply,
     Usage,
 )
-from ludus.gateway.completions import version_spans
+from ludus.gateway.completions import token_names, version_spans
+from ludus.gateway.logprobs import Scored, chat_logprobs
 from ludus.gateway.requests import BadRequest, ChatRequest
 from ludus.gateway.service import Service, choices
-from ludus.gateway.text import GrowingText, TextRules, token_texts
+from ludus.gateway.text import GrowingText, TextRules
 from ludus.tools.described import described_tool
 from ludus.types import Action, Completion, FinishReason, MessageToolCall, SamplingParams
 
@@ -69,6 +68,7 @@ async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIter
     asked, renderer = _asked(service, request), _renderer(service)
     rules = TextRules(service.model.tokenizer, request.stops, keep_stop=True)
     texts = [GrowingText(rules, plain_only=True) for _ in range(request.n)]
+    names = token_names(service, request)
     head = ChatDelta(role="assistant", content="")
     opening = [ChatPieceChoice(index=i, delta=head) for i in range(request.n)]
     ids = list(asked.prompt) if request.return_token_ids else None
@@ -84,7 +84,8 @@ async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIter
                 choice.delta = _rest(action, texts[i].shown, new)
                 choice.finish_reason = _finish(action, piece.finish_reason)
             if request.logprobs:
-                choice.logprobs = _logprobs(service, piece.tokens, piece.logprobs)
+                scored = Scored(piece.tokens, piece.logprobs, piece.top_logprobs)
+                choice.logprobs = chat_logprobs(names, scored)
             if request.return_token_ids:
                 choice.token_ids = list(piece.tokens)
             yield ChatPiece(id=name, model=served, choices=[choice])
@@ -114,7 +115,8 @@ def _asked(service: Service, request: ChatRequest) -> _Asked:
     wanted = request.max_completion_tokens or request.max_tokens or room
     ends = tuple(dict.fromkeys([*renderer.stop_token_ids, *service.model.end_ids]))
     turn = sum(message["role"] == "assistant" for message in messages)
-    return _Asked(prompt, request.params(min(wanted, room), ends), ends, turn)
+    params = request.params(min(wanted, room), ends, request.top_logprobs or 0)
+    return _Asked(prompt, params, ends, turn)
 
 
 def _choice(
@@ -128,7 +130,8 @@ def _choice(
         stop_reason=rules.stop_reason(done, asked.params, asked.ends),
     )
     if request.logprobs:
-        choice.logprobs = _logprobs(service, done.tokens, done.logprobs)
+        scored = Scored(done.tokens, done.logprobs, done.top_logprobs)
+        choice.logprobs = chat_logprobs(token_names(service, request), scored)
     if request.return_token_ids:
         choice.token_ids = list(done.tokens)
         choice.weight_versions = version_spans(done.versions)
@@ -166,13 +169,3 @@ def _rest(action: Action, shown: str, new: str) -> ChatDelta:
 
 def _finish(action: Action, finish: FinishReason) -> str:
     return "tool_calls" if action.calls and finish == "stop" else finish
-
-
-def _logprobs(service: Service, tokens: Sequence[int], logprobs: Sequence[float]) -> ChatLogprobs:
-    words = token_texts(service.model.tokenizer, tokens)
-    return ChatLogprobs(
-        content=[
-            ChatLogprob(token=word, logprob=logprob, bytes=list(word.encode()))
-            for word, logprob in zip(words, logprobs, strict=True)
-        ]
-    )

@@ -6,15 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from ludus.gateway.answers import (
-    PromptLogprob,
-    TextAnswer,
-    TextChoice,
-    TextLogprobs,
-    Usage,
-    VersionSpan,
-)
-from ludus.gateway.requests import CompletionRequest
+from ludus.gateway.answers import TextAnswer, TextChoice, Usage, VersionSpan
+from ludus.gateway.logprobs import Scored, TokenNames, prompt_logprobs, text_logprobs
+from ludus.gateway.requests import CompletionRequest, Sampling
 from ludus.gateway.service import Service, choices
 from ludus.gateway.text import GrowingText, TextRules, token_texts
 from ludus.types import Completion, SamplingParams
@@ -26,7 +20,7 @@ class _Asked:
 
     prompt: tuple[int, ...]
     params: SamplingParams
-    scores: tuple[float, ...] | None = None
+    scores: Scored | None = None
 
 
 async def complete(service: Service, name: str, request: CompletionRequest) -> TextAnswer:
@@ -58,13 +52,15 @@ async def stream(service: Service, name: str, request: CompletionRequest) -> Asy
     asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
     rules = text_rules(service, request)
     texts = [GrowingText(rules) for _ in asked]
+    names = token_names(service, request)
     served = request.model or service.model.name
     with service.under(request.model) as adapter:
         async for i, piece in service.stream(name, asked, adapter):
             offset, first = len(texts[i].shown), not texts[i].tokens
             choice = TextChoice(index=i, text=texts[i].add(piece.tokens, piece.finish_reason))
             if request.logprobs is not None:
-                choice.logprobs = _logprobs(service, piece.tokens, piece.logprobs, offset)
+                scored = Scored(piece.tokens, piece.logprobs, piece.top_logprobs)
+                choice.logprobs = text_logprobs(names, scored, offset)
             if request.return_token_ids:
                 choice.token_ids = list(piece.tokens)
                 choice.prompt_token_ids = list(asked[i][0]) if first else None
@@ -83,6 +79,11 @@ def text_rules(service: Service, request: CompletionRequest) -> TextRules:
         keep_stop=request.include_stop_str_in_output,
         skip_special=request.skip_special_tokens,
     )
+
+
+def token_names(service: Service, request: Sampling) -> TokenNames:
+    """What the request wants tokens to be called."""
+    return TokenNames(service.model.tokenizer, bool(request.return_tokens_as_token_ids))
 
 
 def version_spans(versions: Sequence[int]) -> list[VersionSpan]:
@@ -105,16 +106,18 @@ def _prompts(service: Service, request: CompletionRequest) -> list[tuple[int, ..
 def _params(service: Service, request: CompletionRequest, ids: Sequence[int]) -> SamplingParams:
     room = service.engine.context_tokens - len(ids)
     wanted = room if request.max_tokens is None else min(request.max_tokens, room)
-    return request.params(wanted, service.model.end_ids)
+    return request.params(wanted, service.model.end_ids, request.logprobs or 0)
 
 
 async def _scores(
     service: Service, request: CompletionRequest, ids: tuple[int, ...], adapter: str | None
-) -> tuple[float, ...] | None:
+) -> Scored | None:
     """The log-probabilities of the prompt, where the request asks for them."""
-    if request.prompt_logprobs is None and not (request.echo and request.logprobs is not None):
+    num = request.num_prompt_top
+    if num is None:
         return None
-    return tuple(await service.engine.score(ids, adapter=adapter))
+    scores, top = await service.engine.score_top(ids, num, adapter=adapter)
+    return Scored(ids, [None, *scores[1:]], top)
 
 
 def _choice(
@@ -131,28 +134,14 @@ def _choice(
     if done.tokens:
         before = TextRules(tokenizer, skip_special=request.skip_special_tokens).text(echoed, "length")
         choice.text = before + rules.text(done.tokens, done.finish_reason)
+    names = token_names(service, request)
     if request.logprobs is not None:
-        scores = [None, *(asked.scores or ())[1:]] if echoed else []
-        choice.logprobs = _logprobs(service, [*echoed, *done.tokens], [*scores, *done.logprobs], 0)
+        own = Scored(done.tokens, done.logprobs, done.top_logprobs)
+        echo = asked.scores.cut(request.logprobs) if echoed and asked.scores is not None else Scored()
+        choice.logprobs = text_logprobs(names, echo.then(own), 0)
     if request.return_token_ids:
         choice.token_ids, choice.prompt_token_ids = list(done.tokens), list(asked.prompt)
         choice.weight_versions = version_spans(done.versions)
     if request.prompt_logprobs is not None and asked.scores is not None:
-        words = token_texts(tokenizer, asked.prompt)
-        rows = zip(asked.prompt, asked.scores, words, strict=True)
-        given = [{token: PromptLogprob(logprob=lp, decoded_token=word)} for token, lp, word in rows]
-        choice.prompt_logprobs = [None, *given[1:]]
+        choice.prompt_logprobs = prompt_logprobs(names, asked.scores.cut(request.prompt_logprobs))
     return choice
-
-
-def _logprobs(
-    service: Service, tokens: Sequence[int], logprobs: Sequence[float | None], offset: int
-) -> TextLogprobs:
-    words = token_texts(service.model.tokenizer, tokens)
-    ends = list(accumulate(map(len, words), initial=offset))
-    return TextLogprobs(
-        text_offset=ends[:-1],
-        token_logprobs=list(logprobs),
-        tokens=words,
-        top_logprobs=[None if lp is None else {w: lp} for w, lp in zip(words, logprobs, strict=True)],
-    )

@@ -11,10 +11,10 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from ludus.tools.base import FunctionSchema, ToolSchema
-from ludus.types import Guide, Message, MessageToolCall, SamplingParams
+from ludus.types import MAX_TOP_LOGPROBS, Guide, Message, MessageToolCall, SamplingParams
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
@@ -29,7 +29,6 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "bad_words": ([],),
     "truncate_prompt_tokens": (),
     "parallel_tool_calls": (True,),
-    "top_logprobs": (0,),
     "modalities": (["text"],),
     "length_penalty": (1,),
     "spaces_between_special_tokens": (True,),
@@ -90,6 +89,16 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, JsonValue] | None = None
 
 
+def _few_enough(num: int) -> int:
+    if num > MAX_TOP_LOGPROBS:
+        raise ValueError(f"at most {MAX_TOP_LOGPROBS} alternatives are served, {num} are asked for")
+    return num
+
+
+NumTop = Annotated[int, Field(ge=0), AfterValidator(_few_enough)]
+"""How many of the likeliest tokens are asked for at each place."""
+
+
 class Sampling(BaseModel):
     """What both kinds of request share. `seed` None draws one."""
 
@@ -111,7 +120,7 @@ class Sampling(BaseModel):
     ignore_eos: bool = False
     skip_special_tokens: bool = True
     return_token_ids: bool | None = False
-    prompt_logprobs: int | None = Field(None, ge=0, le=0)
+    return_tokens_as_token_ids: bool | None = False
     stream: bool | None = False
     stream_options: StreamOptions | None = None
 
@@ -145,7 +154,7 @@ class Sampling(BaseModel):
         """The stop strings."""
         return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
 
-    def params(self, max_new_tokens: int, end_ids: tuple[int, ...]) -> SamplingParams:
+    def params(self, max_new_tokens: int, end_ids: tuple[int, ...], num_top: int) -> SamplingParams:
         """The parameters of the first choice; `end_ids` end the text unless the end is to be ignored."""
         ends = () if self.ignore_eos else end_ids
         return SamplingParams(
@@ -158,6 +167,7 @@ class Sampling(BaseModel):
             stop_token_ids=tuple(dict.fromkeys([*(self.stop_token_ids or ()), *ends])),
             seed=secrets.randbits(63) if self.seed is None else self.seed,
             guide=self.guide,
+            top_logprobs=num_top,
         )
 
 
@@ -166,7 +176,8 @@ class CompletionRequest(Sampling):
 
     prompt: str | TokenIds | list[str] | list[TokenIds]
     max_tokens: int | None = Field(16, ge=0)
-    logprobs: int | None = Field(None, ge=0, le=1)
+    logprobs: NumTop | None = None
+    prompt_logprobs: NumTop | None = None
     echo: bool | None = False
     add_special_tokens: bool = True
 
@@ -177,6 +188,13 @@ class CompletionRequest(Sampling):
         if self.stream and (self.echo or self.prompt_logprobs is not None):
             raise ValueError("echo and prompt_logprobs are not served with stream")
         return self
+
+    @property
+    def num_prompt_top(self) -> int | None:
+        """How many alternatives to each token of the prompt are asked for; None: not even its own score."""
+        echoed = self.logprobs if self.echo else None
+        given = [num for num in (self.prompt_logprobs, echoed) if num is not None]
+        return max(given, default=None)
 
     @property
     def prompts(self) -> list[str | TokenIds]:
@@ -264,6 +282,13 @@ class ChatRequest(Sampling):
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = False
+    top_logprobs: NumTop | None = None
+
+    @model_validator(mode="after")
+    def _alternatives_to_something(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs = true")
+        return self
 
 
 def read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
