@@ -207,6 +207,11 @@ PUBLISHED: Mapping[str, Published] = {
 }
 
 
+def training_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
+    """The parts that train: those of the preset, or else a world's `own`."""
+    return own if preset is None else PUBLISHED[preset].parts()
+
+
 def _match(task: Task, trajectory: Trajectory) -> CallMatch:
     return match_calls(truth_of(task, ExpectedCalls).calls, calls_made(trajectory))
 
