@@ -11,10 +11,12 @@ from ludus.rewards.choices import multiple_choice
 from ludus.rewards.evidence import final_answer, last_output
 from ludus.rewards.maths import mathematics
 from ludus.rewards.numbers import number_close
+from ludus.rewards.patches import Patch, patch_similarity
 from ludus.rewards.rows import Rows, rows_match, same_rows
 from ludus.rewards.structures import Schema, json_schema, json_value, same_state
+from ludus.rewards.suites import Suite, share_passed, suite_passes, thrift
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
-from tables import choice_pairs, json_pairs, math_pairs, number_pairs, rows_pairs
+from tables import choice_pairs, json_pairs, math_pairs, number_pairs, patch_pairs, rows_pairs, suite_pairs
 
 
 def episode(answer="", stop=StopReason.ANSWERED, outcomes=()):
@@ -41,6 +43,7 @@ BY_ANSWER = [
     *cases(json_value, json_pairs.VALUE_ACCEPTED, json_pairs.VALUE_REJECTED),
     *cases(same_state(), json_pairs.STATE_ACCEPTED, json_pairs.STATE_REJECTED),
     *cases(rows_match(final_answer), rows_pairs.ACCEPTED, rows_pairs.REJECTED),
+    *cases(suite_passes(final_answer), suite_pairs.ACCEPTED, suite_pairs.REJECTED),
 ]
 
 
@@ -57,6 +60,8 @@ JUDGES = [
     json_value,
     same_state(),
     rows_match(final_answer),
+    patch_similarity(),
+    suite_passes(final_answer),
 ]
 
 
@@ -103,3 +108,56 @@ def test_without_the_package_for_schemas_the_extra_is_named(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"ludus\[schema\]"):
         json_schema(task(Schema({})), episode("{}"))
+
+
+PATCHES = [
+    *((text, truth, 1.0) for text, truth in patch_pairs.ACCEPTED),
+    *((text, truth, -1.0) for text, truth in patch_pairs.REJECTED),
+    *patch_pairs.BETWEEN,
+]
+
+
+@pytest.mark.parametrize(("text", "truth", "value"), PATCHES)
+def test_a_patch_is_as_good_as_it_is_like_the_oracle(text, truth, value):
+    assert len(PATCHES) >= 40
+    assert patch_similarity()(task(truth), episode(text)) == pytest.approx(value, abs=1e-12)
+
+
+def test_patches_that_take_long_to_compare_are_compared_by_lines():
+    def patch(lines):
+        return "--- a/x\n+++ b/x\n@@ -0,0 +1,5000 @@\n" + "\n".join(lines)
+
+    oracle = Patch(patch(["+" + "a" * 20] * 5_000))
+    assert patch_similarity()(task(oracle), episode(patch(["+" + "a" * 19] * 5_000))) < 0.01
+
+
+def test_an_oracle_that_is_no_patch_is_the_worlds_fault():
+    with pytest.raises(ValueError, match="oracle"):
+        patch_similarity()(task(Patch("x")), episode(""))
+
+
+@pytest.mark.parametrize(("text", "suite", "which", "share"), suite_pairs.SHARES)
+def test_the_share_of_tests_that_passed(text, suite, which, share):
+    assert share_passed(final_answer, which)(task(suite), episode(text)) == pytest.approx(share)
+
+
+def test_among_solutions_the_thrifty_one_is_ahead():
+    suite = Suite(("a",), seconds=10, memory_bytes=100)
+
+    def value(seconds, memory, passed="true", suite=suite):
+        text = f'{{"passed": {{"a": {passed}}}, "seconds": {seconds}, "memory_bytes": {memory}}}'
+        return thrift(final_answer)(task(suite), episode(text))
+
+    assert value(5, 25) == pytest.approx((0.5 + 0.75) / 2)
+    assert value(20, 25) == pytest.approx(0.75 / 2)
+    assert value(5, 25, passed="false") == 0
+    assert value("null", "null") == 0
+    assert value(-5, -5) == 0
+    assert value("true", "true") == 0
+    assert value(5, 25, suite=Suite(("a",), seconds=10)) == 0.5
+    assert value(5, 25, suite=Suite(("a",))) == 0
+
+
+def test_a_suite_without_tests_is_the_worlds_fault():
+    with pytest.raises(ValueError, match="no tests"):
+        suite_passes(final_answer)(task(Suite(())), episode("{}"))

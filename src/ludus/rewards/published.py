@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ludus.rewards.answers import Answers, exact_match, well_formed
 from ludus.rewards.base import Reward, truth_of
+from ludus.rewards.structures import same_json
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 
 
@@ -226,6 +227,8 @@ def _overlap(first: Sequence[str], second: Sequence[str]) -> float:
 def _arguments(expected: ExpectedCall, made: ExpectedCall) -> tuple[float, float]:
     """Overlap of the argument names, and how many arguments have the right value."""
     names = _overlap([*expected.arguments], [*made.arguments])
-    absent = object()
-    right = sum(made.arguments.get(name, absent) == value for name, value in expected.arguments.items())
+    right = sum(
+        name in made.arguments and same_json(made.arguments[name], value)
+        for name, value in expected.arguments.items()
+    )
     return names, float(right)
