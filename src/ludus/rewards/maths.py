@@ -71,6 +71,8 @@ _TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{([^{}
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _NUMERAL = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+", re.ASCII)
 _EQUALS = re.compile(r"(?<![\\<>!:])=(?!=)")
+_BASE = re.compile(r"(?<=\d)_\{?(\w+)\}?")
+"""The base of a numeral, which math-verify passes over."""
 _NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-zA-Z](?:,\s*[a-zA-Z])*\))?|")
 
 
@@ -127,7 +129,7 @@ def _is_right(text: str, gold: str, truth: Expression) -> bool:
 def _same(gold: str, answer: str) -> bool:
     """Whether one expression without a loose end is the other; plain numerals are compared exactly."""
     gold, answer = (re.sub(r"^[a-zA-Z]\s*\\in(?![a-z])\s*", "", side) for side in (gold, answer))
-    if not answer or not _shapes_agree(gold, answer):
+    if not answer or not _shapes_agree(gold, answer) or _BASE.findall(gold) != _BASE.findall(answer):
         return False
     if _NUMERAL.fullmatch(gold) and _NUMERAL.fullmatch(answer):
         return Fraction(gold) == Fraction(answer)
@@ -169,6 +171,11 @@ def _without_unit(text: str, units: tuple[str, ...]) -> str:
 
 def _with_commands(text: str) -> str:
     """Plain signs of programs as LaTeX: `sqrt(x)`, `pi`, `x**10`, `2*x`."""
+    text = re.sub(r"\\(?:approx|simeq)(?![a-zA-Z])|≈", "=", text).strip().removeprefix("=")
+    text = re.sub(
+        r"^\s*([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})\s*$", r"\1 \\cdot 10^{\2}", text, flags=re.ASCII
+    )
+    text = re.sub(r"^\s*(-?)\s*(\d+)\s+(\d+)/(\d+)\s*$", r"\1(\2+\\frac{\3}{\4})", text, flags=re.ASCII)
     text = re.sub(r"\*\*|\^", "^", text)
     text = re.sub(r"\^\s*(-?\d{2,}(?:\.\d+)?|-\d+)", r"^{\1}", text)
     text = re.sub(r"\^\s*\(([^()]*)\)", r"^{(\1)}", text)
@@ -201,7 +208,7 @@ def _shapes_agree(gold: str, answer: str) -> bool:
 
 
 def _shape(text: str) -> str:
-    if re.search(r"[<>]|\\(?:le|ge|lt|gt|leq|geq|ne|neq|cup|cap|pm|mathbb|setminus|begin)(?![a-z])|=", text):
+    if re.search(r"[<>]|\\(?:le|ge|lt|gt|leq|geq|ne|neq|cup|cap|pm|mathbb|setminus|begin)(?![a-z])", text):
         return "relation"
     inner = text[2:-2] if text.startswith(r"\{") and text.endswith(r"\}") else text
     if inner is not text:
