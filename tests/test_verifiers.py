@@ -5,15 +5,18 @@ from __future__ import annotations
 import importlib.util
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ludus.errors import ConfigError, UserError
-from ludus.rewards.choices import multiple_choice
+from ludus.rewards.choices import Choice, multiple_choice
 from ludus.rewards.evidence import final_answer, last_output
+from ludus.rewards.final import candidates
 from ludus.rewards.maths import mathematics
-from ludus.rewards.numbers import number_close
+from ludus.rewards.numbers import Quantity, number_close
 from ludus.rewards.patches import Patch, patch_similarity
 from ludus.rewards.rows import Rows, rows_match, same_rows
-from ludus.rewards.structures import Schema, json_schema, json_value, same_state
+from ludus.rewards.structures import Schema, State, Value, json_schema, json_value, same_state
 from ludus.rewards.suites import Suite, share_passed, suite_passes, thrift
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tables import choice_pairs, json_pairs, math_pairs, number_pairs, patch_pairs, rows_pairs, suite_pairs
@@ -161,3 +164,60 @@ def test_among_solutions_the_thrifty_one_is_ahead():
 def test_a_suite_without_tests_is_the_worlds_fault():
     with pytest.raises(ValueError, match="no tests"):
         suite_passes(final_answer)(task(Suite(())), episode("{}"))
+
+
+PIECES = [
+    "(",
+    ")",
+    "{",
+    "}",
+    "[",
+    "]",
+    "\\boxed{",
+    "\\frac",
+    "$",
+    ",",
+    ".",
+    "-",
+    "7",
+    "B",
+    "x",
+    "=",
+    "%",
+    "^",
+    " ",
+    "\n",
+]
+PIECES += [
+    '"a"',
+    ":",
+    "null",
+    "true",
+    "--- a/x",
+    "+++ b/x",
+    "@@ -1 +1 @@",
+    "```",
+    "answer:",
+    "²",
+    "٣",
+    "\x00",
+    "\ud800",
+]
+TRUTHS = {
+    number_close: Quantity(7, units={"m": 1}),
+    multiple_choice: Choice("B", {"A": "x", "B": "7"}),
+    json_schema: Schema({"type": "object"}),
+    json_value: Value({"a": [7]}),
+    same_state(): State({"a": 7}),
+    rows_match(final_answer): Rows(((7, "x"),), columns_free=True),
+    patch_similarity(): Patch("--- a/x\n+++ b/x\n@@ -1 +1 @@\n-7\n+8\n"),
+    suite_passes(final_answer): Suite(("a",)),
+}
+
+
+@settings(max_examples=150, deadline=None)
+@given(st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=30).map("".join)))
+def test_no_text_is_too_odd_for_a_verdict(text):
+    for verifier, truth in TRUTHS.items():
+        assert -1 <= verifier(task(truth), episode(text)) <= 1
+    assert isinstance(candidates(text), tuple)

@@ -67,12 +67,16 @@ _SIGNS = {
 _SPACING = re.compile(
     r"(?<!\\)\\(?:left|right|big|Big|bigg|Bigg|displaystyle|,|;|:|!|quad|qquad)(?![a-zA-Z])|(?<!\\)\\ |~"
 )
-_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox|operatorname)\s*\{([^{}]*)\}")
+_TEXT_LEFT = re.compile(r"\\(?:text[a-z]*|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)(?![a-z])")
+"""What is set as text. math-verify takes it for a unit and passes over it."""
+_TEXT = re.compile(_TEXT_LEFT.pattern + r"\s*\{([^{}]*)\}")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _NUMERAL = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+", re.ASCII)
 _EQUALS = re.compile(r"(?<![\\<>!:])=(?!=)")
-_BASE = re.compile(r"(?<=\d)_\{?(\w+)\}?")
-"""The base of a numeral, which math-verify passes over."""
+_PASSED_OVER = re.compile(r"(?<=\d)_\{?(\w+)\}?|('|\\[lc]?dots|\\[bp]?mod|\\prime)(?![a-zA-Z])")
+"""The base of a numeral and other signs that math-verify passes over: the answer has those of the gold one."""
+_WITH_LETTER = re.compile(r"-?[\d.]+\s*[a-zA-Z]")
+"""A number and a letter, which math-verify may take for a unit."""
 _NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-zA-Z](?:,\s*[a-zA-Z])*\))?|")
 
 
@@ -91,7 +95,7 @@ def is_equal(answer: str, truth: Expression) -> bool:
     """
     gold = _latex(truth.gold, truth.units)
     if gold is None:
-        raise ValueError(f"the gold answer {truth.gold[:80]!r} is too long or nested too deep")
+        raise ValueError(f"the gold answer {truth.gold[:80]!r} cannot be read")
     found = candidates(answer)
     return bool(found) and all(_is_right(one, gold, truth) for one in found)
 
@@ -129,7 +133,11 @@ def _is_right(text: str, gold: str, truth: Expression) -> bool:
 def _same(gold: str, answer: str) -> bool:
     """Whether one expression without a loose end is the other; plain numerals are compared exactly."""
     gold, answer = (re.sub(r"^[a-zA-Z]\s*\\in(?![a-z])\s*", "", side) for side in (gold, answer))
-    if not answer or not _shapes_agree(gold, answer) or _BASE.findall(gold) != _BASE.findall(answer):
+    if not answer or not _shapes_agree(gold, answer):
+        return False
+    if _PASSED_OVER.findall(gold) != _PASSED_OVER.findall(answer):
+        return False
+    if _NUMERAL.fullmatch(gold) and _WITH_LETTER.fullmatch(answer):
         return False
     if _NUMERAL.fullmatch(gold) and _NUMERAL.fullmatch(answer):
         return Fraction(gold) == Fraction(answer)
@@ -137,7 +145,7 @@ def _same(gold: str, answer: str) -> bool:
 
 
 def _latex(text: str, units: tuple[str, ...]) -> str | None:
-    """The expression in the LaTeX that math-verify reads; None for one too long or nested too deep."""
+    """The expression in the LaTeX that math-verify reads; None for one too long, nested too deep, or with broken text."""
     if len(text) > MAX_CHARACTERS:
         return None
     plain = plain_signs(text).strip()
@@ -148,7 +156,11 @@ def _latex(text: str, units: tuple[str, ...]) -> str | None:
     for sign, latex in _SIGNS.items():
         plain = plain.replace(sign, latex)
     plain = re.sub(r"\{,\}", ",", plain).replace(r"\$", "").replace("$", r"\$")
-    plain = _without_unit(_TEXT.sub(r" \1 ", plain).replace(r"\%", "%").strip(), units)
+    for _ in range(MAX_DEPTH):
+        plain = _TEXT.sub(r" \1 ", plain)
+    if _TEXT_LEFT.search(plain):
+        return None
+    plain = _without_unit(plain.replace(r"\%", "%").strip(), units)
     plain = (
         re.sub(r"(?<=\d),(?=\d{3}(?:,\d{3})*(?!\d|,))(?<!\d{4},)", "", plain) if _is_grouped(plain) else plain
     )
