@@ -74,7 +74,7 @@ _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _NUMERAL = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+", re.ASCII)
 _EQUALS = re.compile(r"(?<![\\<>!:])=(?!=)")
 _PASSED_OVER = re.compile(r"(?<=\d)_\{?(\w+)\}?|('|\\[lc]?dots|\\[bp]?mod|\\prime)(?![a-zA-Z])")
-"""The base of a numeral and other signs that math-verify passes over: the answer has those of the gold one."""
+"""The base of a numeral and other signs that math-verify passes over: they have to agree."""
 _WITH_LETTER = re.compile(r"-?[\d.]+\s*[a-zA-Z]")
 """A number and a letter, which math-verify may take for a unit."""
 _NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-zA-Z](?:,\s*[a-zA-Z])*\))?|")
@@ -145,7 +145,7 @@ def _same(gold: str, answer: str) -> bool:
 
 
 def _latex(text: str, units: tuple[str, ...]) -> str | None:
-    """The expression in the LaTeX that math-verify reads; None for one too long, nested too deep, or with broken text."""
+    """The LaTeX that math-verify reads; None for what is too long, nested too deep, or broken text."""
     if len(text) > MAX_CHARACTERS:
         return None
     plain = plain_signs(text).strip()
