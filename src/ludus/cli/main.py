@@ -55,6 +55,12 @@ COMMANDS = (
     Command("chat", "chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),
     Command("serve", "serve", "serve a checkpoint over HTTP", "ludus serve runs/search-1"),
     Command("show", "show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
+    Command(
+        "rewards",
+        "rewards",
+        "score saved rollouts under other rewards",
+        "ludus rewards replay runs/search-1 --config other.toml",
+    ),
     Command("recipes", "recipes", "list the recipes", "ludus recipes"),
     Command("algorithms", "algorithms", "list the algorithms", "ludus algorithms"),
     Command("doctor", "doctor", "look at this machine and what is installed", "ludus doctor"),

@@ -1,32 +1,53 @@
-"""Rewards replayed: the world's rewards run again on rollouts that were saved."""
+"""Rewards replayed on saved rollouts: the world's parts, and the `rewards` section where they trained.
+
+Rollouts of training steps go through the section as they did in training, step by step; those of evaluations
+never do. Shared by `ludus show --rescore` and `ludus rewards replay`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import groupby
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.table import Table
 
+from ludus.config.schema import Config
 from ludus.envs.base import World
+from ludus.envs.registry import build_world
 from ludus.envs.toolbox import describe_error
 from ludus.errors import LudusError, WorldError
-from ludus.rewards.base import score
-from ludus.rollout.store import RolloutRecord
+from ludus.rewards.base import Reward, score, success
+from ludus.rewards.published import training_parts
+from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.types import Task, Trajectory
+
+if TYPE_CHECKING:
+    from ludus.training.combine import Combiner
 
 
 @dataclass(frozen=True, slots=True)
 class Rescored:
-    """A stored rollout, and its trajectory with rewards made anew."""
+    """A stored rollout, the name of its file, and its trajectory with rewards made anew."""
 
+    place: str
     record: RolloutRecord
     now: Trajectory
+    was_solved: bool
+    is_solved: bool
 
     @property
     def changed(self) -> bool:
         """Whether any number differs."""
         before = self.record.trajectory
         return dict(before.rewards) != dict(self.now.rewards) or before.reward != self.now.reward
+
+    @property
+    def distance(self) -> float:
+        """By how much the reward differs."""
+        return abs(self.now.reward - self.record.trajectory.reward)
 
 
 @dataclass(frozen=True)
@@ -38,18 +59,51 @@ class Replay:
     unknown: Sequence[str]
 
 
-def rescore(world: World, records: Iterable[RolloutRecord]) -> Replay:
-    """Score stored rollouts again. What the clock measured is 0 in them.
+def rescore(
+    saved: Config, config: Config, files: Sequence[Path], wanted: Callable[[RolloutRecord], bool]
+) -> Replay:
+    """Score the wanted rollouts of some files again, with the world and the section `rewards` of `config`.
 
-    Raises WorldError where a reward raises.
+    `saved` is the configuration that they were made with. With `rewards.normalise_by` the steps before those
+    of the files are gone through as well. What the clock measured is 0 in rollouts. Raises WorldError where a
+    reward raises, UserError for settings that do not fit.
     """
-    chosen = list(records)
+    world = build_world(config.env, config.rollout)
+    combiner = _combiner(config, world)
+    before = training_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
+    read = {file: list(read_rollouts(file)) for file in _with_earlier(files, config)}
+    tasks = find_tasks(world, {record.group for records in read.values() for record in records})
+    rescored: list[Rescored] = []
+    chosen: list[RolloutRecord] = []
+    for file, records in read.items():
+        known = [r for r in records if r.trajectory.failure is None and r.group in tasks]
+        scored = [_scored(world, tasks[record.group], record.trajectory) for record in known]
+        trains = combiner is not None and _is_of_a_step(file)
+        if combiner is not None and trains:
+            scored = _combined(combiner, tasks, known, scored)
+        if file not in files:
+            continue
+        after = training_parts(config.rewards.preset if trains else None, world.rewards)
+        chosen += filter(wanted, records)
+        rescored += [
+            _compared(file, record, now, before, after)
+            for record, now in zip(known, scored, strict=True)
+            if wanted(record)
+        ]
     finished = [record for record in chosen if record.trajectory.failure is None]
-    tasks = find_tasks(world, {record.group for record in finished})
-    known = [record for record in finished if record.group in tasks]
-    rescored = [Rescored(record, _scored(world, tasks[record.group], record.trajectory)) for record in known]
-    unknown = sorted({record.group for record in finished} - tasks.keys())
-    return Replay(rescored, len(chosen) - len(finished), unknown)
+    unknown = {record.group for record in finished} - tasks.keys()
+    return Replay(rescored, len(chosen) - len(finished), sorted(unknown))
+
+
+def _with_earlier(files: Sequence[Path], config: Config) -> Sequence[Path]:
+    """The files, after those of the steps before them where a scale is carried from step to step."""
+    if config.rewards.normalise_by is None or not files or not _is_of_a_step(files[0]):
+        return files
+    return [file for file in sorted(files[0].parent.glob("step-*.jsonl.gz")) if file <= files[-1]]
+
+
+def _is_of_a_step(file: Path) -> bool:
+    return file.parent.name == "rollouts"
 
 
 def find_tasks(world: World, ids: set[str]) -> dict[str, Task]:
@@ -60,6 +114,51 @@ def find_tasks(world: World, ids: set[str]) -> dict[str, Task]:
             break
         found |= {task.id: task for task in world.tasks(split) if task.id in ids}
     return found
+
+
+def _combiner(config: Config, world: World) -> Combiner | None:
+    if config.rewards.is_default:
+        return None
+    from ludus.algorithms.resolve import resolve
+    from ludus.training.combine import check_reward_settings, combiner_of, reads_turns
+
+    check_reward_settings(config, world)
+    return combiner_of(config, world, reads_turns(resolve(config.algorithm)))
+
+
+def _combined(
+    combiner: Combiner, tasks: dict[str, Task], records: Sequence[RolloutRecord], scored: Sequence[Trajectory]
+) -> list[Trajectory]:
+    """The rewards of one file's rollouts as training combines them, in the order of the records."""
+    from ludus.rollout.scheduler import Episode
+
+    found: dict[int, Trajectory] = {}
+    steps = sorted(range(len(records)), key=lambda i: records[i].step)
+    for step, members in groupby(steps, key=lambda i: records[i].step):
+        groups: dict[str, list[int]] = {}
+        for i in members:
+            groups.setdefault(records[i].group, []).append(i)
+        episodes = [
+            [Episode(records[i].key, tasks[records[i].group], scored[i]) for i in places]
+            for places in groups.values()
+        ]
+        combined = combiner.combine(step, episodes)
+        for places, group in zip(groups.values(), combined, strict=True):
+            found |= {i: episode.trajectory for i, episode in zip(places, group, strict=True)}
+    return [found[i] for i in range(len(records))]
+
+
+def _compared(
+    file: Path, record: RolloutRecord, now: Trajectory, before: Sequence[Reward], after: Sequence[Reward]
+) -> Rescored:
+    was_solved = success(_known(before, record.trajectory), record.trajectory)
+    return Rescored(file.name.removesuffix(".jsonl.gz"), record, now, was_solved, success(after, now))
+
+
+def _known(parts: Sequence[Reward], trajectory: Trajectory) -> Sequence[Reward]:
+    """The parts, or those of them that are on record where some are (an evaluation has no preset's)."""
+    known = [part for part in parts if part.name in trajectory.rewards]
+    return known if any(part.outcome for part in known) else parts
 
 
 def _scored(world: World, task: Task, trajectory: Trajectory) -> Trajectory:
@@ -79,6 +178,10 @@ def replay_words(replay: Replay) -> list[str]:
         f"{total} rollouts scored again: "
         + (f"{changed} have other rewards now." if changed else "all rewards are as they were, bit for bit.")
     ]
+    lost = sum(one.was_solved and not one.is_solved for one in replay.rescored)
+    won = sum(one.is_solved and not one.was_solved for one in replay.rescored)
+    if lost or won:
+        words.append(f"Success changed in {lost + won}: {won} succeed now that did not, {lost} no longer do.")
     if replay.num_failed:
         words.append(f"{replay.num_failed} more failed in the infrastructure and have no rewards.")
     if replay.unknown:
@@ -90,9 +193,9 @@ def replay_words(replay: Replay) -> list[str]:
 
 def replay_table(replay: Replay) -> Table:
     """The mean of the reward and of each part, before and now, and how many rollouts changed in it."""
-    table = Table(title="Rewards as saved and as scored now")
-    for column in ("part", "mean as saved", "mean now", "rollouts changed"):
-        table.add_column(column)
+    table = _table(
+        "Rewards as saved and as scored now", "part", "mean as saved", "mean now", "rollouts changed"
+    )
     names = dict.fromkeys(
         name for one in replay.rescored for name in (*one.record.trajectory.rewards, *one.now.rewards)
     )
@@ -108,13 +211,57 @@ def _pair(one: Rescored, name: str) -> tuple[float, float]:
     return one.record.trajectory.rewards.get(name, 0.0), one.now.rewards.get(name, 0.0)
 
 
+def places_table(replay: Replay) -> Table:
+    """Reward and success before and now by step or evaluation, and by split."""
+    columns = (
+        "split",
+        "rollouts",
+        "reward as saved",
+        "reward now",
+        "success as saved",
+        "now",
+        "success changed",
+    )
+    table = _table("By step or evaluation", "rollouts of", *columns)
+    for (place, split), members in groupby(replay.rescored, key=lambda one: (one.place, _split(one))):
+        found = list(members)
+        rewards = (
+            _mean(one.record.trajectory.reward for one in found),
+            _mean(one.now.reward for one in found),
+        )
+        solved = (_mean(one.was_solved for one in found), _mean(one.is_solved for one in found))
+        changed = sum(one.was_solved != one.is_solved for one in found)
+        numbers = (f"{number:.4f}" for number in (*rewards, *solved))
+        table.add_row(place, split, str(len(found)), *numbers, str(changed))
+    return table
+
+
+def _split(one: Rescored) -> str:
+    return one.now.tags.get("split", "")
+
+
+def _mean(values: Iterable[float]) -> float:
+    found = list(values)
+    return sum(found) / len(found)
+
+
 def changed_table(replay: Replay, num: int) -> Table:
-    """The first rollouts whose rewards changed."""
-    table = Table(title="Rollouts with other rewards, the first of them")
-    for column in ("step", "task", "sample", "answer", "reward as saved", "reward now"):
-        table.add_column(column)
-    for one in [one for one in replay.rescored if one.changed][:num]:
+    """The rollouts whose reward changed most."""
+    table = _table(
+        "Rollouts with other rewards, the largest changes",
+        *("step", "task", "sample", "answer", "reward as saved", "reward now"),
+    )
+    changed = sorted((one for one in replay.rescored if one.changed), key=lambda one: -one.distance)
+    for one in changed[:num]:
         record = one.record
-        row = (str(record.step), record.group, str(record.trajectory.sample), one.now.answer)
+        answer = one.now.answer if len(one.now.answer) <= 80 else f"{one.now.answer[:77]}..."
+        row = (str(record.step), record.group, str(record.trajectory.sample), answer)
         table.add_row(*row, f"{record.trajectory.reward:g}", f"{one.now.reward:g}")
+    return table
+
+
+def _table(title: str, *columns: str) -> Table:
+    table = Table(title=title)
+    for column in columns:
+        table.add_column(column)
     return table

@@ -14,7 +14,7 @@ world file: --env.name other_world.py.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludus.chat.render import Tokenizer
+    from ludus.cli.rescore import Replay
     from ludus.diagnostics.trackers import MetricsRow
     from ludus.rollout.store import RolloutRecord
     from ludus.training.run import RunFolder
@@ -64,7 +65,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = run_config(folder, overrides)
     console = make_console()
     if args.rescore:
-        print_rescored(args, folder, config, console)
+        print_rescored(args, folder, config)
         return 0
     wants_part = args.step is not None or args.evaluation is not None or args.task is not None
     if not wants_part:
@@ -155,7 +156,7 @@ def print_episodes(
     from ludus.cli.terminal import say
     from ludus.cli.transcripts import print_record
 
-    files = chosen_files(args, folder)[-1:]
+    files = files_of(folder, args.step, args.evaluation)[-1:]
     found = list(islice(chosen_records(args, files, config), args.episodes)) if files else []
     if not found:
         if required:
@@ -167,42 +168,51 @@ def print_episodes(
         print_record(console, record, tokenizer)
 
 
-def chosen_files(args: argparse.Namespace, folder: RunFolder) -> list[Path]:
+def files_of(folder: RunFolder, step: int | None, evaluation: str | None) -> list[Path]:
     """The files of rollouts that are meant, oldest first. Raises UserError for one that is not there."""
     from ludus.rollout.store import rollouts_path
 
-    if args.evaluation is not None:
-        name = args.evaluation.removesuffix(".jsonl.gz").removesuffix(".json")
+    if evaluation is not None:
+        name = evaluation.removesuffix(".jsonl.gz").removesuffix(".json")
         path = folder.evaluations / f"{name}.jsonl.gz"
         if path.is_file():
             return [path]
         known = sorted(file.name.removesuffix(".jsonl.gz") for file in folder.evaluations.glob("*.jsonl.gz"))
         raise UserError(f"The run has no evaluation {name!r}.", f"There are: {', '.join(known) or 'none'}.")
     files = sorted(folder.rollouts.glob("step-*.jsonl.gz"))
-    if args.step is None:
+    if step is None:
         return files
-    if rollouts_path(folder.path, args.step) not in files:
+    if rollouts_path(folder.path, step) not in files:
         steps = [int(file.name[5:-9]) for file in files]
         there = f"from {steps[0]} to {steps[-1]}" if steps else "of no step (run.save_rollouts may be off)"
-        raise UserError(f"The run has no rollouts of step {args.step}.", f"There are some {there}.")
-    return [rollouts_path(folder.path, args.step)]
+        raise UserError(f"The run has no rollouts of step {step}.", f"There are some {there}.")
+    return [rollouts_path(folder.path, step)]
 
 
 def chosen_records(
     args: argparse.Namespace, files: Sequence[Path], config: Config
 ) -> Iterator[RolloutRecord]:
     """The records of the files, those of one task, failed or solved ones only where that is asked for."""
-    from ludus.envs.registry import build_world
-    from ludus.rewards.base import success
     from ludus.rollout.store import read_rollouts
 
-    rewards = build_world(config.env, config.rollout).rewards if args.failed or args.solved else ()
+    fits = fitting(args, config)
     for file in files:
-        for record in read_rollouts(file):
-            if args.task is not None and record.group != args.task:
-                continue
-            if not rewards or success(rewards, record.trajectory) == args.solved:
-                yield record
+        yield from filter(fits, read_rollouts(file))
+
+
+def fitting(args: argparse.Namespace, config: Config) -> Callable[[RolloutRecord], bool]:
+    """Whether a record is of the task that is asked for, and solved or failed where that is."""
+    from ludus.envs.registry import build_world
+    from ludus.rewards.base import success
+
+    rewards = build_world(config.env, config.rollout).rewards if args.failed or args.solved else ()
+
+    def fits(record: RolloutRecord) -> bool:
+        if args.task is not None and record.group != args.task:
+            return False
+        return not rewards or success(rewards, record.trajectory) == args.solved
+
+    return fits
 
 
 def find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
@@ -220,17 +230,25 @@ def find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
     return tokenizer
 
 
-def print_rescored(args: argparse.Namespace, folder: RunFolder, config: Config, console: Console) -> None:
+def print_rescored(args: argparse.Namespace, folder: RunFolder, config: Config) -> None:
     """Replay the rewards of a step, an evaluation or all training steps, and print what changed."""
-    from ludus.cli.rescore import changed_table, replay_table, replay_words, rescore
-    from ludus.cli.terminal import say
-    from ludus.envs.registry import build_world
+    from ludus.cli.rescore import rescore
 
-    files = chosen_files(args, folder)
-    replay = rescore(build_world(config.env, config.rollout), chosen_records(args, files, config))
+    files = files_of(folder, args.step, args.evaluation)
+    print_replay(rescore(run_config(folder, []), config, files, fitting(args, config)), args.episodes)
+
+
+def print_replay(replay: Replay, num: int, *, by_place: bool = False) -> None:
+    """What a replay found; `num` rollouts that changed, and the numbers of each step with `by_place`."""
+    from ludus.cli.rescore import changed_table, places_table, replay_table, replay_words
+    from ludus.cli.terminal import make_console, say
+
+    console = make_console()
     for text in replay_words(replay):
         say(console, text)
     if replay.rescored:
         console.print(replay_table(replay))
-    if any(one.changed for one in replay.rescored) and args.episodes > 0:
-        console.print(changed_table(replay, args.episodes))
+    if replay.rescored and by_place:
+        console.print(places_table(replay))
+    if any(one.changed for one in replay.rescored) and num > 0:
+        console.print(changed_table(replay, num))

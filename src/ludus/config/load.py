@@ -44,9 +44,10 @@ def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Con
     return _validate(data, problems, " and ".join(places))
 
 
-def config_from_toml(text: str, origin: str = "the text") -> Config:
+def config_from_toml(text: str, origin: str = "the text", overrides: Sequence[str] = ()) -> Config:
     """The configuration that `text` says; `origin` names it in messages. Raises ConfigError."""
-    return _validate(_parse(text, origin), [], origin)
+    data = _parse(text, origin)
+    return _validate(data, apply_overrides(data, overrides), origin)
 
 
 def _locate(source: str | Path) -> Path:

@@ -12,7 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.rewards.answers import Answers, exact_match, well_formed
-from ludus.rewards.base import Reward
+from ludus.rewards.base import Reward, truth_of
+from ludus.rewards.structures import same_json
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 
 
@@ -207,10 +208,13 @@ PUBLISHED: Mapping[str, Published] = {
 }
 
 
+def training_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
+    """The parts that train: those of the preset, or else a world's `own`."""
+    return own if preset is None else PUBLISHED[preset].parts()
+
+
 def _match(task: Task, trajectory: Trajectory) -> CallMatch:
-    if not isinstance(task.truth, ExpectedCalls):
-        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected ExpectedCalls")
-    return match_calls(task.truth.calls, calls_made(trajectory))
+    return match_calls(truth_of(task, ExpectedCalls).calls, calls_made(trajectory))
 
 
 def _overlap(first: Sequence[str], second: Sequence[str]) -> float:
@@ -223,6 +227,8 @@ def _overlap(first: Sequence[str], second: Sequence[str]) -> float:
 def _arguments(expected: ExpectedCall, made: ExpectedCall) -> tuple[float, float]:
     """Overlap of the argument names, and how many arguments have the right value."""
     names = _overlap([*expected.arguments], [*made.arguments])
-    absent = object()
-    right = sum(made.arguments.get(name, absent) == value for name, value in expected.arguments.items())
+    right = sum(
+        name in made.arguments and same_json(made.arguments[name], value)
+        for name, value in expected.arguments.items()
+    )
     return names, float(right)

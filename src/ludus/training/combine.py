@@ -32,7 +32,7 @@ from ludus.engines.loading import load_tokenizer
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, score
-from ludus.rewards.published import PUBLISHED
+from ludus.rewards.published import PUBLISHED, training_parts
 from ludus.rollout.scheduler import Episode
 from ludus.training.reward_data import Judged, action_ends
 from ludus.training.reward_model import RewardModel, find_reward_model, load_reward_model
@@ -95,8 +95,7 @@ def part_steps(config: Config) -> int:
 
 def parts_of(config: Config, world: World) -> Sequence[Reward]:
     """The parts that train: those of the preset, or else the world's."""
-    preset = config.rewards.preset
-    return world.rewards if preset is None else PUBLISHED[preset].parts()
+    return training_parts(config.rewards.preset, world.rewards)
 
 
 def check_reward_settings(config: Config, world: World) -> None:
@@ -148,7 +147,6 @@ def make_combiner(session: Session, algorithm: Algorithm) -> Combiner | None:
     settings = config.rewards
     if settings.is_default:
         return None
-    model = None
     if settings.model is not None:
         path = Path(settings.model)
         theirs = load_tokenizer(str(find_reward_model(path)[0]), needs_template=False).get_vocab()
@@ -157,14 +155,24 @@ def make_combiner(session: Session, algorithm: Algorithm) -> Combiner | None:
                 f"The reward model {path} reads another vocabulary than the policy writes.",
                 "Make one of this policy's model.",
             )
-        model = load_reward_model(path, config)
+    return combiner_of(config, session.world, reads_turns(algorithm))
+
+
+def reads_turns(algorithm: Algorithm) -> bool:
+    """Whether the algorithm reads rewards of turns."""
+    return algorithm.advantage in (*TURN_ADVANTAGES, *CRITIC_ADVANTAGES)
+
+
+def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
+    """The combiner of the settings as they stand. Loads the reward model where they name one."""
+    settings = config.rewards
     return Combiner(
         settings=settings,
-        parts=plan_parts(config, parts_of(config, session.world)),
-        preset=None if settings.preset is None else tuple(parts_of(config, session.world)),
+        parts=plan_parts(config, parts_of(config, world)),
+        preset=None if settings.preset is None else tuple(parts_of(config, world)),
         microbatch_tokens=config.training.microbatch_tokens,
-        takes_turns=algorithm.advantage in (*TURN_ADVANTAGES, *CRITIC_ADVANTAGES),
-        model=model,
+        takes_turns=takes_turns,
+        model=None if settings.model is None else load_reward_model(Path(settings.model), config),
     )
 
 

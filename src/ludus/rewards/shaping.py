@@ -1,0 +1,142 @@
+"""Shaping: small parts about how an answer was come by. None of them says that it is right.
+
+All are in [-1, 1], penalties in [-1, 0]. Give them weights well below the outcome's (`check_rewards`).
+"""
+
+from __future__ import annotations
+
+import json
+import unicodedata
+from functools import lru_cache
+
+from ludus.rewards.answers import normalise
+from ludus.rewards.base import RewardFunction
+from ludus.rewards.published import calls_made
+from ludus.types import Task, ToolStatus, Trajectory
+
+_INVALID = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
+
+
+def only_if(part: RewardFunction, *gates: RewardFunction) -> RewardFunction:
+    """The part's value where every gate is full (1), else 0: form that counts once nothing else failed."""
+
+    def gated_part(task: Task, trajectory: Trajectory) -> float:
+        return part(task, trajectory) if all(gate(task, trajectory) >= 1 for gate in gates) else 0.0
+
+    return gated_part
+
+
+def extra_calls(free: int, limit: int) -> RewardFunction:
+    """Tool efficiency: 0 up to `free` calls, then linear to -1 at `limit`, -1 beyond."""
+    if not 0 <= free < limit:
+        raise ValueError(f"free must be from 0 to below limit = {limit}, not {free}")
+
+    def call_count(task: Task, trajectory: Trajectory) -> float:
+        del task
+        return -_held((len(trajectory.outcomes) - free) / (limit - free))
+
+    return call_count
+
+
+def repeated_calls(cap: int = 4) -> RewardFunction:
+    """`-repeats / cap`, at least -1: calls of a tool with the very arguments of an earlier one.
+
+    The order of arguments does not matter. For tools whose answer changes between calls this is no fault.
+    """
+    _check(cap)
+
+    def repeats(task: Task, trajectory: Trajectory) -> float:
+        del task
+        made = [(call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls_made(trajectory)]
+        return -_held((len(made) - len(set(made))) / cap)
+
+    return repeats
+
+
+def invalid_calls(cap: int = 4) -> RewardFunction:
+    """`-number / cap`, at least -1: calls that were malformed, of no tool, or with unfit arguments.
+
+    A tool that raises or takes too long is not the model's fault and does not count.
+    """
+    _check(cap)
+
+    def invalid(task: Task, trajectory: Trajectory) -> float:
+        del task
+        return -_held(sum(outcome.status in _INVALID for outcome in trajectory.outcomes) / cap)
+
+    return invalid
+
+
+def long_answer(free: int, limit: int) -> RewardFunction:
+    """0 up to `free` words of the answer, then linear to -1 at `limit`, -1 beyond.
+
+    About what a reader sees; the length of everything that was sampled is the algorithm's to shape.
+    """
+    if not 0 <= free < limit:
+        raise ValueError(f"free must be from 0 to below limit = {limit}, not {free}")
+
+    def words(task: Task, trajectory: Trajectory) -> float:
+        del task
+        return -_held((len(trajectory.answer.split()) - free) / (limit - free))
+
+    return words
+
+
+def share_in_script(text: str, script: str) -> float:
+    """The share of the letters that belong to a script, by their Unicode names (LATIN, CYRILLIC, CJK, ...).
+
+    1 where there are no letters. Digits, punctuation and marks do not count.
+    """
+    letters = [_script(character) for character in text if character.isalpha()]
+    return sum(name == script for name in letters) / len(letters) if letters else 1.0
+
+
+@lru_cache(maxsize=20_000)
+def _script(character: str) -> str:
+    """The first word of the character's name, without what says how it is drawn."""
+    plain = unicodedata.normalize("NFKC", character)[:1]
+    return unicodedata.name(plain, "NONE").split(" ")[0].split("-")[0]
+
+
+def language_consistency(script: str = "LATIN") -> RewardFunction:
+    """The share of the letters that the model wrote, thoughts included, in the script, in [0, 1].
+
+    After DeepSeek-R1's share of words in the language (arXiv:2501.12948, section 2.3.2): a script is not a
+    language, and Latin letters in formulas and names count as Latin.
+    """
+
+    def in_script(task: Task, trajectory: Trajectory) -> float:
+        del task
+        texts = [
+            message.get("reasoning_content", "") + message["content"]
+            for message in trajectory.messages
+            if message["role"] == "assistant"
+        ]
+        return share_in_script("".join(texts), script)
+
+    return in_script
+
+
+def is_supported(answer: str, sources: str) -> bool:
+    """Whether the words of the answer stand in the sources, in their order and side by side."""
+    words = normalise(answer)
+    return bool(words) and f" {words} " in f" {normalise(sources)} "
+
+
+def citation_support(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer stands in the output of one call that went well, else 0.
+
+    No sign that it is right: a page may name the answer for another reason, or name all that could be asked.
+    """
+    del task
+    fine = (outcome.output for outcome in trajectory.outcomes if outcome.status is ToolStatus.OK)
+    return float(any(is_supported(trajectory.answer, output) for output in fine))
+
+
+def _held(value: float) -> float:
+    return max(0.0, min(1.0, value))
+
+
+def _check(cap: int) -> None:
+    if cap < 1:
+        raise ValueError(f"cap must be at least 1, not {cap}")

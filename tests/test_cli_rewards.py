@@ -1,0 +1,140 @@
+"""`ludus rewards replay`, and the section `rewards` in `ludus show --rescore`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from ludus.rollout.store import read_rollouts, rollouts_path, write_rollouts
+from ludus.types import Message, StopReason
+from tiny_run import WORLD, cold_start, copy_run, ludus, make_recipe, refused
+from tiny_world import PRICES
+
+
+@pytest.fixture(scope="module")
+def run(tiny_run, tmp_path_factory):
+    """A copy whose step 1 has, for each of three tasks, a right answer, one said twice, and a wrong one."""
+    folder = copy_run(tiny_run, tmp_path_factory.mktemp("replay"))
+    rollouts_path(folder, 2).unlink()
+    path = rollouts_path(folder, 1)
+    write_rollouts(path, [with_answer(record) for record in read_rollouts(path)])
+    return folder
+
+
+def with_answer(record):
+    """The rollout with an answer of our own, without calls, and the rewards that the world gives for it."""
+    price = PRICES[record.group.removeprefix("train:")]
+    answer, f1 = [(price, 1.0), (f"{price} {price}", 2 / 3), ("none", 0.0)][record.trajectory.sample]
+    messages = (*record.trajectory.messages[:2], Message(role="assistant", content=answer))
+    exact = float(answer == price)
+    parts = {"exact_match": exact, "f1": f1, "well_formed": 1.0}
+    trajectory = replace(
+        record.trajectory,
+        messages=messages,
+        outcomes=(),
+        rewards=parts,
+        reward=exact + 0.1,
+        stop_reason=StopReason.ANSWERED,
+    )
+    return replace(record, trajectory=trajectory)
+
+
+def config(folder, text):
+    path = folder / "other.toml"
+    path.write_text(text)
+    return path
+
+
+def table(said):
+    """The cells of all tables, a list a row."""
+    rows = [
+        [cell.strip() for cell in line.strip("│").split("│")] for line in said.splitlines() if "│" in line
+    ]
+    return [row for row in rows if any(row)]
+
+
+def replay(run, *words):
+    said = ludus("rewards", "replay", run, *words)
+    assert said.code == 0, said
+    return said.out
+
+
+def test_another_way_to_combine_shows_what_it_changes(run, tmp_path):
+    said = replay(run, "--config", config(tmp_path, '[rewards]\ncombination = "gated"'))
+    assert "9 rollouts scored again: 6 have other rewards now." in said
+    assert "Success changed" not in said
+    assert ["reward", f"{1.3 / 3:.4f}", f"{1.1 / 3:.4f}", "6"] in table(said)
+    assert ["exact_match", f"{1 / 3:.4f}", f"{1 / 3:.4f}", "0"] in table(said)
+    (row,) = [row for row in table(said) if row[0] == "step-000001"]
+    assert row[1:] == ["train", "9", "0.4333", "0.3667", "0.3333", "0.3333", "0"]
+
+
+def test_settings_go_on_top_of_the_file(run, tmp_path):
+    file = config(tmp_path, '[rewards]\ncombination = "gated"\n[rewards.weights]\nwell_formed = 0.2')
+    said = replay(run, "--config", file, "--rewards.combination", "weighted_sum")
+    assert ["reward", f"{1.3 / 3:.4f}", f"{1.6 / 3:.4f}", "9"] in table(said)
+
+
+def test_a_preset_brings_its_own_parts(run):
+    said = replay(run, "--rewards.preset", "search_r1")
+    assert ["reward", f"{1.3 / 3:.4f}", f"{1.4 / 3:.4f}", "9"] in table(said)
+    assert ["wrong_and_ill_formed", "0.0000", "0.0000", "0"] in table(said)
+
+
+def test_a_world_that_judges_otherwise_changes_success(run, tmp_path):
+    world = tmp_path / "kinder_world.py"
+    kinder = "lambda task, t: float(token_f1(task, t) > 0) * (1 + 0.5 * (token_f1(task, t) < 1))"
+    world.write_text(WORLD.read_text().replace('"exact_match", exact_match,', f'"exact_match", {kinder},'))
+    said = replay(run, "--config", config(tmp_path, f'[env]\nname = "{world}"'), "--episodes", "3")
+    assert "Success changed in 3: 3 succeed now that did not, 0 no longer do." in said
+    (row,) = [row for row in table(said) if row[0] == "step-000001"]
+    assert row[-3:] == ["0.3333", "0.6667", "3"]
+    largest = [row for row in table(said) if row[0] == "1"]
+    assert [row[2] for row in largest] == ["1", "1", "1"]
+    assert {(row[4], row[5]) for row in largest} == {("0.1", "1.6")}
+
+
+def test_evaluations_are_judged_by_the_world_alone(run):
+    said = replay(run, "--evaluations", "--rewards.combination", "gated")
+    assert "all rewards are as they were, bit for bit" in said
+    rows = [row for row in table(said) if row[1] in ("validation", "test")]
+    assert len(rows) == len(list((run / "evaluations").glob("*.gz")))
+    one = replay(run, "--evaluation", "step-000002-test-greedy", "--rewards.combination", "gated")
+    assert "8 rollouts scored again" in one
+
+
+def test_what_a_section_made_is_made_again_bit_for_bit(tiny_run, tmp_path):
+    words = ["--rewards.combination", "gated", "--rewards.normalise_by", "family"]
+    words += ["--evaluation.splits", "[]"]
+    weights = ("--rewards.weights_end.well_formed", "0.0", "--rewards.schedule_steps", "2")
+    run = tmp_path / "run"
+    model = cold_start(tiny_run)
+    made = ludus("train", make_recipe(tmp_path), "--model", model, "--run.folder", run, *words, *weights)
+    assert made.code == 0, made
+    stored = [record.trajectory for step in (1, 2) for record in read_rollouts(rollouts_path(run, step))]
+    assert sum(t.reward != t.rewards["combined"] for t in stored) > 0
+    assert "18 rollouts scored again: all rewards are as they were" in ludus("show", run, "--rescore").out
+    second = ludus("show", run, "--rescore", "--step", "2").out
+    assert "9 rollouts scored again: all rewards are as they were, bit for bit" in second
+    plain = replay(run, "--rewards.combination", "weighted_sum", "--rewards.normalise_by", "none")
+    assert "18 rollouts scored again: 18 have other rewards now" in plain
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), "nothing to compare with"),
+        (("--config", "FILE"), "has no section rewards and no section env"),
+        (("--config", "nope.toml"), "nope.toml does not exist"),
+        (("--rewards.gate", "x"), "rewards.gate names 'x'"),
+        (("--rewards.preset", "toolrl"), "judges tasks whose truth is ExpectedCalls"),
+        (("--step", "7", "--rewards.combination", "gated"), "has no rollouts of step 7"),
+        (("--episodes", "-1"), "--episodes is -1"),
+    ],
+)
+def test_bad_input_is_one_sentence(words, expected, run, tmp_path):
+    file = config(tmp_path, "[training]\nsteps = 3")
+    assert expected in refused(
+        "rewards", "replay", run, *(file if word == "FILE" else word for word in words)
+    )
