@@ -234,10 +234,15 @@ def make_tasks(
                 "Ask for fewer (env.settings.num_tasks), or for more levels.",
             )
         task = makers[len(tasks) % len(makers)].task(len(tasks))
-        if task is not None and task.prompt[1]["content"] not in seen:
-            seen.add(task.prompt[1]["content"])
+        if task is not None and request_of(task) not in seen:
+            seen.add(request_of(task))
             tasks.append(task)
     return tuple(tasks)
+
+
+def request_of(task: Task) -> str:
+    """What the user asks."""
+    return task.prompt[-1]["content"]
 
 
 def _joined(parts: Sequence[str], joint: str, family: str) -> str:

@@ -1,7 +1,7 @@
 """The truth of a task and how an episode is compared with it.
 
-Calls that were refused (unknown, ill-formed, raised) changed nothing: where calls are right they do not
-count, where no call is right they do. Values are compared by type: texts after normalisation, numbers by
+Calls that fit no function on offer never ran: where calls are right they do not count, where no call is
+right they do. Values are compared by type: texts after normalisation, numbers by
 value, booleans as such, lists in their order; a text is never a number.
 """
 
@@ -21,6 +21,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.published import ExpectedCall, ExpectedCalls
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 
+_MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
 Right = Literal["call", "ask", "answer", "decline"]
 """What is right: to call, or without a call to ask back, to answer, or to say anything."""
 
@@ -102,8 +103,8 @@ def equal(given: JSON, wanted: JSON) -> bool:
 
 
 def made_well(trajectory: Trajectory) -> list[ExpectedCall]:
-    """The calls of an episode that were not refused, in their order."""
-    ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status is ToolStatus.OK}
+    """The calls of an episode that fit a function on offer, in their order."""
+    ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status not in _MISFITS}
     calls = [call for message in trajectory.messages for call in message.get("tool_calls", [])]
     return [
         ExpectedCall(call["function"]["name"], json.loads(call["function"]["arguments"]))

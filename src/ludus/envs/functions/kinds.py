@@ -275,9 +275,13 @@ class Kind:
         if self.letter:
             return self.identifier(rng.randrange(1000, 10_000))
         if self.type == "array":
-            return list(rng.sample(share(PEOPLE, split), 2))
-        values = share(self.pool, split) if len(self.pool) >= 10 and self.type == "string" else self.pool
-        return rng.choice(values)
+            one, other = rng.sample([name for i, name in enumerate(PEOPLE) if i % 10 in places_of(split)], 2)
+            return [one, other]
+        is_shared = len(self.pool) < 10 or self.type != "string"
+        while True:
+            place = rng.randrange(len(self.pool))
+            if is_shared or place % 10 in places_of(split):
+                return self.pool[place]
 
     def say(self, value: JSON) -> str:
         """The value in a request."""
@@ -285,10 +289,9 @@ class Kind:
         return self.literal.format(said)
 
 
-def share(pool: Sequence[str | JSON], split: str) -> list[JSON]:
-    """The values of a pool that a split may use: 6 of 10 train, 1 validation, 3 test and composition."""
-    places = {"train": range(6), "validation": range(6, 7)}.get(split, range(7, 10))
-    return [value for i, value in enumerate(pool) if i % 10 in places]
+def places_of(split: str) -> range:
+    """Which of ten values of a pool a split may use; test and composition share theirs."""
+    return {"train": range(6), "validation": range(6, 7)}.get(split, range(7, 10))
 
 
 def _words(name: str, pool: Sequence[str], reference: str, asks: str, literal: str = "{}") -> Kind:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.functions.catalogue import catalogue
-from ludus.envs.functions.generate import FAMILIES, SPLITS, SYSTEM, make_tasks
+from ludus.envs.functions.generate import FAMILIES, SPLITS, SYSTEM, Maker, make_tasks, request_of
 from ludus.envs.functions.gold import Truth, function_rewards, truth_of
 from ludus.envs.functions.offers import Scene, SchemaTool, plain_offer
 from ludus.envs.functions.oracle import Flaws, play
@@ -91,11 +92,18 @@ class FunctionsWorld:
         return Message(role="system", content=SYSTEM), Message(role="user", content=question)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """An endless stream by the flawed oracle on training tasks."""
+        """An endless stream by the flawed oracle, on ever new requests from the generators of training tasks.
+
+        None is a request of a held-out split.
+        """
         rng = random.Random(f"demonstrations/{self.settings.seed}/{seed}")
         flaws = Flaws(self.settings.habit, self.settings.mended)
-        while True:
-            yield self._show(rng.choice(self.tasks("train")), flaws, rng)
+        makers = [Maker(rng, "train", level) for level in self.settings.levels]
+        held_out = {request_of(task) for split in SPLITS[1:] for task in self.tasks(split)}
+        for number in itertools.count():
+            task = makers[number % len(makers)].task(number)
+            if task is not None and request_of(task) not in held_out:
+                yield self._show(task, flaws, rng)
 
     def expert(self, task: Task) -> Dialogue | None:
         """The oracle without flaws; None where the task offers no function."""
@@ -132,7 +140,7 @@ class FunctionsWorld:
             answers = None if settings.data_answers is None else Path(settings.data_answers)
             return load_tasks(Path(settings.data), answers, split)
         num = max(round(settings.num_tasks * SHARES[split]), 1)
-        taken = {task.prompt[1]["content"] for other in _before(split) for task in self.tasks(other)}
+        taken = {request_of(task) for other in _before(split) for task in self.tasks(other)}
         return make_tasks(split, num, settings.levels, settings.seed, taken)
 
 
