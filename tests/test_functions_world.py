@@ -26,6 +26,7 @@ from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld, make_f
 from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
+from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success
 from ludus.rewards.published import PUBLISHED, ExpectedCall, toolrl
 from ludus.rollout.episode import EpisodeLimits, run_episode
@@ -62,6 +63,7 @@ def test_there_are_sixty_functions_or_more_in_eight_domains():
     assert len(catalogue()) >= 60
     assert len(by_domain) >= 8
     assert min(by_domain.values()) >= 5
+    assert all(function.description.endswith(".") for function in catalogue().values())
 
 
 def draw(function, rng):
@@ -690,3 +692,22 @@ def test_scenes_are_fresh_for_each_episode(tasks):
     assert isinstance(task.truth.scene, Scene)
     for _ in range(2):
         assert solved(task, play(task, NO_FLAWS, random.Random(0)).trajectory()) == 1
+
+
+def test_the_transcript_of_the_recipes_page_is_real():
+    page = (recipe_folder("functions") / "README.md").read_text("utf-8")
+    transcript = page.split("**A transcript.**")[1].split("```text\n")[1].split("```")[0]
+    said = [line.split(maxsplit=1) for line in transcript.splitlines() if not line.startswith(" ")]
+    world = FunctionsWorld()
+    (task,) = (task for task in world.tasks("test") if request_of(task) == dict(said)["user"])
+    dialogue = world.expert(task)
+    shown = [
+        (
+            m["role"],
+            json.dumps({"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])}),
+        )
+        for m in dialogue.messages
+        for c in m.get("tool_calls", [])
+    ]
+    replies = [(m["role"], m["content"]) for m in dialogue.messages if m["content"]]
+    assert Counter(map(tuple, said)) == Counter([*shown, *replies])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -43,16 +44,21 @@ class Gift:
 class Function:
     """A function: a request for it is a verb and the pieces of its parameters, in their order.
 
-    `run` takes the state and the arguments by name; what it raises is an error that the model sees.
+    `run` takes the state and the arguments by name. Its docstring is the description; what it raises is an
+    error that the model sees.
     """
 
     name: str
     domain: str
-    description: str
     verbs: tuple[str, ...]
     params: tuple[Param, ...]
     run: Callable[..., Row]
     gives: tuple[Gift, ...] = ()
+
+    @property
+    def description(self) -> str:
+        """What the model is told of it."""
+        return inspect.getdoc(self.run) or ""
 
     @property
     def required(self) -> tuple[Param, ...]:

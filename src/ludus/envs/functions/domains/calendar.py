@@ -17,12 +17,14 @@ def _fill(state: State, event_id: str) -> Row:
 
 
 def create_event(state: State, title: str, date: str, time: str) -> Row:
+    """Add an event."""
     event_id = state.issue("event", title, date, time)
     state.need("event", event_id).update(title=title, date=date, time=time)
     return {"event_id": event_id}
 
 
 def find_event(state: State, title: str) -> Row:
+    """Look up an event by title."""
     event_id = state.issue("event", "title", title)
     state.need("event", event_id).setdefault("title", title)
     row = _fill(state, event_id)
@@ -30,39 +32,46 @@ def find_event(state: State, title: str) -> Row:
 
 
 def move_event(state: State, event_id: str, date: str) -> Row:
+    """Change the date of an event."""
     _fill(state, event_id)["date"] = date
     return {"event_id": event_id, "date": date}
 
 
 def cancel_event(state: State, event_id: str) -> Row:
+    """Cancel an event."""
     state.drop("event", event_id)
     return {"cancelled": event_id}
 
 
 def invite_guest(state: State, guest: str, event_id: str) -> Row:
+    """Invite a person to an event."""
     row = state.need("event", event_id)
     row["guests"] = f"{row.get('guests', '')} {guest}".strip()
     return {"event_id": event_id, "guests": row["guests"]}
 
 
 def list_events(state: State, date: str, limit: int) -> Row:
+    """List the events of a day."""
     event_id = state.issue("event", "list", date)
     state.need("event", event_id).setdefault("date", date)
     return {"count": min(limit, state.number(1, 4, date)), "first": event_id}
 
 
 def set_reminder(state: State, title: str, date: str, time: str) -> Row:
+    """Set a reminder."""
     reminder_id = state.issue("reminder", title, date, time)
     state.need("reminder", reminder_id).update(title=title, date=date, time=time)
     return {"reminder_id": reminder_id}
 
 
 def delete_reminder(state: State, reminder_id: str) -> Row:
+    """Delete a reminder."""
     state.drop("reminder", reminder_id)
     return {"deleted": reminder_id}
 
 
 def find_free_time(state: State, minutes: int, date: str) -> Row:
+    """Find a free slot."""
     return {"time": state.pick(TIMES, "free", date), "minutes": minutes}
 
 
@@ -74,7 +83,6 @@ FUNCTIONS = (
     Function(
         "create_event",
         "calendar",
-        "Add an event.",
         ("schedule", "add to my calendar"),
         (Param("title", "title"), _DATE, _TIME),
         create_event,
@@ -83,7 +91,6 @@ FUNCTIONS = (
     Function(
         "find_event",
         "calendar",
-        "Look up an event by title.",
         ("look up the event", "find my appointment"),
         (Param("title", "title"),),
         find_event,
@@ -92,7 +99,6 @@ FUNCTIONS = (
     Function(
         "move_event",
         "calendar",
-        "Change the date of an event.",
         ("move", "reschedule"),
         (_EVENT, Param("date", "date", "to {}")),
         move_event,
@@ -100,7 +106,6 @@ FUNCTIONS = (
     Function(
         "cancel_event",
         "calendar",
-        "Cancel an event.",
         ("cancel", "call off"),
         (_EVENT,),
         cancel_event,
@@ -108,7 +113,6 @@ FUNCTIONS = (
     Function(
         "invite_guest",
         "calendar",
-        "Invite a person to an event.",
         ("send an invitation",),
         (Param("guest", "person", "to {}"), Param("event_id", "event", "for {}")),
         invite_guest,
@@ -116,7 +120,6 @@ FUNCTIONS = (
     Function(
         "list_events",
         "calendar",
-        "List the events of a day.",
         ("list what is planned", "show my events"),
         (_DATE, Param("limit", "count", "showing at most {}", 5)),
         list_events,
@@ -125,7 +128,6 @@ FUNCTIONS = (
     Function(
         "set_reminder",
         "calendar",
-        "Set a reminder.",
         ("remind me of", "set a reminder for"),
         (Param("title", "title"), _DATE, _TIME),
         set_reminder,
@@ -134,7 +136,6 @@ FUNCTIONS = (
     Function(
         "delete_reminder",
         "calendar",
-        "Delete a reminder.",
         ("delete", "remove"),
         (Param("reminder_id", "reminder"),),
         delete_reminder,
@@ -142,7 +143,6 @@ FUNCTIONS = (
     Function(
         "find_free_time",
         "calendar",
-        "Find a free slot.",
         ("find a free slot", "see when I am free"),
         (Param("minutes", "minutes", "for {} minutes"), _DATE),
         find_free_time,

@@ -8,49 +8,58 @@ from ludus.envs.functions.state import Row, State
 
 
 def create_file(state: State, name: str, content: str) -> Row:
+    """Write a new file."""
     file_id = state.issue("document", "new", name, content)
     state.need("document", file_id).update(name=name, content=content)
     return {"file_id": file_id}
 
 
 def find_file(state: State, name: str) -> Row:
+    """Find a file by name."""
     file_id = state.issue("document", "name", name)
     state.need("document", file_id).setdefault("name", name)
     return {"file_id": file_id, "size": state.number(1, 900, file_id)}
 
 
 def read_file(state: State, file_id: str) -> Row:
+    """Read a file."""
     row = state.need("document", file_id)
     return {"text": row.setdefault("content", state.pick(TEXTS, file_id))}
 
 
 def delete_file(state: State, file_id: str) -> Row:
+    """Delete a file."""
     state.drop("document", file_id)
     return {"deleted": file_id}
 
 
 def rename_file(state: State, file_id: str, name: str) -> Row:
+    """Give a file a new name."""
     state.need("document", file_id)["name"] = name
     return {"file_id": file_id, "name": name}
 
 
 def move_file(state: State, file_id: str, folder: str) -> Row:
+    """Move a file to a folder."""
     state.need("document", file_id)["folder"] = folder
     return {"file_id": file_id, "folder": folder}
 
 
 def share_file(state: State, file_id: str, email: str) -> Row:
+    """Share a file with an address."""
     state.need("document", file_id)["shared"] = email
     return {"file_id": file_id, "shared": email}
 
 
 def count_words(state: State, file_id: str) -> Row:
+    """Count the words of a file."""
     row = state.need("document", file_id)
     text = str(row.setdefault("content", state.pick(TEXTS, file_id)))
     return {"words": len(text.split())}
 
 
 def append_text(state: State, text: str, file_id: str) -> Row:
+    """Add text to the end of a file."""
     row = state.need("document", file_id)
     row["content"] = f"{row.get('content', state.pick(TEXTS, file_id))} {text}"
     return {"file_id": file_id, "words": len(str(row["content"]).split())}
@@ -63,7 +72,6 @@ FUNCTIONS = (
     Function(
         "create_file",
         "files",
-        "Write a new file.",
         ("create a file", "write a new file"),
         (Param("name", "file", "called {}"), Param("content", "text", "that says {}")),
         create_file,
@@ -72,7 +80,6 @@ FUNCTIONS = (
     Function(
         "find_file",
         "files",
-        "Find a file by name.",
         ("find the file", "search for the file"),
         (Param("name", "file"),),
         find_file,
@@ -81,17 +88,15 @@ FUNCTIONS = (
     Function(
         "read_file",
         "files",
-        "Read a file.",
         ("read", "show the content of"),
         (_FILE,),
         read_file,
         (Gift("text", "text"),),
     ),
-    Function("delete_file", "files", "Delete a file.", ("delete", "erase"), (_FILE,), delete_file),
+    Function("delete_file", "files", ("delete", "erase"), (_FILE,), delete_file),
     Function(
         "rename_file",
         "files",
-        "Give a file a new name.",
         ("rename",),
         (_FILE, Param("name", "file", "to {}")),
         rename_file,
@@ -99,7 +104,6 @@ FUNCTIONS = (
     Function(
         "move_file",
         "files",
-        "Move a file to a folder.",
         ("move", "put"),
         (_FILE, Param("folder", "folder", "into the folder {}")),
         move_file,
@@ -107,7 +111,6 @@ FUNCTIONS = (
     Function(
         "share_file",
         "files",
-        "Share a file with an address.",
         ("share",),
         (_FILE, Param("email", "email", "with {}")),
         share_file,
@@ -115,7 +118,6 @@ FUNCTIONS = (
     Function(
         "count_words",
         "files",
-        "Count the words of a file.",
         ("count the words of",),
         (_FILE,),
         count_words,
@@ -123,7 +125,6 @@ FUNCTIONS = (
     Function(
         "append_text",
         "files",
-        "Add text to the end of a file.",
         ("append",),
         (Param("text", "text"), Param("file_id", "document", "to {}")),
         append_text,

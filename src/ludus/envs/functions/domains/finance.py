@@ -14,10 +14,12 @@ def _balance(state: State, account: str) -> float:
 
 
 def get_balance(state: State, account: str) -> Row:
+    """The balance of an account."""
     return {"balance": _balance(state, account)}
 
 
 def transfer_money(state: State, amount: float, source: str, target: str) -> Row:
+    """Move money between accounts."""
     left = _balance(state, source) - amount
     if left < 0:
         raise ValueError(f"{source} holds less than {amount:g}")
@@ -29,43 +31,51 @@ def transfer_money(state: State, amount: float, source: str, target: str) -> Row
 
 
 def pay_person(state: State, amount: float, person: str) -> Row:
+    """Pay a person."""
     transfer_id = state.issue("transfer", amount, person)
     state.need("transfer", transfer_id)["amount"] = amount
     return {"transfer_id": transfer_id}
 
 
 def get_transfer(state: State, transfer_id: str) -> Row:
+    """Amount and date of a transfer."""
     row = state.need("transfer", transfer_id)
     amount = row.setdefault("amount", state.number(15, 99, transfer_id))
     return {"amount": amount, "date": state.pick(DATES, transfer_id)}
 
 
 def get_stock_price(state: State, ticker: str) -> Row:
+    """The price of a stock."""
     return {"price": state.number(10, 350, "stock", ticker)}
 
 
 def buy_stock(state: State, shares: int, ticker: str) -> Row:
+    """Buy shares of a stock."""
     order_id = state.issue("order", ticker, shares)
     state.need("order", order_id)["cost"] = shares * state.number(10, 350, "stock", ticker)
     return {"order_id": order_id}
 
 
 def cancel_order(state: State, order_id: str) -> Row:
+    """Cancel an order of shares."""
     cost = state.drop("order", order_id).get("cost")
     return {"refund": state.number(20, 90, order_id) if cost is None else cost}
 
 
 def convert_currency(state: State, amount: float, currency: str) -> Row:
+    """Convert euros."""
     return {"amount": round(amount * state.number(3, 18, "rate", currency) / 2, 2)}
 
 
 def create_invoice(state: State, customer: str, amount: float) -> Row:
+    """Write an invoice."""
     invoice_id = state.issue("invoice", customer, amount)
     state.need("invoice", invoice_id).update(customer=customer, amount=amount)
     return {"invoice_id": invoice_id}
 
 
 def send_invoice(state: State, invoice_id: str, email: str) -> Row:
+    """Send an invoice."""
     state.need("invoice", invoice_id)["sent"] = email
     return {"sent": email}
 
@@ -77,7 +87,6 @@ FUNCTIONS = (
     Function(
         "get_balance",
         "finance",
-        "The balance of an account.",
         ("get the balance", "check the balance"),
         (Param("account", "account", "of my {} account"),),
         get_balance,
@@ -86,7 +95,6 @@ FUNCTIONS = (
     Function(
         "transfer_money",
         "finance",
-        "Move money between accounts.",
         ("transfer", "move"),
         (
             _AMOUNT,
@@ -99,7 +107,6 @@ FUNCTIONS = (
     Function(
         "pay_person",
         "finance",
-        "Pay a person.",
         ("pay",),
         (_AMOUNT, Param("person", "person", "to {}")),
         pay_person,
@@ -108,7 +115,6 @@ FUNCTIONS = (
     Function(
         "get_transfer",
         "finance",
-        "Amount and date of a transfer.",
         ("look up", "check"),
         (Param("transfer_id", "transfer"),),
         get_transfer,
@@ -117,7 +123,6 @@ FUNCTIONS = (
     Function(
         "get_stock_price",
         "finance",
-        "The price of a stock.",
         ("get the stock price", "look up the price"),
         (Param("ticker", "ticker", "of {}"),),
         get_stock_price,
@@ -126,7 +131,6 @@ FUNCTIONS = (
     Function(
         "buy_stock",
         "finance",
-        "Buy shares of a stock.",
         ("place an order",),
         (Param("shares", "count", "for {} shares"), Param("ticker", "ticker", "of {}")),
         buy_stock,
@@ -135,7 +139,6 @@ FUNCTIONS = (
     Function(
         "cancel_order",
         "finance",
-        "Cancel an order of shares.",
         ("cancel", "withdraw"),
         (Param("order_id", "order"),),
         cancel_order,
@@ -144,7 +147,6 @@ FUNCTIONS = (
     Function(
         "convert_currency",
         "finance",
-        "Convert euros.",
         ("convert",),
         (_AMOUNT, Param("currency", "currency", "into {}")),
         convert_currency,
@@ -153,7 +155,6 @@ FUNCTIONS = (
     Function(
         "create_invoice",
         "finance",
-        "Write an invoice.",
         ("write an invoice", "create an invoice"),
         (Param("customer", "person", "for {}"), Param("amount", "amount", "over {}")),
         create_invoice,
@@ -162,7 +163,6 @@ FUNCTIONS = (
     Function(
         "send_invoice",
         "finance",
-        "Send an invoice.",
         ("send",),
         (Param("invoice_id", "invoice"), Param("email", "email", "to {}")),
         send_invoice,

@@ -8,12 +8,14 @@ from ludus.envs.functions.state import Row, State
 
 
 def search_flights(state: State, origin: str, destination: str, date: str) -> Row:
+    """Find the cheapest flight."""
     flight_id = state.issue("flight", origin, destination, date)
     state.need("flight", flight_id).update(city=destination, date=date)
     return {"flight_id": flight_id, "price": state.number(60, 300, flight_id)}
 
 
 def book_flight(state: State, flight_id: str, passenger: str) -> Row:
+    """Book a seat on a flight."""
     flight = state.need("flight", flight_id)
     booking_id = state.issue("booking", flight_id, passenger)
     state.need("booking", booking_id).update(flight)
@@ -21,17 +23,20 @@ def book_flight(state: State, flight_id: str, passenger: str) -> Row:
 
 
 def get_flight_status(state: State, flight_id: str) -> Row:
+    """Time and gate of a flight."""
     state.need("flight", flight_id)
     return {"time": state.pick(TIMES, flight_id), "gate": state.number(1, 60, flight_id)}
 
 
 def search_hotels(state: State, city: str, date: str, stars: int) -> Row:
+    """Find a hotel."""
     hotel_id = state.issue("hotel", city, date, stars)
     state.need("hotel", hotel_id).update(city=city, date=date)
     return {"hotel_id": hotel_id, "price": state.number(40, 200, hotel_id)}
 
 
 def book_hotel(state: State, hotel_id: str, guest: str, nights: int) -> Row:
+    """Book a hotel."""
     hotel = state.need("hotel", hotel_id)
     booking_id = state.issue("booking", hotel_id, guest, nights)
     state.need("booking", booking_id).update(hotel)
@@ -39,18 +44,21 @@ def book_hotel(state: State, hotel_id: str, guest: str, nights: int) -> Row:
 
 
 def rent_car(state: State, city: str, days: int, driver: str) -> Row:
+    """Rent a car."""
     booking_id = state.issue("booking", "car", city, days, driver)
     state.need("booking", booking_id).update(city=city)
     return {"booking_id": booking_id}
 
 
 def get_booking(state: State, booking_id: str) -> Row:
+    """Place and date of a booking."""
     row = state.need("booking", booking_id)
     city = row.setdefault("city", state.pick(CITIES, booking_id))
     return {"city": city, "date": row.setdefault("date", state.pick(DATES, booking_id))}
 
 
 def cancel_booking(state: State, booking_id: str) -> Row:
+    """Cancel a booking."""
     state.drop("booking", booking_id)
     return {"refund": state.number(20, 120, booking_id)}
 
@@ -63,7 +71,6 @@ FUNCTIONS = (
     Function(
         "search_flights",
         "travel",
-        "Find the cheapest flight.",
         ("find a flight", "search for a flight"),
         (
             Param("origin", "city", "from {}"),
@@ -76,7 +83,6 @@ FUNCTIONS = (
     Function(
         "book_flight",
         "travel",
-        "Book a seat on a flight.",
         ("book", "reserve a seat on"),
         (_FLIGHT, Param("passenger", "person", "for {}")),
         book_flight,
@@ -85,7 +91,6 @@ FUNCTIONS = (
     Function(
         "get_flight_status",
         "travel",
-        "Time and gate of a flight.",
         ("check", "get the status of"),
         (_FLIGHT,),
         get_flight_status,
@@ -94,7 +99,6 @@ FUNCTIONS = (
     Function(
         "search_hotels",
         "travel",
-        "Find a hotel.",
         ("find a hotel", "search for a hotel"),
         (
             Param("city", "city", "in {}"),
@@ -107,7 +111,6 @@ FUNCTIONS = (
     Function(
         "book_hotel",
         "travel",
-        "Book a hotel.",
         ("book", "reserve"),
         (
             Param("hotel_id", "hotel"),
@@ -120,7 +123,6 @@ FUNCTIONS = (
     Function(
         "rent_car",
         "travel",
-        "Rent a car.",
         ("rent a car", "hire a car"),
         (
             Param("city", "city", "in {}"),
@@ -133,7 +135,6 @@ FUNCTIONS = (
     Function(
         "get_booking",
         "travel",
-        "Place and date of a booking.",
         ("look up", "check"),
         (_BOOKING,),
         get_booking,
@@ -142,7 +143,6 @@ FUNCTIONS = (
     Function(
         "cancel_booking",
         "travel",
-        "Cancel a booking.",
         ("cancel", "annul"),
         (_BOOKING,),
         cancel_booking,

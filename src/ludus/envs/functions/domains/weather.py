@@ -15,34 +15,42 @@ def _degrees(state: State, unit: str, *parts: str) -> float:
 
 
 def get_weather(state: State, city: str, unit: str) -> Row:
+    """The weather now."""
     return {"degrees": _degrees(state, unit, city), "sky": state.pick(_SKIES, city)}
 
 
 def get_forecast(state: State, city: str, date: str) -> Row:
+    """The weather of a day."""
     return {"degrees": _degrees(state, "celsius", city, date), "sky": state.pick(_SKIES, city, date)}
 
 
 def get_wind(state: State, city: str) -> Row:
+    """The speed of the wind."""
     return {"speed": state.number(0, 90, "wind", city)}
 
 
 def get_sunrise(state: State, city: str, date: str) -> Row:
+    """When the sun rises."""
     return {"time": state.pick(TIMES[:8], "sunrise", city, date)}
 
 
 def get_air_quality(state: State, city: str) -> Row:
+    """The quality of the air."""
     return {"index": state.number(1, 150, "air", city)}
 
 
 def find_warmest_day(state: State, city: str) -> Row:
+    """The warmest day to come."""
     return {"date": state.pick(DATES, "warmest", city)}
 
 
 def set_storm_alert(state: State, city: str, phone: str) -> Row:
+    """Alert a phone of storms."""
     return {"alert_id": state.issue("alert", city, phone)}
 
 
 def cancel_alert(state: State, alert_id: str) -> Row:
+    """Cancel an alert."""
     state.drop("alert", alert_id)
     return {"cancelled": alert_id}
 
@@ -55,7 +63,6 @@ FUNCTIONS = (
     Function(
         "get_weather",
         "weather",
-        "The weather now.",
         ("get the weather", "tell me the weather"),
         (_CITY, Param("unit", "unit", "in degrees {}", "celsius")),
         get_weather,
@@ -64,17 +71,15 @@ FUNCTIONS = (
     Function(
         "get_forecast",
         "weather",
-        "The weather of a day.",
         ("get the forecast", "look up the forecast"),
         (_CITY, _DATE),
         get_forecast,
         _WARMTH,
     ),
-    Function("get_wind", "weather", "The speed of the wind.", ("get the wind speed",), (_CITY,), get_wind),
+    Function("get_wind", "weather", ("get the wind speed",), (_CITY,), get_wind),
     Function(
         "get_sunrise",
         "weather",
-        "When the sun rises.",
         ("find out when the sun rises",),
         (_CITY, _DATE),
         get_sunrise,
@@ -83,7 +88,6 @@ FUNCTIONS = (
     Function(
         "get_air_quality",
         "weather",
-        "The quality of the air.",
         ("check the air quality",),
         (_CITY,),
         get_air_quality,
@@ -91,7 +95,6 @@ FUNCTIONS = (
     Function(
         "find_warmest_day",
         "weather",
-        "The warmest day to come.",
         ("find the warmest day",),
         (_CITY,),
         find_warmest_day,
@@ -100,7 +103,6 @@ FUNCTIONS = (
     Function(
         "set_storm_alert",
         "weather",
-        "Alert a phone of storms.",
         ("set a storm alert",),
         (Param("city", "city", "for {}"), Param("phone", "phone", "to the phone {}")),
         set_storm_alert,
@@ -109,7 +111,6 @@ FUNCTIONS = (
     Function(
         "cancel_alert",
         "weather",
-        "Cancel an alert.",
         ("cancel", "stop"),
         (Param("alert_id", "alert"),),
         cancel_alert,
