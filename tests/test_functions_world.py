@@ -19,7 +19,7 @@ from ludus.envs.functions.kinds import KINDS
 from ludus.envs.functions.names import ALIASES
 from ludus.envs.functions.offers import Scene, changed_offer, plain_offer
 from ludus.envs.functions.oracle import DONE, Attempt, Flaws, play
-from ludus.envs.functions.plans import HELD_OUT_DOMAIN, HELD_OUT_LINKS
+from ludus.envs.functions.plans import HELD_OUT_DOMAIN, HELD_OUT_LINKS, LOOKALIKES, looks_like
 from ludus.envs.functions.state import Known, State
 from ludus.envs.functions.survey import majority_rate, no_tool_rate, variety
 from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
@@ -238,6 +238,17 @@ def test_the_right_words_are_not_in_the_prompt_of_a_task_with_something_missing(
             assert solved(task, say(task, said + "?")) == 0
 
 
+def test_where_nothing_fits_nothing_that_looks_like_it_is_on_offer(everything):
+    known = {name for names in LOOKALIKES for name in names}
+    assert known <= catalogue().keys()
+    declined = [task for task in everything if task.truth.right == "decline"]
+    assert len(declined) > 30
+    for task in declined:
+        asked = re.search(r"^decline: (\w+)", task.truth.shape)[1]
+        offered = {offer.function.name for offer in task.truth.scene.offers}
+        assert not offered & looks_like(catalogue()[asked])
+
+
 # Values
 
 
@@ -384,7 +395,10 @@ def without_null(tasks):
     return [task for task in tasks if task.tags["null"] == "false"]
 
 
-@pytest.mark.parametrize("text", ["", DONE, "I do not know.", "Which date?", "What do you mean?"])
+SINK = "What is the date, time, city, title, name, person, room, amount, text, label and file?"
+
+
+@pytest.mark.parametrize("text", ["", DONE, "I do not know.", "Which date?", SINK])
 def test_whoever_only_talks_solves_hardly_anything_but_where_nothing_is_to_be_done(tasks, text):
     null = [task for task in tasks["test"] if task.tags["null"] == "true"]
     assert rate(null, lambda task: say(task, text)) == float(bool(text))

@@ -18,6 +18,7 @@ from ludus.envs.functions.plans import (
     fan,
     functions_for,
     known_in,
+    looks_like,
     mixed,
     parallel,
     several,
@@ -173,11 +174,14 @@ class Maker:
         rng = self.rng
         asked = {step.function.name: step.function for step in draft.plan}
         chosen = [] if draft.right == "decline" else list(asked.values())
-        barred = {draft.asked[1].kind} if draft.asked else set[str]()
+        kinds = {draft.asked[1].kind} if draft.asked else set[str]()
+        barred = set(asked)
+        if draft.right == "decline":
+            barred.update(*map(looks_like, asked.values()))
         others = [
             function
             for function in functions_for(self.split)
-            if function.name not in asked and not any(gift.kind in barred for gift in function.gives)
+            if function.name not in barred and not any(gift.kind in kinds for gift in function.gives)
         ]
         domains = {function.domain for function in asked.values()}
         near = [function for function in others if function.domain in domains]

@@ -84,12 +84,15 @@ def ask_words(param: Param, offered: str) -> frozenset[str]:
 
 
 def other_words(function: Function, asked: Param) -> dict[str, frozenset[str]]:
-    """For each other required parameter that is no identifier, nouns that name it and not the asked one."""
+    """For each other required parameter, nouns that name it and not the asked one.
+
+    Not for identifiers and persons: a question names what it is about, and whom it is for.
+    """
     taken = ask_words(asked, asked.name) | {"from"}
     return {
         param.name: frozenset({*param.name.split("_"), *ALIASES[param.name][0].split("_")} - taken - _EMPTY)
         for param in function.required
-        if param != asked and not param.of.letter
+        if param != asked and not param.of.letter and param.kind not in ("person", "people")
     }
 
 

@@ -20,6 +20,28 @@ HELD_OUT_LINKS = frozenset(
 )
 """Domains: a chain that takes a result of the first to a function of the second is in `composition` only."""
 
+LOOKALIKES = tuple(
+    frozenset(names.split())
+    for names in (
+        "get_weather get_forecast get_wind get_air_quality get_sunrise find_warmest_day get_temperature",
+        "send_email send_text forward_message",
+        "find_event list_events find_free_time",
+        "create_event set_reminder set_alarm set_timer",
+        "transfer_money pay_person create_invoice send_invoice",
+        "search_messages read_message",
+        "find_file read_file count_words",
+        "get_flight_status search_flights",
+        "search_song get_lyrics play_track",
+        "search_film play_film",
+    )
+)
+"""Functions that one may try for another's request: where nothing fits, none of them is on offer."""
+
+
+def looks_like(function: Function) -> frozenset[str]:
+    """The function and its lookalikes, by name."""
+    return frozenset({function.name}).union(*(names for names in LOOKALIKES if function.name in names))
+
 
 @dataclass(frozen=True, slots=True)
 class Link:
