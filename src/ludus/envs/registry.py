@@ -19,6 +19,7 @@ from ludus.errors import ConfigError, LudusError
 from ludus.rewards.base import check_rewards
 
 WORLDS: Mapping[str, str] = {
+    "functions": "ludus.envs.functions.world:make_functions_world",
     "guess": "ludus.envs.guess:make_guess_world",
     "search": "ludus.envs.search.world:make_search_world",
 }

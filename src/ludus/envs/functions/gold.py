@@ -1,0 +1,176 @@
+"""The truth of a task and how an episode is compared with it.
+
+Calls that fit no function on offer never ran: where calls are right they do not count, where no call is
+right they do. Values are compared by type: texts after normalisation, numbers by
+value, booleans as such, lists in their order; a text is never a number.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from ludus.envs.functions.kinds import KINDS
+from ludus.envs.functions.names import words_of
+from ludus.envs.functions.offers import Listed, Scene
+from ludus.rewards.answers import Answers, matches, normalise, well_formed
+from ludus.rewards.base import Reward
+from ludus.rewards.published import ExpectedCall, ExpectedCalls
+from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
+
+_MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
+Right = Literal["call", "ask", "answer", "decline"]
+"""What is right: to call, or without a call to ask back, to answer, or to say anything."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoldCall:
+    """A call that must be made.
+
+    `accepted` are the values that each argument may have, `optional` the arguments that may be left out.
+    `after` are the places of the gold calls that must come earlier: their results are among its arguments.
+    """
+
+    name: str
+    accepted: Mapping[str, tuple[JSON, ...]]
+    optional: frozenset[str] = frozenset()
+    after: tuple[int, ...] = ()
+
+    @property
+    def expected(self) -> ExpectedCall:
+        """The call with the first of each accepted value, without what may be left out."""
+        arguments = {name: values[0] for name, values in self.accepted.items() if name not in self.optional}
+        return ExpectedCall(self.name, arguments)
+
+    def fits(self, made: ExpectedCall) -> bool:
+        """Whether a call is this one."""
+        if made.name != self.name or not made.arguments.keys() <= self.accepted.keys():
+            return False
+        missing = self.accepted.keys() - made.arguments.keys()
+        return missing <= self.optional and all(
+            any(equal(value, accepted) for accepted in self.accepted[name])
+            for name, value in made.arguments.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """What must be asked for: `name`, a parameter of `function`, or one of the `words`.
+
+    `given` has the words and the value of each thing that the request says.
+    """
+
+    function: str
+    name: str
+    words: frozenset[str]
+    given: tuple[tuple[frozenset[str], str], ...]
+    request: str
+
+
+@dataclass(frozen=True, slots=True)
+class Truth(ExpectedCalls):
+    """The truth: the gold calls, or what else is right; `calls` are what `ludus.rewards.published` reads.
+
+    `shape` is the solution without values, `form` the whole task without identifiers, names and numbers.
+    """
+
+    right: Right
+    gold: tuple[GoldCall, ...]
+    scene: Scene | Listed
+    ask: Ask | None = None
+    answer: Answers | None = None
+    shape: str = ""
+    form: str = ""
+
+
+def equal(given: JSON, wanted: JSON) -> bool:
+    """Whether two values count as equal."""
+    if isinstance(given, bool) or isinstance(wanted, bool):
+        return given is wanted
+    if isinstance(given, int | float) and isinstance(wanted, int | float):
+        return abs(given - wanted) < 1e-9
+    if isinstance(given, str) and isinstance(wanted, str):
+        plain = normalise(given)
+        return plain == normalise(wanted) if plain else given.strip() == wanted.strip()
+    if isinstance(given, list) and isinstance(wanted, list):
+        return len(given) == len(wanted) and all(map(equal, given, wanted))
+    if isinstance(given, dict) and isinstance(wanted, dict):
+        return given.keys() == wanted.keys() and all(equal(given[key], wanted[key]) for key in given)
+    return given is None and wanted is None
+
+
+def made_well(trajectory: Trajectory) -> list[ExpectedCall]:
+    """The calls of an episode that fit a function on offer, in their order."""
+    ran = {outcome.call_id for outcome in trajectory.outcomes if outcome.status not in _MISFITS}
+    calls = [call for message in trajectory.messages for call in message.get("tool_calls", [])]
+    return [
+        ExpectedCall(call["function"]["name"], json.loads(call["function"]["arguments"]))
+        for call in calls
+        if call["id"] in ran
+    ]
+
+
+def calls_agree(gold: Sequence[GoldCall], made: Sequence[ExpectedCall]) -> bool:
+    """Whether the calls made are the gold ones, each once, none before those whose results it takes."""
+    return len(made) == len(gold) and _assign(gold, made, {})
+
+
+def _assign(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: dict[int, int]) -> bool:
+    """Whether the calls from `len(places)` on find their gold calls; `places` has those found already."""
+    if len(places) == len(made):
+        return True
+    call = made[len(places)]
+    for number, wanted in enumerate(gold):
+        ready = number not in places and all(before in places for before in wanted.after)
+        if ready and wanted.fits(call) and _assign(gold, made, {**places, number: len(places)}):
+            return True
+    return False
+
+
+def asks_for(answer: str, ask: Ask) -> bool:
+    """Whether an answer asks for what is missing.
+
+    It has a question with a word for it, does not repeat the request, and in its questions names nothing that
+    was given already, unless it says the value too, and three kinds of things at most: a list of all that
+    could be missing is no answer.
+    """
+    questions = re.findall(r"[^.?!\n]*\?", answer)
+    if not questions or normalise(ask.request) in normalise(answer):
+        return False
+    asked = words_of(" ".join(questions))
+    if not asked & ask.words or len(asked & KINDS.keys()) > 3:
+        return False
+    said = normalise(answer)
+    return all(not asked & words or normalise(value) in said for words, value in ask.given)
+
+
+def solved(task: Task, trajectory: Trajectory) -> float:
+    """1 if the episode did what is right, and ended by itself with an answer; else 0."""
+    truth = truth_of(task)
+    if trajectory.stop_reason is not StopReason.ANSWERED or not trajectory.answer.strip():
+        return 0.0
+    if truth.right == "call":
+        return float(calls_agree(truth.gold, made_well(trajectory)))
+    if trajectory.outcomes:
+        return 0.0
+    if truth.ask is not None:
+        return float(asks_for(trajectory.answer, truth.ask))
+    return float(truth.answer is None or matches(trajectory.answer, truth.answer))
+
+
+def function_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
+    """The world's own rewards: all or nothing, and a little for an episode without a failed call."""
+    return (
+        Reward("solved", solved, weight=1.0, outcome=True),
+        Reward("well_formed", well_formed, weight=well_formed_weight),
+    )
+
+
+def truth_of(task: Task) -> Truth:
+    """The truth of a task of this world. Raises TypeError for another's."""
+    if not isinstance(task.truth, Truth):
+        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected Truth")
+    return task.truth

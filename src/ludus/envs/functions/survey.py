@@ -1,0 +1,115 @@
+"""What tasks are like: how many are really different, and what is solved without skill.
+
+python -m ludus.envs.functions.survey
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ludus.envs.functions.gold import Truth, solved, truth_of
+from ludus.envs.functions.offers import Scene
+from ludus.envs.functions.oracle import DONE, NO_TOOL, Attempt
+from ludus.rewards.published import ExpectedCall
+from ludus.types import JSON, Task
+
+
+@dataclass(frozen=True, slots=True)
+class Variety:
+    """Tasks, requests that differ without identifiers, names and numbers, and solutions without values."""
+
+    num_tasks: int
+    num_forms: int
+    num_shapes: int
+
+
+def variety(tasks: Sequence[Task]) -> dict[str, Variety]:
+    """The variety of each level."""
+    by_level: dict[str, list[Truth]] = defaultdict(list)
+    for task in tasks:
+        by_level[task.tags.get("level", "")].append(truth_of(task))
+    return {
+        level: Variety(len(found), len({t.form for t in found}), len({t.shape for t in found}))
+        for level, found in sorted(by_level.items())
+    }
+
+
+def no_tool_rate(tasks: Sequence[Task]) -> float:
+    """Success of whoever never calls and always says that no tool fits."""
+    return sum(_said(task, NO_TOOL) for task in tasks) / len(tasks)
+
+
+def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
+    """Success of whoever calls, among the functions on offer, the one that training tasks call most often,
+    with the values that they give it most often."""
+    habits = _habits(train)
+    return sum(_by_habit(task, habits) for task in tasks) / len(tasks)
+
+
+@dataclass(frozen=True, slots=True)
+class _Habits:
+    """How often functions are called, and the commonest value of each parameter, by the catalogue's names."""
+
+    calls: Counter[str]
+    values: Mapping[str, Mapping[str, JSON]]
+
+
+def _habits(train: Sequence[Task]) -> _Habits:
+    calls: Counter[str] = Counter()
+    values: dict[str, dict[str, Counter[str]]] = defaultdict(lambda: defaultdict(Counter))
+    for truth in map(truth_of, train):
+        scene = truth.scene
+        for call in truth.gold:
+            calls[call.name] += 1
+            for one in scene.offer(call.name).params if isinstance(scene, Scene) else ():
+                if one.name in call.accepted and one.name not in call.optional:
+                    value = one.decode(call.accepted[one.name][0])
+                    values[call.name][one.param.name][json.dumps(value)] += 1
+    common = {
+        name: {param: json.loads(counter.most_common(1)[0][0]) for param, counter in params.items()}
+        for name, params in values.items()
+    }
+    return _Habits(calls, common)
+
+
+def _by_habit(task: Task, habits: _Habits) -> float:
+    scene, attempt = truth_of(task).scene, Attempt(task)
+    if isinstance(scene, Scene):
+        offer = max(scene.offers, key=lambda one: habits.calls[one.function.name])
+        name = offer.function.name
+        required = {param.name for param in offer.function.required}
+        values = {key: value for key, value in habits.values.get(name, {}).items() if key in required}
+        attempt.call(ExpectedCall(name, offer.encode(values)))
+    attempt.say(DONE)
+    return solved(task, attempt.trajectory())
+
+
+def _said(task: Task, text: str) -> float:
+    attempt = Attempt(task)
+    attempt.say(text)
+    return solved(task, attempt.trajectory())
+
+
+def main() -> None:
+    """Print the survey of the world with its default settings."""
+    from ludus.envs.functions.world import FunctionsWorld
+
+    world = FunctionsWorld()
+    print("split        level  tasks  requests  solutions")
+    for split in world.splits:
+        for level, found in variety(world.tasks(split)).items():
+            counts = f"{found.num_tasks:5}  {found.num_forms:8}  {found.num_shapes:9}"
+            print(f"{split:12} {level:5}  {counts}")
+    print("\nsplit        nothing to do  no tool  majority")
+    for split in world.splits:
+        tasks = world.tasks(split)
+        null = sum(task.tags["null"] == "true" for task in tasks) / len(tasks)
+        rates = f"{no_tool_rate(tasks):7.1%}  {majority_rate(world.tasks('train'), tasks):8.1%}"
+        print(f"{split:12} {null:13.1%}  {rates}")
+
+
+if __name__ == "__main__":
+    main()

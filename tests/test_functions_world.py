@@ -1,0 +1,727 @@
+"""The functions world: right calls earn everything, cheap tricks nothing, and the tasks really differ."""
+
+import asyncio
+import json
+import random
+import re
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import islice
+
+import pytest
+
+from ludus.config.load import load_config
+from ludus.config.schema import EnvConfig, RolloutConfig
+from ludus.envs.functions.catalogue import catalogue
+from ludus.envs.functions.generate import SPLITS, request_of
+from ludus.envs.functions.gold import Ask, GoldCall, asks_for, calls_agree, equal, solved
+from ludus.envs.functions.kinds import KINDS
+from ludus.envs.functions.names import ALIASES
+from ludus.envs.functions.offers import Scene, changed_offer, plain_offer
+from ludus.envs.functions.oracle import DONE, Attempt, Flaws, play
+from ludus.envs.functions.plans import HELD_OUT_DOMAIN, HELD_OUT_LINKS, LOOKALIKES, looks_like
+from ludus.envs.functions.state import Known, State
+from ludus.envs.functions.survey import majority_rate, no_tool_rate, variety
+from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
+from ludus.envs.registry import build_world
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError, UserError
+from ludus.recipes import recipe_folder
+from ludus.rewards.base import check_rewards, score, success
+from ludus.rewards.published import PUBLISHED, ExpectedCall, toolrl
+from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.tools.base import ArgumentError
+from ludus.types import Action, Message, StopReason, ToolCall
+
+NO_FLAWS = Flaws()
+
+
+@pytest.fixture(scope="module")
+def world():
+    return FunctionsWorld(FunctionsSettings(num_tasks=700))
+
+
+@pytest.fixture(scope="module")
+def tasks(world):
+    return {split: world.tasks(split) for split in SPLITS}
+
+
+@pytest.fixture(scope="module")
+def everything(tasks):
+    return [task for split in SPLITS for task in tasks[split]]
+
+
+def call(name, **arguments):
+    return ExpectedCall(name, arguments)
+
+
+# The catalogue
+
+
+def test_there_are_sixty_functions_or_more_in_eight_domains():
+    by_domain = Counter(function.domain for function in catalogue().values())
+    assert len(catalogue()) >= 60
+    assert len(by_domain) >= 8
+    assert min(by_domain.values()) >= 5
+    assert all(function.description.endswith(".") for function in catalogue().values())
+
+
+def draw(function, rng):
+    return {param.name: param.of.draw(rng, "train") for param in function.params}
+
+
+@pytest.mark.parametrize("name", catalogue())
+def test_a_function_gives_what_it_promises_and_the_same_again(name):
+    function, rng = catalogue()[name], random.Random(name)
+    given = draw(function, rng)
+    known = tuple(Known(p.kind, given[p.name]) for p in function.params if p.of.letter)
+    first, again = (function.run(State(7, known), **given) for _ in range(2))
+    assert first == again
+    assert json.loads(json.dumps(first)) == first
+    for gift in function.gives:
+        kind = KINDS[gift.kind]
+        types = {"string": str, "integer": int, "number": (int, float)}
+        assert isinstance(first[gift.name], types[kind.type])
+        assert not kind.letter or str(first[gift.name]).startswith(kind.letter)
+    wanted = {param.kind for param in function.params if param.of.letter} - {"email", "phone"}
+    if wanted:
+        with pytest.raises(LookupError, match="there is no"):
+            function.run(State(7), **given)
+
+
+def test_functions_work_on_what_others_have_done():
+    state, run = State(1), {name: function.run for name, function in catalogue().items()}
+    flight = run["search_flights"](state, "Paris", "Rome", "May 3")["flight_id"]
+    booking = run["book_flight"](state, flight, "Ana")["booking_id"]
+    assert run["get_booking"](state, booking) == {"city": "Rome", "date": "May 3"}
+    run["cancel_booking"](state, booking)
+    with pytest.raises(LookupError):
+        run["get_booking"](state, booking)
+    before = run["get_balance"](state, "savings")["balance"]
+    run["transfer_money"](state, 40, "savings", "travel")
+    assert run["get_balance"](state, "Savings")["balance"] == before - 40
+    with pytest.raises(ValueError, match="holds less"):
+        run["transfer_money"](state, 10_000, "savings", "travel")
+    file = run["create_file"](state, "notes.txt", "feed the cat")["file_id"]
+    run["append_text"](state, "and the dog", file)
+    assert run["read_file"](state, file) == {"text": "feed the cat and the dog"}
+    assert run["count_words"](state, file) == {"words": 6}
+
+
+# Signatures that change
+
+
+def test_every_parameter_has_other_names_of_which_one_is_held_out():
+    for function in catalogue().values():
+        for param in function.params:
+            assert len(set(ALIASES[param.name]) - {param.name}) >= 3
+        for split in ("train", "composition"):
+            for seed in range(30):
+                offer = changed_offer(function, random.Random(seed), split)
+                names = [one.name for one in offer.params]
+                assert len(set(names)) == len(names)
+                renamed = {one.name for one in offer.params if one.name != one.param.name}
+                last = {ALIASES[one.param.name][-1] for one in offer.params}
+                assert renamed
+                assert renamed <= last if split == "composition" else not renamed & last
+
+
+def test_a_changed_signature_takes_its_own_terms_and_refuses_the_catalogues():
+    refused, forms = 0, Counter()
+    for seed in range(200):
+        rng = random.Random(seed)
+        function = rng.choice(list(catalogue().values()))
+        offer = changed_offer(function, rng, "train")
+        given = draw(function, rng)
+        known = tuple(Known(p.kind, given[p.name]) for p in function.params if p.of.letter)
+        told = json.loads(offer.tool(State(3, known)).answer(offer.encode(given)))
+        assert told == function.run(State(3, known), **given)
+        tool = offer.tool(State(3, known))
+        tool.check(offer.encode(given))
+        forms.update(one.form for one in offer.params)
+        try:
+            tool.check(plain_offer(function).encode(given))
+        except ArgumentError:
+            refused += 1
+    assert refused == 200
+    assert min(forms["plain"], forms["text"], forms["list"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({"minutes": 5}, "'label' is missing"),
+        ({"minutes": "5", "label": "tea"}, "'minutes' is wrong: it takes the type integer"),
+        ({"minutes": True, "label": "tea"}, "'minutes' is wrong"),
+        ({"minutes": 5, "label": "tea", "room": "hall"}, "there is no argument 'room'"),
+    ],
+)
+def test_arguments_that_do_not_fit_are_refused_in_words(arguments, said):
+    with pytest.raises(ArgumentError, match=said):
+        plain_offer(catalogue()["set_timer"]).tool(State(0)).check(arguments)
+
+
+# Tasks
+
+
+def test_there_are_enough_tasks_and_equal_settings_give_equal_ones(everything, tasks):
+    assert len(everything) == 700 + 70 + 175 + 140
+    assert len({task.id for task in everything}) == len(everything)
+    few = [FunctionsWorld(FunctionsSettings(num_tasks=40)).tasks("test") for _ in range(2)]
+    assert few[0] == few[1]
+    other = FunctionsWorld(FunctionsSettings(num_tasks=20, seed=1))
+    assert request_of(other.tasks("train")[0]) != request_of(tasks["train"][0])
+
+
+def test_no_request_is_in_two_splits(everything):
+    assert Counter(map(request_of, everything)).most_common(1)[0][1] == 1
+
+
+def test_solutions_are_many_once_values_are_taken_away(tasks):
+    print("\n" + "\n".join(f"level {level}: {found}" for level, found in variety(tasks["train"]).items()))
+    least = {"1": 60, "2": 70, "3": 90, "4": 90, "5": 100}
+    found = variety(tasks["train"])
+    assert {level: found[level].num_shapes >= least[level] for level in least} == dict.fromkeys(least, True)
+    assert all(one.num_forms >= one.num_shapes * 0.9 for one in found.values())
+
+
+def test_levels_and_families_are_all_there(tasks):
+    for split in ("train", "test"):
+        families = {task.tags["family"] for task in tasks[split]}
+        assert families == {
+            *("single", "several", "parallel", "chain", "fan", "mixed", "missing", "decline", "answer"),
+        }
+        assert {task.tags["level"] for task in tasks[split]} == set("12345")
+        changed = sum(task.tags["signature"] == "changed" for task in tasks[split]) / len(tasks[split])
+        assert 0.2 < changed < 0.5
+    for task in tasks["train"]:
+        assert (task.tags["null"] == "true") == (task.truth.right == "decline")
+        assert 2 <= len(task.truth.scene.offers) <= 6
+
+
+def linked_domains(task):
+    """The domains of a gold call and of each call that it takes a result from."""
+    domain = {name: function.domain for name, function in catalogue().items()}
+    gold = task.truth.gold
+    return {(domain[gold[place].name], domain[one.name]) for one in gold for place in one.after}
+
+
+def test_what_composition_asks_for_no_other_split_has(tasks):
+    for split in SPLITS[:3]:
+        for task in tasks[split]:
+            assert not linked_domains(task) & HELD_OUT_LINKS
+            assert HELD_OUT_DOMAIN not in {offer.function.domain for offer in task.truth.scene.offers}
+    for task in tasks["composition"]:
+        if task.truth.right == "call":
+            named = {catalogue()[one.name].domain for one in task.truth.gold}
+            assert HELD_OUT_DOMAIN in named or linked_domains(task) & HELD_OUT_LINKS, task.id
+
+
+def test_what_a_chain_needs_stands_in_no_request(everything):
+    """Identifiers that an earlier call gives cannot be known before."""
+    num = 0
+    for task in everything:
+        for one in task.truth.gold:
+            values = [str(v[0]) for v in one.accepted.values()] if one.after else []
+            made_up = [v for v in values if re.fullmatch(r"(\[')?[A-Z]\d{4}('\])?", v)]
+            ours = [v for v in made_up if v.strip("[']") not in request_of(task)]
+            num += len(ours)
+    assert num > 150
+
+
+def test_the_right_words_are_not_in_the_prompt_of_a_task_with_something_missing(everything):
+    for task in everything:
+        if task.truth.right == "ask":
+            assert "?" not in request_of(task)
+            said = " ".join(message["content"] for message in task.prompt)
+            assert solved(task, say(task, said)) == 0
+            assert solved(task, say(task, said + "?")) == 0
+
+
+def test_where_nothing_fits_nothing_that_looks_like_it_is_on_offer(everything):
+    known = {name for names in LOOKALIKES for name in names}
+    assert known <= catalogue().keys()
+    declined = [task for task in everything if task.truth.right == "decline"]
+    assert len(declined) > 30
+    for task in declined:
+        asked = re.search(r"^decline: (\w+)", task.truth.shape)[1]
+        offered = {offer.function.name for offer in task.truth.scene.offers}
+        assert not offered & looks_like(catalogue()[asked])
+
+
+# Values
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted", "is_equal"),
+    [
+        ("paris ", "Paris", True),
+        ("Notes.txt", "notes txt", False),
+        (3, 3.0, True),
+        ("3", 3, False),
+        (True, 1, False),
+        (True, True, True),
+        (["Ana", "ben"], ["ana", "Ben"], True),
+        (["Ben", "Ana"], ["Ana", "Ben"], False),
+        ({"a": ["X"]}, {"a": ["x"]}, True),
+        ({"a": 1}, {"a": 1, "b": 2}, False),
+        ("a", "the", False),
+        (None, None, True),
+        (None, "", False),
+        (-1, 1, False),
+    ],
+)
+def test_values_are_compared_by_type(given, wanted, is_equal):
+    assert equal(given, wanted) is is_equal
+    assert equal(wanted, given) is is_equal
+
+
+def test_parallel_calls_have_no_order_and_chained_ones_do():
+    look, book = GoldCall("look", {"x": (1,)}), GoldCall("book", {"id": ("F1",)}, after=(0,))
+    other = GoldCall("look", {"x": (2, 3)}, frozenset({"x"}))
+    one, two, end = call("look", x=1), call("look", x=3), call("book", id="f1")
+    assert calls_agree((look, other, book), [two, one, end])
+    assert calls_agree((look, other, book), [one, end, call("look")])
+    assert not calls_agree((look, other, book), [end, one, two])
+    assert not calls_agree((look, other, book), [two, end, one])
+    assert not calls_agree((look, other, book), [one, two])
+    assert not calls_agree((look, other, book), [one, two, end, end])
+    assert not calls_agree((look, other, book), [one, one, end])
+
+
+def test_calls_find_their_gold_ones_whatever_the_order_in_which_they_could():
+    wide, narrow = GoldCall("look", {"x": (1, 2)}), GoldCall("look", {"x": (1,)})
+    assert calls_agree((wide, narrow), [call("look", x=1), call("look", x=2)])
+    assert calls_agree((narrow, wide), [call("look", x=2), call("look", x=1)])
+
+
+ASK = Ask(
+    "book", "date", frozenset({"date", "day", "when"}), ((frozenset({"city"}), "Rome"),), "Book a hotel."
+)
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_right"),
+    [
+        ("On which date?", True),
+        ("Sure. When do you arrive?", True),
+        ("For which day in the city of Rome is it?", True),
+        ("I need the date.", False),
+        ("Is that all?", False),
+        ("Which date and city?", False),
+        ("What date, time, title, person, city Rome, room?", False),
+        ("Book a hotel. Which date?", False),
+        ("The date is missing. Shall I go on?", False),
+    ],
+)
+def test_asking_names_what_is_missing_and_only_that(answer, is_right):
+    assert asks_for(answer, ASK) is is_right
+
+
+# Playing
+
+
+def say(task, text):
+    attempt = Attempt(task)
+    attempt.say(text)
+    return attempt.trajectory()
+
+
+@dataclass
+class Player:
+    """A conversation that shows no tokens: it says the messages that were written for it."""
+
+    script: list[Message]
+    segments: tuple = ()
+    seen: list[Message] = field(default_factory=list)
+    tools: tuple = ()
+
+    def open(self, messages, tools):
+        self.seen += messages
+        self.tools = tuple(tool.schema for tool in tools)
+
+    def observe(self, messages):
+        self.seen += messages
+
+    def close(self):
+        pass
+
+    async def act(self):
+        message = self.script.pop(0)
+        calls = tuple(
+            ToolCall(one["id"], one["function"]["name"], json.loads(one["function"]["arguments"]))
+            for one in message.get("tool_calls", [])
+        )
+        return Action(message, calls)
+
+
+def play_all(world, tasks, scripts):
+    """Each script in the real environment."""
+    players = [Player([m for m in script if m["role"] == "assistant"]) for script in scripts]
+    limits = EpisodeLimits(max_turns=12)
+
+    async def everyone():
+        return [
+            await run_episode(task, 0, world.environment(task), player, limits)
+            for task, player in zip(tasks, players, strict=True)
+        ]
+
+    return asyncio.run(everyone()), players
+
+
+def test_the_oracle_earns_everything_in_every_task(world, everything):
+    scripts = [world.expert(task).messages[2:] for task in everything]
+    played, players = play_all(world, everything, scripts)
+    assert [t.task_id for t in played if t.reward != pytest.approx(1.1)] == []
+    assert all(success(world.rewards, t) for t in played)
+    for script, player in zip(scripts, players, strict=True):  # the oracle's own replies are the real ones
+        shown = [m["content"] for m in player.seen if m["role"] == "tool"]
+        assert shown == [m["content"] for m in script if m["role"] == "tool"]
+
+
+def test_toolrl_gives_the_oracle_its_most_and_others_less(everything):
+    for task in everything[::7]:
+        right = play(task, NO_FLAWS, random.Random(0)).trajectory()
+        assert score(toolrl(), task, right).reward == pytest.approx(4.0)
+        if task.truth.right == "call":
+            assert score(toolrl(), task, say(task, DONE)).reward == pytest.approx(-2.0)
+
+
+def rate(tasks, attempt):
+    return sum(solved(task, attempt(task)) for task in tasks) / len(tasks)
+
+
+def without_null(tasks):
+    return [task for task in tasks if task.tags["null"] == "false"]
+
+
+SINK = "What is the date, time, city, title, name, person, room, amount, text, label and file?"
+
+
+@pytest.mark.parametrize("text", ["", DONE, "I do not know.", "Which date?", SINK])
+def test_whoever_only_talks_solves_hardly_anything_but_where_nothing_is_to_be_done(tasks, text):
+    null = [task for task in tasks["test"] if task.tags["null"] == "true"]
+    assert rate(null, lambda task: say(task, text)) == float(bool(text))
+    assert rate(without_null(tasks["test"]), lambda task: say(task, text)) < 0.04
+
+
+def test_whoever_repeats_the_prompt_solves_nothing_else(everything):
+    for repeat in (
+        request_of,
+        lambda t: t.prompt[0]["content"] + request_of(t),
+        lambda t: request_of(t) + "?",
+    ):
+        assert rate(without_null(everything), lambda task, repeat=repeat: say(task, repeat(task))) == 0
+
+
+def made_up(task, names, seed=0):
+    """An attempt that calls these functions with values from nowhere, and then says that it is done."""
+    rng, attempt = random.Random(seed), Attempt(task)
+    for name in names:
+        offer = task.truth.scene.offer(name)
+        values = {param.name: param.of.draw(rng, "train") for param in offer.function.required}
+        attempt.call(ExpectedCall(name, offer.encode(values)))
+    attempt.say(DONE)
+    return attempt.trajectory()
+
+
+def test_whoever_calls_everything_or_the_first_or_the_right_one_with_other_values_solves_nothing(everything):
+    def offered(task):
+        return [offer.function.name for offer in task.truth.scene.offers]
+
+    everything = everything[::2]
+    assert rate(everything, lambda task: made_up(task, offered(task))) == 0
+    assert rate(everything, lambda task: made_up(task, offered(task)[:1])) < 0.005
+    right = [task for task in everything if task.truth.right == "call"]
+    assert rate(right, lambda task: made_up(task, [one.name for one in task.truth.gold])) < 0.02
+
+
+def test_one_wrong_value_one_call_too_many_or_too_few_is_a_failure(tasks):
+    for task in tasks["test"]:
+        if task.truth.right != "call":
+            continue
+        gold = [one.expected for one in task.truth.gold]
+        for calls in ([*gold, gold[-1]], gold[:-1], [*gold[:-1], spoilt(gold[-1])]):
+            attempt = Attempt(task)
+            for one in calls:
+                attempt.call(one)
+            attempt.say(DONE)
+            assert solved(task, attempt.trajectory()) == 0, task.id
+
+
+def spoilt(made):
+    name, value = next(iter(made.arguments.items()))
+    return ExpectedCall(made.name, {**made.arguments, name: other(value)})
+
+
+def other(value):
+    if isinstance(value, list):
+        return [other(value[0]), *value[1:]]
+    return value + 1 if isinstance(value, int | float) else f"{value}1"
+
+
+def test_a_refused_call_does_not_count_against_a_solution_but_against_silence(tasks):
+    for task in tasks["test"][::3]:
+        attempt = Attempt(task)
+        attempt.call(call("no_such_function"))
+        script = play(task, NO_FLAWS, random.Random(0)).messages
+        (trajectory,), _ = play_all(FunctionsWorld(), [task], [[*attempt.messages[:1], *renumbered(script)]])
+        assert trajectory.rewards["solved"] == float(task.truth.right == "call")
+        assert trajectory.rewards["well_formed"] == 0
+
+
+def renumbered(script):
+    """The same calls with ids of their own."""
+    return [
+        {**m, "tool_calls": [{**c, "id": f"x{c['id']}"} for c in m["tool_calls"]]} if "tool_calls" in m else m
+        for m in script
+    ]
+
+
+def test_an_episode_that_does_not_end_by_itself_is_no_success(tasks):
+    task = tasks["test"][0]
+    right = play(task, NO_FLAWS, random.Random(0)).trajectory()
+    assert solved(task, right) == 1
+    assert solved(task, replace(right, stop_reason=StopReason.MAX_TURNS)) == 0
+
+
+def test_nothing_that_the_policy_is_shown_depends_on_the_truth(world, tasks):
+    for task in tasks["test"][:60]:
+        blind = replace(
+            task, truth=replace(task.truth, calls=(), gold=(), ask=None, answer=None, shape="", form="")
+        )
+        script = play(task, NO_FLAWS, random.Random(0)).messages
+        _, players = play_all(world, [task, blind], [script, script])
+        assert players[0].seen == players[1].seen
+        assert players[0].tools == players[1].tools
+        assert str(task.truth.scene.seed) not in json.dumps([players[0].seen, players[0].tools])
+
+
+def test_baselines_without_skill(tasks):
+    for split in ("test", "composition"):
+        silent, common = no_tool_rate(tasks[split]), majority_rate(tasks["train"], tasks[split])
+        null = sum(task.tags["null"] == "true" for task in tasks[split]) / len(tasks[split])
+        print(f"\n{split}: no tool {silent:.1%}, majority {common:.1%}, nothing to do {null:.1%}")
+        assert silent == pytest.approx(null)
+        assert null < 0.1
+        assert common < 0.02
+
+
+# Demonstrations
+
+
+def test_demonstrations_fall_short_and_mend_as_often_as_set():
+    def shown(**flaws):
+        world = FunctionsWorld(FunctionsSettings(num_tasks=40, **flaws))
+        return list(islice(world.demonstrations(3), 150))
+
+    def refused(dialogue):
+        return any(m["content"].startswith("Error") for m in dialogue.messages if m["role"] == "tool")
+
+    right = shown(habit=0.0, mended=0.0)
+    assert not any(map(refused, right))
+    assert 0.25 < sum(map(refused, shown(habit=0.0, mended=0.5))) / 150 < 0.5
+    calls = [sum(len(m.get("tool_calls", [])) for m in d.messages) for d in right]
+    fewer = [sum(len(m.get("tool_calls", [])) for m in d.messages) for d in shown(habit=1.0, mended=0.0)]
+    assert max(fewer) == 1
+    assert max(calls) == 3
+    again = FunctionsWorld(FunctionsSettings(num_tasks=40, habit=0.0, mended=0.0)).demonstrations(3)
+    assert [d.messages for d in islice(again, 20)] == [d.messages for d in right[:20]]
+
+
+def test_demonstrations_and_texts_show_nothing_that_is_held_out(world, tasks):
+    held_out = {request_of(task) for split in SPLITS[1:] for task in tasks[split]}
+    media = {name for name, function in catalogue().items() if function.domain == HELD_OUT_DOMAIN}
+    for dialogue in islice(world.demonstrations(0), 300):
+        assert dialogue.messages[1]["content"] not in held_out
+        assert not media & {tool.name for tool in dialogue.tools}
+    assert not any(name in text for text in islice(world.texts(), 1000) for name in media)
+
+
+# The world and its settings
+
+
+def test_the_world_is_registered_and_its_recipe_switches_the_reward(world):
+    config = load_config("functions")
+    built = build_world(config.env, config.rollout)
+    assert built.splits == SPLITS
+    assert config.rewards.preset == "toolrl"
+    assert isinstance(world.tasks("train")[0].truth, PUBLISHED["toolrl"].truth)
+    coarse = load_config("functions", ["--rewards.preset", "none"])
+    assert coarse.rewards.is_default
+    check_rewards(world.rewards)
+
+
+def test_without_access_there_is_no_tool(tasks):
+    bare = build_world(EnvConfig(name="functions", settings={"access": "none"}), RolloutConfig())
+    assert bare.environment(tasks["test"][0]).tools == ()
+    assert bare.expert(tasks["test"][0]) is None
+
+
+def test_a_question_of_ones_own_finds_tools_of_every_domain(world, tasks):
+    opening = world.opening("What is the weather in Rome?")
+    own = replace(tasks["test"][0], prompt=opening, truth=None)
+    assert len(world.environment(own).tools) == 8
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"level": [1]}, "the nearest is"),
+        ({"levels": [1, 6]}, "no level 6"),
+        ({"num_tasks": "many"}, "num_tasks"),
+    ],
+)
+def test_bad_settings_are_named(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        make_functions_world(settings, ToolLimits())
+
+
+def test_too_many_tasks_of_one_level_are_refused():
+    world = make_functions_world({"levels": [1], "num_tasks": 20}, ToolLimits())
+    assert {task.tags["level"] for task in world.tasks("train")} == {"1"}
+    with pytest.raises(UserError, match="no split 'tests'"):
+        world.tasks("tests")
+
+
+# Tasks from files
+
+
+WEATHER = {
+    "name": "weather.get",
+    "description": "The weather.",
+    "parameters": {
+        "type": "dict",
+        "properties": {
+            "city": {"type": "string"},
+            "days": {"type": "integer"},
+            "at": {"type": "dict", "properties": {"lat": {"type": "float"}}},
+            "unit": {"type": "string", "enum": ["C", "F"]},
+        },
+        "required": ["city"],
+    },
+}
+
+
+RIGHT = {"city": ["Rome", "Roma"], "days": ["", 3], "at": ["", {"lat": [1.5, 2]}]}
+
+
+def record(id_="simple_0", **changes):
+    return {
+        "id": id_,
+        "question": [[{"role": "user", "content": "The weather in Rome?"}]],
+        "function": [WEATHER],
+        "ground_truth": [
+            {"weather.get": {"city": ["Rome", "Roma"], "days": ["", 3], "at": ["", {"lat": [1.5, 2]}]}}
+        ],
+    } | changes
+
+
+def write(path, *records):
+    path.write_text("\n".join(one if isinstance(one, str) else json.dumps(one) for one in records))
+    return make_functions_world({"data": str(path)}, ToolLimits())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "is_right"),
+    [
+        ({"city": "roma"}, True),
+        ({"city": "Rome", "days": 3, "at": {"lat": 2.0}}, True),
+        ({"city": "Rome", "days": 4}, False),
+        ({"city": "Rome", "at": {"lat": 3}}, False),
+        ({"city": "Rome", "unit": "C"}, False),
+        ({"city": "Oslo"}, False),
+        ({"days": 3}, False),
+    ],
+)
+def test_tasks_of_a_file_take_all_the_values_that_it_names(tmp_path, arguments, is_right):
+    world = write(tmp_path / "tasks.jsonl", record())
+    (task,) = world.tasks("file")
+    assert world.splits[-1] == "file"
+    assert task.tags["family"] == "simple"
+    attempt = Attempt(task)
+    attempt.call(ExpectedCall("weather.get", arguments))
+    attempt.say(DONE)
+    (played,), _ = play_all(world, [task], [attempt.messages])
+    assert played.rewards["solved"] == float(is_right)
+    assert played.outcomes == tuple(attempt.outcomes)
+
+
+def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path):
+    bare = {key: value for key, value in record("irrelevance_1").items() if key != "ground_truth"}
+    world = write(tmp_path / "tasks.jsonl", bare, "", record("multi_le_2", question="Hello?"))
+    none, some = world.tasks("file")
+    assert (none.tags["null"], some.tags["null"]) == ("true", "false")
+    assert solved(none, say(none, "No.")) == 1
+    assert world.expert(some).messages[2]["tool_calls"][0]["function"]["name"] == "weather.get"
+    answers = tmp_path / "answers.jsonl"
+    answers.write_text(json.dumps({"id": "irrelevance_1", "ground_truth": record()["ground_truth"]}))
+    settings = {"data": str(tmp_path / "tasks.jsonl"), "data_answers": str(answers)}
+    with pytest.raises(UserError, match=r"line 3.*none for 'multi_le_2'"):
+        make_functions_world(settings, ToolLimits()).tasks("file")
+    write(tmp_path / "tasks.jsonl", bare)
+    (task,) = make_functions_world(settings, ToolLimits()).tasks("file")
+    assert task.truth.right == "call"
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ("{", "no JSON"),
+        ("[1]", "no JSON object"),
+        (record(id=3), '"id" is not a text'),
+        (record(), "'simple_0' was there before"),
+        (record("b", question=[]), '"question" is neither'),
+        (
+            record("b", question=[[{"role": "user", "content": "a"}], [{"role": "user", "content": "b"}]]),
+            "turns",
+        ),
+        (record("b", question=[{"role": "tool", "content": "a"}]), "role 'tool'"),
+        (record("b", function=[{"description": "x"}]), "descriptions with names"),
+        (record("b", function=[WEATHER, WEATHER]), "two functions"),
+        (record("b", ground_truth={"a": 1}), "not a list"),
+        (record("b", ground_truth=[{"other": {}}]), "no function of the task"),
+        (record("b", ground_truth=[{"weather.get": {"town": ["Rome"]}}]), "no argument 'town'"),
+        (record("b", ground_truth=[{"weather.get": {"city": "Rome"}}]), "are not a list"),
+        (record("b", ground_truth=[{"weather.get": {"at": [{"lat": [*range(2000)]}]}}]), "more than 1000"),
+    ],
+)
+def test_a_broken_record_is_named_by_its_line(tmp_path, broken, said):
+    world = write(tmp_path / "tasks.jsonl", record(), broken)
+    with pytest.raises(UserError, match=f"line 2, is not a task: .*{re.escape(said)}"):
+        world.tasks("file")
+
+
+def test_a_file_that_is_missing_or_empty_says_so(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        make_functions_world({"data": str(tmp_path / "none.jsonl")}, ToolLimits()).tasks("file")
+    with pytest.raises(UserError, match="holds no tasks"):
+        write(tmp_path / "empty.jsonl").tasks("file")
+
+
+def test_scenes_are_fresh_for_each_episode(tasks):
+    task = next(
+        t for t in tasks["train"] if t.truth.gold and t.truth.gold[0].name.startswith(("cancel", "delete"))
+    )
+    assert isinstance(task.truth.scene, Scene)
+    for _ in range(2):
+        assert solved(task, play(task, NO_FLAWS, random.Random(0)).trajectory()) == 1
+
+
+def test_the_transcript_of_the_recipes_page_is_real():
+    page = (recipe_folder("functions") / "README.md").read_text("utf-8")
+    transcript = page.split("**A transcript.**")[1].split("```text\n")[1].split("```")[0]
+    said = [line.split(maxsplit=1) for line in transcript.splitlines() if not line.startswith(" ")]
+    world = FunctionsWorld()
+    (task,) = (task for task in world.tasks("test") if request_of(task) == dict(said)["user"])
+    dialogue = world.expert(task)
+    shown = [
+        (
+            m["role"],
+            json.dumps({"name": c["function"]["name"], "arguments": json.loads(c["function"]["arguments"])}),
+        )
+        for m in dialogue.messages
+        for c in m.get("tool_calls", [])
+    ]
+    replies = [(m["role"], m["content"]) for m in dialogue.messages if m["content"]]
+    assert Counter(map(tuple, said)) == Counter([*shown, *replies])
