@@ -15,7 +15,6 @@ import os
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -33,8 +32,9 @@ _CHUNK = 1 << 16
 _LONGEST_HEADER = 1 << 22
 
 CANNOT_START_HINT = (
-    "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, on Ubuntu "
-    "also `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`. docs/sandbox.md has the other backends."
+    "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "
+    "on Ubuntu also `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`. "
+    "docs/sandbox.md has the other backends."
 )
 
 _BOOT = """
@@ -197,7 +197,7 @@ async def start_cell(plan: CellPlan) -> Cell:
     """Start a cell. Raises UserError where this machine cannot have one."""
     ours, theirs = socket.socketpair()
     info_r, info_w = os.pipe()
-    errors = tempfile.TemporaryFile()
+    errors = os.fdopen(os.memfd_create("ludus-errors"), "w+b")
     try:
         process = _spawn(plan, theirs, info_w, errors)
     except OSError as error:
@@ -264,17 +264,22 @@ def _memory_file(text: str) -> int:
 async def _readable(fd: int) -> None:
     """Wait until there is something to read."""
     loop = asyncio.get_running_loop()
-    ready = loop.create_future()
-    loop.add_reader(fd, lambda: ready.done() or ready.set_result(None))
+    ready: asyncio.Future[None] = loop.create_future()
+    loop.add_reader(fd, _settle, ready)
     try:
         await ready
     finally:
         loop.remove_reader(fd)
 
 
+def _settle(ready: asyncio.Future[None]) -> None:
+    if not ready.done():
+        ready.set_result(None)
+
+
 async def _read_all(fd: int) -> bytes:
     """All that a pipe brings until it is closed, and close it. Raises TimeoutError."""
-    parts = []
+    parts: list[bytes] = []
     try:
         async with asyncio.timeout(START_S):
             while True:

@@ -42,7 +42,7 @@ PRELOAD = (
 )
 """Modules that a program finds imported already; each program has its own copy of them."""
 
-_INSTALL = "Install bubblewrap: on Debian or Ubuntu `apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`."
+_INSTALL = "Install it: on Debian or Ubuntu `apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`."
 _FIRST_UID, _NUM_UIDS = 1_900_000_000, 100_000_000
 """Where root starts a cell, it becomes one of these users, to whom no file belongs."""
 _RUNS_PER_CELL = 2000

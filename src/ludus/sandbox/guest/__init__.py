@@ -1,4 +1,4 @@
-"""What runs inside the namespaces. These modules are sent into a cell and import nothing but each other there.
+"""What runs inside the namespaces. These modules are sent into a cell and import only each other there.
 
 Three kinds of processes. The *zygote* is process 1 of a cell: it forks a *guard* whenever the host asks, into
 namespaces of its own (user, process, mount, System V), and never reads what a program wrote. The guard is
