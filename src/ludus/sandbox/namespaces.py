@@ -53,8 +53,8 @@ class NamespaceSettings:
     """`concurrency` is how many runs are under way at once (0: one for each processor, at least 2).
 
     `python` is the interpreter inside (empty: this one, else the system's). `binds` are folders of the host
-    that programs may read, at the same place; `paths` are added to the interpreter's `sys.path`; `preload`
-    are modules imported beforehand.
+    that programs may read, at the same place or, written `folder:place`, at another. `paths` are added to
+    the interpreter's `sys.path`; `preload` are modules imported beforehand.
     """
 
     concurrency: int = 0
@@ -170,8 +170,8 @@ def make_plan(settings: NamespaceSettings, python: str) -> CellPlan:
     for name, value in (("PATH", "/usr/local/bin:/usr/bin:/bin"), ("HOME", "/box"), ("LANG", "C.UTF-8")):
         words += ["--setenv", name, value]
     words += ["--setenv", "PYTHONHASHSEED", "0", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"]
-    words += [word for folder in binds for word in ("--ro-bind", folder, folder)]
-    words += _loose_ends(binds)
+    words += [word for folder, place in binds for word in ("--ro-bind", folder, place)]
+    words += _loose_ends()
     words += ["--proc", "/proc", "--tmpfs", "/dev"]
     for device in ("null", "zero", "full", "random", "urandom"):
         words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
@@ -180,7 +180,7 @@ def make_plan(settings: NamespaceSettings, python: str) -> CellPlan:
     words += ["--symlink", "/proc/self/fd", "/dev/fd"]
     words += [word for folder in ("/dev/shm", "/box", "/tmp", "/store") for word in ("--dir", folder)]
     words += ["--remount-ro", "/dev", "--chdir", "/"]
-    same = Path(python).resolve() == Path(sys.executable).resolve()
+    same = Path(python).name == f"python{sys.version_info.major}.{sys.version_info.minor}"
     return CellPlan(tuple(words), python, same, settings.paths, settings.preload, code)
 
 
@@ -198,21 +198,29 @@ def _other_user() -> list[str]:
     return [setpriv, "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
 
 
-def _folders(settings: NamespaceSettings, python: str) -> list[str]:
-    """What of the host is readable: /usr, the interpreter's own folder, and the settings' folders."""
-    folders = ["/usr"]
+def _folders(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
+    """What of the host is readable, and where: /usr, the interpreter's own folder, the settings' folders."""
+    folders = [("/usr", "/usr")]
     prefix = str(Path(python).resolve().parent.parent)
-    for folder in (prefix, *settings.binds):
-        if not Path(folder).is_absolute() or not Path(folder).is_dir():
+    if not Path(prefix).is_relative_to("/usr"):
+        folders.append((prefix, prefix))
+    for bind in settings.binds:
+        folder, _, place = bind.partition(":")
+        place = place or folder
+        if not Path(folder).is_absolute() or not Path(folder).is_dir() or not Path(place).is_absolute():
             raise UserError(
-                f"{folder!r} is no folder that a sandbox can show.", "Give absolute paths of folders."
+                f"{bind!r} is no folder that a sandbox can show.", "Give absolute paths of folders."
             )
-        if not any(Path(folder).is_relative_to(known) for known in folders):
-            folders.append(folder)
+        if any(Path(place).is_relative_to(own) for own in ("/box", "/tmp", "/dev", "/proc", "/store")):
+            raise UserError(
+                f"{bind!r} would lie under what each run has of its own.",
+                f"Show it elsewhere: {folder}:/shown",
+            )
+        folders.append((folder, place))
     return folders
 
 
-def _loose_ends(binds: Sequence[str]) -> list[str]:
+def _loose_ends() -> list[str]:
     """/bin and its like as the host has them, and the few files of /etc that commands need."""
     words: list[str] = []
     for name in ("bin", "sbin", "lib", "lib32", "lib64"):

@@ -25,7 +25,7 @@ class Guard:
     def __init__(self, line: Line, code: bytes, bounds: Bounds) -> None:
         self.line, self.code, self.bounds = line, code, bounds
         self.usage = Usage()
-        self.child = self.pidfd = self.stdin = self.done = -1
+        self.child = self.pidfd = self.stdin = self.done = self.said = -1
         self.status: int | None = None
         self.feed = memoryview(b"")
         self.outs: dict[int, bytearray] = {}
@@ -87,7 +87,16 @@ class Guard:
                 self.poll.register(fd, select.POLLOUT)
         if self.pidfd in ready:
             return "ended"
-        return "done" if self.done in ready else ""
+        return "done" if self.done in ready and self._is_done() else ""
+
+    def _is_done(self) -> bool:
+        """Whether the interpreter said so; where it only closed its end, its own end will tell."""
+        said = os.read(self.done, _CHUNK)
+        if not said:
+            self.poll.unregister(self.done)
+            return False
+        self.said = said[-1]
+        return True
 
     def tell(self, fd: int, text: bytes) -> str:
         """Write `text` for a running interpreter and `watch` it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import struct
@@ -147,14 +148,12 @@ class SessionGuard:
         guard.cut, guard.usage.peak, self.spent = False, 0, guard.cpu()
         _clear(guard.done)
         how, self.overrun = self.overrun or self._ask(source), ""
-        if how == "done":
-            status = _clear(guard.done)
-        else:
+        if how != "done":
             self._end()
         stdout, stderr = guard.drain()
         header = Ended(guard, how, begin, self.spent).header
         if how == "done":
-            header["exit"] = status
+            header["exit"] = guard.said
         else:
             guard.close()
         self.spent += float(str(header["cpu_s"]))
@@ -165,15 +164,11 @@ class SessionGuard:
         return self.guard.tell(self.commands, text)
 
 
-def _clear(fd: int) -> int:
-    """Take what the interpreter said; the last byte is the status of its call."""
-    said = b"\0"
-    try:
-        while part := os.read(fd, 4096):
-            said = part
-    except BlockingIOError:
-        pass
-    return said[-1]
+def _clear(fd: int) -> None:
+    """Forget what the interpreter said between calls."""
+    with contextlib.suppress(BlockingIOError):
+        while os.read(fd, 4096):
+            pass
 
 
 def answer(line: Line, code: bytes) -> None:
