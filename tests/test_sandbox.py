@@ -102,9 +102,9 @@ def test_programs_end_as_in_an_interpreter(program, code, words, shared_box):
     assert words in outcome.error_text
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def shared_box():
-    """Runs a program in a sandbox that the module shares."""
+    """Runs programs in one sandbox."""
     with asyncio.Runner() as runner:
         box = BOX(NamespaceSettings(concurrency=2))
         yield lambda program, **given: runner.run(box.run(program, **given))

@@ -56,13 +56,12 @@ class Guard:
         if self._feed():
             self.poll.register(in_w, select.POLLOUT)
 
-    def watch(self) -> str:
+    def watch(self, spent: float) -> str:
         """Wait until the program 'ended', said that a call is 'done', or passed its 'time' or 'memory'.
 
-        Raises Gone where the host does not wait any more.
+        CPU seconds up to `spent` do not count. Raises Gone where the host does not wait any more.
         """
-        begin, spent = time.monotonic(), self.cpu()
-        sampled = begin
+        begin = sampled = time.monotonic()
         while True:
             ended = self._serve(dict(self.poll.poll(_SAMPLE_S * 1000)))
             now = time.monotonic()
@@ -98,13 +97,13 @@ class Guard:
         self.said = said[-1]
         return True
 
-    def tell(self, fd: int, text: bytes) -> str:
+    def tell(self, fd: int, text: bytes, spent: float) -> str:
         """Write `text` for a running interpreter and `watch` it."""
         self.stdin, self.feed, self.keep = fd, memoryview(text), True
         os.set_blocking(fd, False)
         if self._feed():
             self.poll.register(fd, select.POLLOUT)
-        return self.watch()
+        return self.watch(spent)
 
     def _feed(self) -> bool:
         """Write more of what the program is to read, and close at the end; whether there is more."""

@@ -12,6 +12,7 @@ from ludus.sandbox.guest.files import collect, make_box, put, wipe
 from ludus.sandbox.guest.guard import Guard
 from ludus.sandbox.guest.kernel import Bounds
 from ludus.sandbox.guest.program import SHELL, run_command, run_python, serve_python
+from ludus.sandbox.guest.usage import reaped_cpu
 from ludus.sandbox.guest.wire import Gone, Line
 
 _IDLE_S = 0.1
@@ -20,7 +21,7 @@ _IDLE_S = 0.1
 class Ended:
     """How a program or a call ended, as it is sent."""
 
-    def __init__(self, guard: Guard, how: str, begin: float, spent: float) -> None:
+    def __init__(self, guard: Guard, how: str, begin: float, cpu_s: float) -> None:
         status = guard.status
         signal = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
         self.header: dict[str, object] = {
@@ -29,7 +30,7 @@ class Ended:
             "timed_out": how == "time" or signal == 24,
             "memory_exceeded": how == "memory",
             "truncated": guard.cut,
-            "cpu_s": round(max(0.0, guard.cpu() - spent), 6),
+            "cpu_s": round(max(0.0, cpu_s), 6),
             "wall_s": round(time.monotonic() - begin, 6),
             "peak": guard.usage.peak,
         }
@@ -49,11 +50,11 @@ def run_once(line: Line, code: bytes, header: dict[str, object], blobs: list[byt
     else:
         guard.start(lambda: run_python(source.decode("utf-8", "surrogatepass")), stdin)
     try:
-        how = guard.watch()
+        how = guard.watch(0.0)
     finally:
         guard.end_all()
     stdout, stderr = guard.drain()
-    ended = Ended(guard, how, begin, 0.0)
+    ended = Ended(guard, how, begin, reaped_cpu())
     if not argv and ended.header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
         ended.header["memory_exceeded"] = True
     made, _, cut = collect(bounds, files)
@@ -145,23 +146,23 @@ class SessionGuard:
         if self.commands < 0:
             self._begin()
         guard = self.guard
-        guard.cut, guard.usage.peak, self.spent = False, 0, guard.cpu()
+        guard.cut, guard.usage.peak = False, 0
         _clear(guard.done)
         how, self.overrun = self.overrun or self._ask(source), ""
         if how != "done":
             self._end()
         stdout, stderr = guard.drain()
-        header = Ended(guard, how, begin, self.spent).header
+        before, self.spent = self.spent, guard.cpu()
+        header = Ended(guard, how, begin, self.spent - before).header
         if how == "done":
             header["exit"] = guard.said
         else:
             guard.close()
-        self.spent += float(str(header["cpu_s"]))
         self.line.send({**header, "names": []}, [stdout, stderr])
 
     def _ask(self, source: bytes) -> str:
         text = struct.pack(">I", len(source)) + source if self.kind == "python" else source + b"\0"
-        return self.guard.tell(self.commands, text)
+        return self.guard.tell(self.commands, text, self.spent)
 
 
 def _clear(fd: int) -> None:
