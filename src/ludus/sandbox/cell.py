@@ -38,8 +38,8 @@ CANNOT_START_HINT = (
 )
 
 _BOOT = """
-import sys, socket, marshal
-line = socket.socket(fileno=int(sys.argv[1]))
+import sys, _socket, marshal
+line = _socket.socket(fileno=int(sys.argv[1]))
 def some(count):
     parts = b""
     while len(parts) < count:

@@ -26,7 +26,19 @@ from ludus.sandbox.seccomp import system_call_filter
 
 PRELOAD = (
     *("ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum"),
-    *("fractions", "functools", "heapq", "inspect", "io", "itertools", "json", "math", "operator", "random"),
+    *(
+        "fractions",
+        "functools",
+        "heapq",
+        "inspect",
+        "io",
+        "itertools",
+        "json",
+        "linecache",
+        "math",
+        "operator",
+        "random",
+    ),
     *(
         "re",
         "site",

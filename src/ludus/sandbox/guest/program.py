@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import ast
 import contextlib
 import fcntl
 import gc
-import linecache
 import os
 import signal
 import struct
 import sys
-import traceback
 
 from ludus.sandbox.guest.kernel import Bounds, drop_capabilities, install_filter, libc, set_limits, write_text
 
@@ -55,19 +52,22 @@ def fresh_main() -> dict[str, object]:
 def run_python(source: str) -> int:
     """Run a whole program; gives its exit code. Interpreter shutdown is `finish`."""
     names = fresh_main()
-    remember_source(source, "main.py")
+    if "linecache" in sys.modules:
+        remember_source(source, "main.py")
     try:
         exec(compile(source, "main.py", "exec"), names)
     except SystemExit as stop:
         return exit_code(stop)
     except BaseException as error:  # boundary: whatever a program raises is its own and is shown
-        show(error)
+        show(error, source)
         return 1
     return 0
 
 
 def remember_source(source: str, name: str) -> None:
     """Let tracebacks quote the lines of code that is in no file."""
+    import linecache
+
     linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
 
 
@@ -81,10 +81,14 @@ def exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def show(error: BaseException) -> None:
-    """The traceback, from the program's own frames on."""
+def show(error: BaseException, source: str = "") -> None:
+    """The traceback, from the program's own frames on; `source` where it has not been remembered."""
     own = error.__traceback__.tb_next if error.__traceback__ else None
     try:
+        import traceback
+
+        if source:
+            remember_source(source, "main.py")
         if sys.excepthook is sys.__excepthook__:
             traceback.print_exception(type(error), error, own)
         else:
@@ -134,6 +138,8 @@ def serve_python() -> int:
 
 def run_cell(source: str, name: str, names: dict[str, object]) -> int:
     """One call of a Python session: the value of a last expression is printed. `sys.exit` ends the call."""
+    import ast
+
     remember_source(source, name)
     try:
         tree = ast.parse(source, name)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import _socket
 import json
-import socket
 import struct
 
 
@@ -36,7 +36,7 @@ class Gone(Exception):
 class Line:
     """The guard's end of the socket to the host."""
 
-    def __init__(self, sock: socket.socket) -> None:
+    def __init__(self, sock: _socket.socket) -> None:
         self.sock = sock
 
     def read(self) -> tuple[dict[str, object], list[bytes]]:

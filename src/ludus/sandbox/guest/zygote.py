@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import _socket
 import contextlib
 import ctypes
 import gc
 import importlib
 import os
-import platform
+import select
 import signal
-import socket
+import struct
 import sys
 
 from ludus.sandbox.guest.kernel import BIND, NODEV, NOEXEC, NOSUID, checked, libc, mount, write_text
@@ -21,9 +22,11 @@ _NAMESPACES = 0x10000000 | 0x20000000 | 0x20000 | 0x08000000
 _CLONE = {"x86_64": 56, "aarch64": 220}
 _SET_DUMPABLE, _DROP_BOUNDING, _NO_NEW_PRIVILEGES = 4, 24, 38
 _DETACH = 2
+_PATIENCE_S = 0.05
+"""A first run may be waiting: what makes later ones faster comes after it, or after this time."""
 
 
-def main(control: socket.socket) -> None:
+def main(control: _socket.socket) -> None:
     """Serve the host until it closes the control socket."""
     header, blobs = Line(control).read()
     uid, gid = int(str(header["uid"])), int(str(header["gid"]))
@@ -33,6 +36,7 @@ def main(control: socket.socket) -> None:
     for step in ("setquit", "setcopyright", "sethelper"):
         importlib.import_module("site").__dict__[step]()
     _offer(control, blobs[0], uid, gid)
+    select.select([control], [], [], _PATIENCE_S)
     _preload(_words(header["preload"]))
     while control.recv(1):
         _offer(control, blobs[0], uid, gid)
@@ -52,10 +56,10 @@ def _preload(names: list[str]) -> None:
     gc.freeze()
 
 
-def _offer(control: socket.socket, code: bytes, uid: int, gid: int) -> None:
+def _offer(control: _socket.socket, code: bytes, uid: int, gid: int) -> None:
     """Fork a guard and send the host its socket."""
-    ours, theirs = socket.socketpair()
-    pid = libc().syscall(_CLONE[platform.machine()], ctypes.c_ulong(_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
+    ours, theirs = _socket.socketpair()
+    pid = libc().syscall(_CLONE[os.uname().machine], ctypes.c_ulong(_NAMESPACES | signal.SIGCHLD), 0, 0, 0, 0)
     if pid == 0:
         control.close()
         theirs.close()
@@ -63,7 +67,7 @@ def _offer(control: socket.socket, code: bytes, uid: int, gid: int) -> None:
         os._exit(0)
     if pid == -1:
         Line(ours).send({"error": f"clone: {os.strerror(ctypes.get_errno())}"}, [])
-    socket.send_fds(control, [b"g"], [theirs.fileno()])
+    control.sendmsg([b"g"], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, struct.pack("=i", theirs.fileno()))])
     theirs.close()
     ours.close()
 
