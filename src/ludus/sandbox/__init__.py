@@ -3,7 +3,20 @@
 See docs/sandbox.md.
 """
 
-from ludus.sandbox.base import Limits, Outcome, Sandbox, Session, Snapshot
+from ludus.sandbox.base import Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
+from ludus.sandbox.choose import BACKENDS, SandboxSettings, open_sandbox
 from ludus.sandbox.namespaces import NamespaceSettings, NamespacesSandbox
 
-__all__ = ["Limits", "NamespaceSettings", "NamespacesSandbox", "Outcome", "Sandbox", "Session", "Snapshot"]
+__all__ = [
+    "BACKENDS",
+    "Limits",
+    "NamespaceSettings",
+    "NamespacesSandbox",
+    "Outcome",
+    "Sandbox",
+    "SandboxSettings",
+    "Session",
+    "SessionKind",
+    "Snapshot",
+    "open_sandbox",
+]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import PurePosixPath
 from typing import Literal, Protocol
 
@@ -203,8 +203,3 @@ def checked_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
                 f"{path!r} is no path for a file of a sandbox.", "Give a relative path without '..'."
             )
     return files
-
-
-def limit_names() -> tuple[str, ...]:
-    """The names of the limits, in their order."""
-    return tuple(f.name for f in fields(Limits))

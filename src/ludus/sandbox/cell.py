@@ -26,7 +26,7 @@ from ludus.sandbox.base import Limits, Order, Outcome
 from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 
 START_S, GRACE_S = 20.0, 5.0
-_MODULES = ("wire", "kernel", "usage", "program", "files", "guard", "orders", "zygote")
+_MODULES = ("wire", "kernel", "usage", "program", "files", "guard", "orders", "zygote", "contained")
 INSIDE_ID = 1000
 _CHUNK = 1 << 16
 _LONGEST_HEADER = 1 << 22
@@ -225,7 +225,7 @@ async def start_cell(plan: CellPlan) -> Cell:
     header: dict[str, object] = {"uid": INSIDE_ID, "gid": INSIDE_ID}
     header |= {"paths": list(plan.paths), "preload": list(plan.preload)}
     with contextlib.suppress(OSError):  # where it ended already, asking for its first guard says why
-        sent = _sources(plan.same_python) + pack(header, [plan.filter])
+        sent = sources(plan.same_python) + pack(header, [plan.filter])
         await asyncio.get_running_loop().sock_sendall(ours, sent)
     return cell
 
@@ -293,7 +293,7 @@ async def _read_all(fd: int) -> bytes:
 
 
 @cache
-def _sources(same_python: bool) -> bytes:
+def sources(same_python: bool) -> bytes:
     """The guest's modules in their order, as bytecode where the inner interpreter reads it."""
     parts = []
     for name in ("", *_MODULES):

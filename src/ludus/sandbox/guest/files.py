@@ -33,11 +33,13 @@ def walk(root: int, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int
                 os.close(inner)
 
 
-def collect(bounds: Bounds, known: dict[str, bytes]) -> tuple[dict[str, bytes], set[str], bool]:
+def collect(
+    bounds: Bounds, known: dict[str, bytes], box: str = BOX
+) -> tuple[dict[str, bytes], set[str], bool]:
     """Regular files with one link that are not as in `known`; which of them are executable; some left out?"""
     files: dict[str, bytes] = {}
     executable, cut, room = set(), False, bounds.files_out_bytes
-    root = os.open(BOX, os.O_RDONLY | os.O_DIRECTORY)
+    root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for path, folder, name, state in walk(root):
             if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
@@ -71,9 +73,9 @@ def make_box(bounds: Bounds) -> None:
     )
 
 
-def put(files: dict[str, bytes], executable: set[str]) -> None:
+def put(files: dict[str, bytes], executable: set[str], box: str = BOX) -> None:
     """Write files under the box; no link is followed. Raises OSError."""
-    root = os.open(BOX, os.O_RDONLY | os.O_DIRECTORY)
+    root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
     try:
         for path, content in files.items():
             _put_one(

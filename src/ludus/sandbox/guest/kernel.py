@@ -64,17 +64,21 @@ def install_filter(code: bytes) -> None:
 
 
 def set_limits(bounds: Bounds, in_session: bool) -> None:
-    """The limits that the kernel keeps for each process. A session's CPU is watched a call at a time."""
+    """The limits that the kernel keeps for each process. A session's CPU is watched a call at a time.
+
+    Processes are not counted where `bounds.processes` is 0.
+    """
     cpu = int(bounds.cpu_s) + 1
     pairs = [
         (resource.RLIMIT_AS, bounds.memory_bytes),
-        (resource.RLIMIT_NPROC, bounds.processes + 1),
         (resource.RLIMIT_NOFILE, bounds.open_files),
         (resource.RLIMIT_FSIZE, bounds.file_bytes),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MEMLOCK, 0),
         (resource.RLIMIT_MSGQUEUE, 0),
     ]
+    if bounds.processes:
+        pairs.append((resource.RLIMIT_NPROC, bounds.processes + 1))
     for kind, value in pairs:
         hard = resource.getrlimit(kind)[1]
         value = value if hard == resource.RLIM_INFINITY else min(value, hard)

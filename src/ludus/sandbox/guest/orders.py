@@ -36,14 +36,20 @@ class Ended:
         }
 
 
-def run_once(line: Line, code: bytes, header: dict[str, object], blobs: list[bytes]) -> None:
-    """One program: its answer carries stdout, stderr and files. Raises Gone."""
+def run_once(
+    line: Line, code: bytes, header: dict[str, object], blobs: list[bytes], sized: bool = False
+) -> None:
+    """One program: its answer carries stdout, stderr and files. Raises Gone.
+
+    `sized` where the box has its size already.
+    """
     bounds = Bounds(header["limits"])  # type: ignore[arg-type]
     guard, begin = Guard(line, code, bounds), time.monotonic()
     names, argv = list(map(str, _list(header["names"]))), list(map(str, _list(header["argv"])))
     stdin, source, *contents = blobs
     files = dict(zip(names, contents, strict=True))
-    make_box(bounds)
+    if not sized:
+        make_box(bounds)
     put(files, set())
     if argv:
         guard.start(lambda: run_command(argv), stdin)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import _socket
 import json
 import struct
+from typing import Protocol
 
 
 def pack(header: dict[str, object], blobs: list[bytes]) -> bytes:
@@ -33,10 +33,26 @@ class Gone(Exception):
     """The host closed its end: nobody waits for an answer."""
 
 
-class Line:
-    """The guard's end of the socket to the host."""
+class Ends(Protocol):
+    """What a line needs of a socket."""
 
-    def __init__(self, sock: _socket.socket) -> None:
+    def fileno(self) -> int:
+        """The descriptor that is readable once there is something, or once the host goes."""
+        ...
+
+    def recv(self, count: int, /) -> bytes:
+        """Some bytes; none at the end."""
+        ...
+
+    def sendall(self, data: bytes, /) -> None:
+        """Write all. Raises OSError."""
+        ...
+
+
+class Line:
+    """The guard's end of what connects it to the host."""
+
+    def __init__(self, sock: Ends) -> None:
         self.sock = sock
 
     def read(self) -> tuple[dict[str, object], list[bytes]]:
