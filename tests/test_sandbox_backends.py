@@ -92,8 +92,8 @@ with open("{log}", "a") as log:
 if sys.argv[1] == "run":
     {refuse}
     words = "--unshare-all --as-pid-1 --cap-drop ALL --clearenv --setenv PATH /usr/bin --ro-bind /usr /usr "
-    words += "--symlink usr/lib /lib --symlink usr/lib64 /lib64 --symlink usr/bin /bin --proc /proc --dev /dev "
-    words += "--tmpfs /box --chdir /box"
+    words += "--symlink usr/lib /lib --symlink usr/lib64 /lib64 --symlink usr/bin /bin --proc /proc "
+    words += "--dev /dev --tmpfs /box --chdir /box"
     os.execvp("bwrap", ["bwrap", *words.split(), *sys.argv[sys.argv.index("image") + 1:]])
 """
 
@@ -226,7 +226,8 @@ def remotely(url, act, token=TOKEN):
 
 def test_the_remote_backend_gives_what_the_one_behind_it_gives():
     with serving() as url:
-        program = "import sys; open('o', 'wb').write(sys.stdin.buffer.read())\nprint(open('i').read(), 'ü'); exit(5)"
+        program = "import sys; open('o', 'wb').write(sys.stdin.buffer.read())\n"
+        program += "print(open('i').read(), 'ü'); exit(5)"
         given = {"files": {"i": b"in"}, "stdin": bytes(range(256))}
         outcome = remotely(url, lambda box: box.run(program, **given))
         assert (outcome.stdout, outcome.exit, outcome.files) == (

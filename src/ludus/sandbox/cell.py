@@ -317,7 +317,9 @@ def most_bytes(limits: Limits) -> int:
 def outcome_of(answer: dict[str, object], blobs: list[bytes]) -> Outcome:
     """An answer as an outcome. Raises WorldError where it does not have its form."""
     try:
-        names = [str(name) for name in answer["names"]]  # type: ignore[attr-defined]
+        names = answer["names"]
+        if not isinstance(names, list):
+            raise TypeError("no list of names")
         stdout, stderr, *contents = blobs
         return Outcome(
             stdout=stdout,
@@ -327,7 +329,7 @@ def outcome_of(answer: dict[str, object], blobs: list[bytes]) -> Outcome:
             timed_out=answer["timed_out"] is True,
             memory_exceeded=answer["memory_exceeded"] is True,
             truncated=answer["truncated"] is True,
-            files=dict(zip(names, contents, strict=True)),
+            files=dict(zip(map(str, names), contents, strict=True)),
             cpu_s=float(str(answer["cpu_s"])),
             wall_s=float(str(answer["wall_s"])),
             peak_memory_bytes=int(str(answer["peak"])),

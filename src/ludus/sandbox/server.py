@@ -41,7 +41,7 @@ Asked = TypeVar("Asked", bound=BaseModel)
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """`ceiling` bounds what clients may ask for, `sessions` how many are open, unused for `idle_s` at most."""
+    """`ceiling` bounds what clients may ask for, `sessions` how many are open, unused `idle_s` at most."""
 
     token: str
     ceiling: Limits

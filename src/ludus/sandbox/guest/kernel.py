@@ -15,7 +15,9 @@ _SET_SECCOMP, _FILTER = 22, 2
 class Bounds:
     """The limits of a run, as `ludus.sandbox.base.Limits` names them."""
 
-    def __init__(self, given: dict[str, float]) -> None:
+    def __init__(self, given: object) -> None:
+        if not isinstance(given, dict):
+            raise ValueError("limits were expected")
         self.wall_s, self.cpu_s = given["wall_s"], given["cpu_s"]
         self.memory_bytes, self.processes = int(given["memory_bytes"]), int(given["processes"])
         self.open_files, self.file_bytes = int(given["open_files"]), int(given["file_bytes"])

@@ -43,7 +43,7 @@ def run_once(
 
     `sized` where the box has its size already.
     """
-    bounds = Bounds(header["limits"])  # type: ignore[arg-type]
+    bounds = Bounds(header["limits"])
     guard, begin = Guard(line, code, bounds), time.monotonic()
     names, argv = list(map(str, _list(header["names"]))), list(map(str, _list(header["argv"])))
     stdin, source, *contents = blobs
@@ -79,7 +79,7 @@ class SessionGuard:
 
     def __init__(self, line: Line, code: bytes, header: dict[str, object]) -> None:
         self.line, self.kind = line, header["kind"]
-        self.bounds = Bounds(header["limits"])  # type: ignore[arg-type]
+        self.bounds = Bounds(header["limits"])
         self.guard = Guard(line, code, self.bounds)
         self.commands = -1
         self.spent = 0.0

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import struct
-from typing import Protocol
 
 
 def pack(header: dict[str, object], blobs: list[bytes]) -> bytes:
@@ -33,20 +32,24 @@ class Gone(Exception):
     """The host closed its end: nobody waits for an answer."""
 
 
-class Ends(Protocol):
-    """What a line needs of a socket."""
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # `typing` takes time to import, and a cell starts with this module
+    from typing import Protocol
 
-    def fileno(self) -> int:
-        """The descriptor that is readable once there is something, or once the host goes."""
-        ...
+    class Ends(Protocol):
+        """What a line needs of a socket."""
 
-    def recv(self, count: int, /) -> bytes:
-        """Some bytes; none at the end."""
-        ...
+        def fileno(self) -> int:
+            """The descriptor that is readable once there is something, or once the host goes."""
+            ...
 
-    def sendall(self, data: bytes, /) -> None:
-        """Write all. Raises OSError."""
-        ...
+        def recv(self, count: int, /) -> bytes:
+            """Some bytes; none at the end."""
+            ...
+
+        def sendall(self, data: bytes, /) -> None:
+            """Write all. Raises OSError."""
+            ...
 
 
 class Line:
