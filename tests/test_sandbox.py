@@ -7,6 +7,10 @@ import os
 import shutil
 import signal
 import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -408,3 +412,41 @@ def test_the_filter_answers_as_it_should(machine, audit, call, expected):
 def test_an_unknown_machine_has_no_filter():
     with pytest.raises(UserError, match="riscv64"):
         system_call_filter("riscv64")
+
+
+HELD = """
+import asyncio, sys
+from ludus.sandbox import Limits, NamespacesSandbox
+
+async def main():
+    box = NamespacesSandbox()
+    session = await box.session("shell")
+    await session.run("sleep 100 &")
+    running = asyncio.create_task(box.run("import time; time.sleep(100)", limits=Limits(wall_s=100)))
+    await asyncio.sleep(0.5)
+    print("ready", flush=True)
+    await running
+
+asyncio.run(main())
+"""
+
+
+def test_a_host_that_is_killed_takes_its_programs_with_it():
+    before = descendants()
+    with subprocess.Popen([sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout.readline() == "ready\n"
+        inner = descendants() - before - {host.pid}
+        assert len(inner) >= 8  # two of bubblewrap, zygote, guard and program each
+        host.kill()
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in inner if os.path.exists(f"/proc/{pid}") and is_running(pid)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it is there and no zombie that waits for whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
