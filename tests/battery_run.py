@@ -88,12 +88,18 @@ class Host:
 
 
 @contextmanager
+def a_folder() -> Iterator[Path]:
+    """A folder that every user may read."""
+    with tempfile.TemporaryDirectory(prefix="battery-") as name:
+        os.chmod(name, 0o755)
+        yield Path(name)
+
+
+@contextmanager
 def a_host() -> Iterator[Host]:
     """Files, sockets, an environment and a signal handler to be left alone."""
     token = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="battery-") as name:
-        folder = Path(name)
-        folder.chmod(0o755)
+    with a_folder() as folder:
         for path in ("truth/answers.json", "canary/file"):
             (folder / path).parent.mkdir()
             (folder / path).write_text(f"the answer is {token}")

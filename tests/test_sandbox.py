@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from battery_run import descendants
+from battery_run import a_folder, descendants
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import Limits, NamespaceSettings, NamespacesSandbox, Snapshot, namespaces
+from ludus.sandbox import Limits, NamespaceSettings, NamespacesSandbox, Snapshot, cell, namespaces
 from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 from ludus.sandbox.namespaces import find_python, make_plan
 from ludus.sandbox.seccomp import system_call_filter
@@ -158,13 +158,32 @@ def test_a_cell_that_is_killed_is_replaced():
         await box.run("print(1)")
         running = asyncio.create_task(box.run("import time; time.sleep(20)"))
         await asyncio.sleep(0.3)
-        for cell in box._open:
-            signal.pidfd_send_signal(cell.pidfd, signal.SIGKILL)
+        for broken in box._open:
+            signal.pidfd_send_signal(broken.pidfd, signal.SIGKILL)
         with pytest.raises(WorldError):
             await running
         return await box.run("print(2)")
 
     assert inside(act).text == "2\n"
+
+
+def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
+    monkeypatch.setattr(cell, "GRACE_S", 0.5)
+
+    async def act(box):
+        await box.run("print(1)")
+        others = descendants()
+        running = asyncio.create_task(box.run("import time; time.sleep(20)", limits=Limits(wall_s=1)))
+        while len(descendants() - others) < 1:
+            await asyncio.sleep(0.02)
+        for pid in descendants():
+            os.kill(pid, signal.SIGSTOP)
+        stuck = await running
+        monkeypatch.undo()
+        return stuck, await box.run("print(2)")
+
+    stuck, after = inside(act)
+    assert (stuck.timed_out, stuck.ok, after.text) == (True, False, "2\n")
 
 
 def test_random_numbers_differ_between_runs(shared_box):
@@ -219,7 +238,7 @@ def test_a_shell_session_keeps_its_folder_and_variables():
 
 def test_a_call_past_its_time_ends_the_interpreter_and_keeps_the_files():
     async def act(box):
-        session = await box.session(limits=Limits(wall_s=0.4))
+        session = await box.session(limits=Limits(wall_s=1.5))
         await session.run("x = 1; open('kept', 'w').write('k')")
         late = await session.run("import os\nif os.fork(): print('begun', flush=True)\nwhile True: pass")
         assert (late.timed_out, late.text) == (True, "begun\n")
@@ -235,7 +254,9 @@ def test_processes_in_the_background_have_their_bounds_too():
     async def act(box):
         session = await box.session("shell", limits=Limits(wall_s=5, cpu_s=0.3, memory_bytes=128 * 2**20))
         await session.run("while :; do :; done &")
-        await asyncio.sleep(1.5)
+        running, deadline = len(descendants()), time.monotonic() + 20
+        while len(descendants()) >= running and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
         over = await session.run("echo here")
         return over, await session.run("jobs; echo again")
 
@@ -316,18 +337,16 @@ def test_without_bubblewrap_nothing_runs(monkeypatch):
         run("print(1)")
 
 
-def test_a_bubblewrap_that_cannot_make_namespaces_says_why(monkeypatch, tmp_path):
-    broken = tmp_path / "bwrap"
-    broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
-    broken.chmod(0o755)
-    for folder in (tmp_path, *tmp_path.parents[:2]):
-        folder.chmod(0o755)
+def test_a_bubblewrap_that_cannot_make_namespaces_says_why(monkeypatch):
     which = shutil.which
-    monkeypatch.setattr(
-        namespaces.shutil, "which", lambda name: str(broken) if name == "bwrap" else which(name)
-    )
-    with pytest.raises(UserError, match=r"cannot be started.*sysctl"):
-        run("print(1)")
+    with a_folder() as folder:
+        broken = folder / "bwrap"
+        broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+        broken.chmod(0o755)
+        found = {"bwrap": str(broken)}
+        monkeypatch.setattr(namespaces.shutil, "which", lambda name: found.get(name) or which(name))
+        with pytest.raises(UserError, match=r"No permissions.*sysctl"):
+            run("print(1)")
 
 
 def test_an_interpreter_that_is_not_there_is_named():
@@ -339,18 +358,15 @@ def test_an_interpreter_that_is_not_there_is_named():
         make_plan(NamespaceSettings(binds=("/tmp",)), find_python(""))
 
 
-def test_bound_folders_can_be_read_and_not_written(tmp_path):
-    folder = tmp_path / "shown"
-    folder.mkdir()
-    (folder / "helper.py").write_text("VALUE = 42")
-    for part in (folder, *folder.parents[:3]):
-        part.chmod(0o755)
-    settings = NamespaceSettings(binds=(f"{folder}:/shown",), paths=("/shown",), preload=("helper",))
+def test_bound_folders_can_be_read_and_not_written():
     program = "import helper; print(helper.VALUE)\nopen('/shown/x', 'w')"
-    outcome = inside(lambda box: box.run(program), settings)
+    with a_folder() as folder:
+        (folder / "helper.py").write_text("VALUE = 42")
+        settings = NamespaceSettings(binds=(f"{folder}:/shown",), paths=("/shown",), preload=("helper",))
+        outcome = inside(lambda box: box.run(program), settings)
+        assert os.listdir(folder) == ["helper.py"]
     assert (outcome.text, outcome.exit) == ("42\n", 1)
     assert "Read-only" in outcome.error_text
-    assert os.listdir(folder) == ["helper.py"]
 
 
 def test_frames_come_back_whole_and_false_ones_are_refused():

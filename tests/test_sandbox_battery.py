@@ -13,7 +13,7 @@ import pytest
 
 import battery_run
 import ludus
-from battery_run import PROGRAMS, a_host, judge, run_battery
+from battery_run import PROGRAMS, a_folder, a_host, judge, run_battery
 from ludus.sandbox import Outcome
 from ludus.sandbox.namespaces import find_python
 
@@ -37,10 +37,6 @@ def test_every_hostile_program_is_contained():
 
 def as_ordinary_user(folder: Path, names: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
     """The battery as a script, by nobody where this is root, in a copy that nobody can read."""
-    folder.chmod(0o755)
-    for path in folder.parents:
-        if path.stat().st_uid == os.getuid() and path.name.startswith("pytest-"):
-            path.chmod(0o755)
     shutil.copytree(Path(ludus.__file__).parent / "sandbox", folder / "ludus" / "sandbox")
     for name in ("__init__.py", "errors.py"):
         shutil.copy(Path(ludus.__file__).parent / name, folder / "ludus" / name)
@@ -58,14 +54,16 @@ def as_ordinary_user(folder: Path, names: tuple[str, ...]) -> subprocess.Complet
     return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
 
 
-def test_an_ordinary_user_contains_the_worst(tmp_path):
-    done = as_ordinary_user(tmp_path, SOME)
+def test_an_ordinary_user_contains_the_worst():
+    with a_folder() as folder:
+        done = as_ordinary_user(folder, SOME)
     assert (done.stdout, done.stderr) == (f"contained {len(SOME)}\n", "")
 
 
 @pytest.mark.security
-def test_an_ordinary_user_contains_all(tmp_path):
-    done = as_ordinary_user(tmp_path, ())
+def test_an_ordinary_user_contains_all():
+    with a_folder() as folder:
+        done = as_ordinary_user(folder, ())
     assert (done.stdout, done.stderr) == (f"contained {len(PROGRAMS)}\n", "")
 
 

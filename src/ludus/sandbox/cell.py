@@ -15,6 +15,7 @@ import os
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -25,7 +26,7 @@ from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import Limits, Order, Outcome
 from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 
-START_S, GRACE_S = 20.0, 5.0
+START_S, GRACE_S = 20.0, 8.0
 _MODULES = ("wire", "kernel", "usage", "program", "files", "guard", "orders", "zygote", "contained")
 INSIDE_ID = 1000
 _CHUNK = 1 << 16
@@ -126,6 +127,7 @@ class Cell:
     errors: IO[bytes]
     pidfd: int
     runs: int = 0
+    _ended: bool = False
 
     @property
     def is_alive(self) -> bool:
@@ -157,24 +159,31 @@ class Cell:
             self.control.send(b"n")
 
     async def run(self, order: Order) -> Outcome:
-        """One run from a clean start. Raises WorldError; the cell is of no more use then."""
+        """One run from a clean start. Raises WorldError; the cell is of no more use then.
+
+        A guard that does not answer in time is the program's doing: it timed out, and the cell is ended.
+        """
         wire = await self.guard()
-        limits = order.limits
+        limits, begin = order.limits, time.monotonic()
         try:
             async with asyncio.timeout(limits.wall_s + GRACE_S):
                 header = {"op": "run", "argv": list(order.argv), **given(limits, order.files)}
                 source = (order.source or "").encode("utf-8", "surrogatepass")
                 await wire.send(header, [order.stdin, source, *order.files.values()])
                 answer, blobs = await wire.read(most_bytes(limits))
-        except TimeoutError as error:
-            raise WorldError("The guard of a run gave no answer in time; its cell was ended.") from error
+        except TimeoutError:
+            await self.end()
+            return Outcome(timed_out=True, wall_s=time.monotonic() - begin)
         finally:
             wire.close()
         self.prepare()
         return outcome_of(answer, blobs)
 
     async def end(self) -> None:
-        """Kill all its processes and wait until they are gone."""
+        """Kill all its processes and wait until they are gone. Ending twice does no harm."""
+        if self._ended:
+            return
+        self._ended = True
         with contextlib.suppress(ProcessLookupError, PermissionError):
             signal.pidfd_send_signal(self.pidfd, signal.SIGKILL)
         try:

@@ -112,7 +112,7 @@ class NamespacesSandbox:
             except BaseException:
                 await asyncio.shield(self._end(cell))
                 raise
-            if cell.runs >= _RUNS_PER_CELL:
+            if cell.runs >= _RUNS_PER_CELL or not cell.is_alive:
                 await self._end(cell)
             else:
                 self._idle.append(cell)
