@@ -16,7 +16,15 @@ import pytest
 
 from battery_run import a_folder, descendants
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import Limits, NamespaceSettings, NamespacesSandbox, Snapshot, cell, namespaces
+from ludus.sandbox import (
+    Limits,
+    NamespaceSettings,
+    NamespacesSandbox,
+    Snapshot,
+    cell,
+    namespace_session,
+    namespaces,
+)
 from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 from ludus.sandbox.namespaces import find_python, make_plan
 from ludus.sandbox.seccomp import system_call_filter
@@ -184,6 +192,21 @@ def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
 
     stuck, after = inside(act)
     assert (stuck.timed_out, stuck.ok, after.text) == (True, False, "2\n")
+
+
+def test_a_session_whose_guard_does_not_answer_is_over(monkeypatch):
+    monkeypatch.setattr(namespace_session, "GRACE_S", 0.3)
+
+    async def act(box):
+        session = await box.session("shell", limits=Limits(wall_s=1))
+        for pid in descendants():
+            os.kill(pid, signal.SIGSTOP)
+        assert (await session.run("echo 1")).timed_out
+        assert not box._open
+        with pytest.raises(WorldError, match="closed"):
+            await session.run("echo 2")
+
+    inside(act)
 
 
 def test_random_numbers_differ_between_runs(shared_box):

@@ -11,6 +11,10 @@ from ludus.sandbox.base import Limits, Outcome, SessionKind, Snapshot, checked_f
 from ludus.sandbox.cell import GRACE_S, Cell, Wire, given, most_bytes, outcome_of
 
 
+class _Unanswered(WorldError):
+    """The guard said nothing in time, and its cell was ended."""
+
+
 @dataclass(eq=False)
 class NamespaceSession:
     """See `ludus.sandbox.base.Session`. What breaks the guard ends the session's cell."""
@@ -39,11 +43,18 @@ class NamespaceSession:
         return session
 
     async def run(self, code: str) -> Outcome:
-        """One call. Raises WorldError where the session is broken or closed."""
+        """One call. Raises WorldError where the session is broken or closed.
+
+        A guard that does not answer in time is the program's doing: the call timed out, the session is over.
+        """
         if self.kind == "shell" and "\0" in code:
             raise UserError("A command of a shell cannot have NUL characters.")
         source = code.encode("utf-8", "surrogatepass")
-        answer, blobs = await self._ask({"op": "call"}, [source], self.limits.wall_s + GRACE_S)
+        deadline_s = self.limits.wall_s + GRACE_S
+        try:
+            answer, blobs = await self._ask({"op": "call"}, [source], deadline_s)
+        except _Unanswered:
+            return Outcome(timed_out=True, wall_s=deadline_s)
         return outcome_of(answer, blobs)
 
     async def write(self, files: Mapping[str, bytes]) -> None:
@@ -99,9 +110,7 @@ class NamespaceSession:
                 answer = await self.wire.read(most_bytes(self.limits))
                 asked = True
         except TimeoutError as error:
-            raise WorldError(
-                "The guard of a session gave no answer in time; the session was ended."
-            ) from error
+            raise _Unanswered("The guard of a session gave no answer; the session was ended.") from error
         except WorldError as error:
             asked = error.message.startswith("The sandbox failed")
             raise
