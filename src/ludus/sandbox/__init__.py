@@ -1,0 +1,22 @@
+"""Where programs that a policy writes run: one protocol, a backend a file, limits as data.
+
+See docs/sandbox.md.
+"""
+
+from ludus.sandbox.base import Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
+from ludus.sandbox.choose import BACKENDS, SandboxSettings, open_sandbox
+from ludus.sandbox.namespaces import NamespaceSettings, NamespacesSandbox
+
+__all__ = [
+    "BACKENDS",
+    "Limits",
+    "NamespaceSettings",
+    "NamespacesSandbox",
+    "Outcome",
+    "Sandbox",
+    "SandboxSettings",
+    "Session",
+    "SessionKind",
+    "Snapshot",
+    "open_sandbox",
+]

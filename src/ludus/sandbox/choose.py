@@ -1,0 +1,48 @@
+"""A backend by its name. Nothing else is ever taken instead of the one that was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ludus.errors import UserError
+from ludus.sandbox.base import Sandbox
+from ludus.sandbox.container import ContainerSandbox, ContainerSettings
+from ludus.sandbox.namespaces import NamespaceSettings, NamespacesSandbox
+from ludus.sandbox.process import ProcessSandbox
+
+BACKENDS = ("namespaces", "docker", "podman", "remote", "process")
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSettings:
+    """Which backend, and what it needs: `concurrency`, `python`, `binds` and `paths` are for namespaces,
+    `image` and `runtime` for docker and podman, `url` and `token` for remote, `unsafe` for process."""
+
+    backend: str = "namespaces"
+    concurrency: int = 0
+    python: str = ""
+    binds: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    image: str = "python:3.12-slim"
+    runtime: str = ""
+    url: str = ""
+    token: str = ""
+    unsafe: bool = False
+
+
+def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
+    """The backend of the settings. Raises UserError where it cannot run here."""
+    given = settings or SandboxSettings()
+    match given.backend:
+        case "namespaces":
+            own = NamespaceSettings(given.concurrency, given.python, given.binds, given.paths)
+            return NamespacesSandbox(own)
+        case "docker" | "podman":
+            return ContainerSandbox(ContainerSettings(given.backend, given.image, given.runtime))
+        case "remote":
+            from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
+
+            return RemoteSandbox(RemoteSettings(given.url, given.token))
+        case "process":
+            return ProcessSandbox(unsafe=given.unsafe)
+    raise UserError(f"There is no sandbox backend {given.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")

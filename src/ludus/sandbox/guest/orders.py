@@ -1,0 +1,197 @@
+"""What a guard is asked: one run, or a session of many calls."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import struct
+import time
+
+from ludus.sandbox.guest.files import collect, make_box, put, wipe
+from ludus.sandbox.guest.guard import Guard
+from ludus.sandbox.guest.kernel import Bounds
+from ludus.sandbox.guest.program import SHELL, run_command, run_python, serve_python
+from ludus.sandbox.guest.usage import reaped_cpu
+from ludus.sandbox.guest.wire import Gone, Line
+
+_IDLE_S = 0.1
+
+
+class Ended:
+    """How a program or a call ended, as it is sent."""
+
+    def __init__(self, guard: Guard, how: str, begin: float, cpu_s: float) -> None:
+        status = guard.status
+        signal = os.WTERMSIG(status) if status is not None and os.WIFSIGNALED(status) else None
+        self.header: dict[str, object] = {
+            "exit": os.WEXITSTATUS(status) if status is not None and signal is None else None,
+            "signal": signal,
+            "timed_out": how == "time" or signal == 24,
+            "memory_exceeded": how == "memory",
+            "truncated": guard.cut,
+            "cpu_s": round(max(0.0, cpu_s), 6),
+            "wall_s": round(time.monotonic() - begin, 6),
+            "peak": guard.usage.peak,
+        }
+
+
+def run_once(
+    line: Line, code: bytes, header: dict[str, object], blobs: list[bytes], sized: bool = False
+) -> None:
+    """One program: its answer carries stdout, stderr and files. Raises Gone.
+
+    `sized` where the box has its size already.
+    """
+    bounds = Bounds(header["limits"])
+    guard, begin = Guard(line, code, bounds), time.monotonic()
+    names, argv = list(map(str, _list(header["names"]))), list(map(str, _list(header["argv"])))
+    stdin, source, *contents = blobs
+    files = dict(zip(names, contents, strict=True))
+    if not sized:
+        make_box(bounds)
+    put(files, set())
+    if argv:
+        guard.start(lambda: run_command(argv), stdin)
+    else:
+        guard.start(lambda: run_python(source.decode("utf-8", "surrogatepass")), stdin)
+    try:
+        how = guard.watch(0.0)
+    finally:
+        guard.end_all()
+    stdout, stderr = guard.drain()
+    ended = Ended(guard, how, begin, reaped_cpu())
+    if not argv and ended.header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
+        ended.header["memory_exceeded"] = True
+    made, _, cut = collect(bounds, files)
+    ended.header["truncated"] = guard.cut or cut
+    line.send({**ended.header, "names": list(made)}, [stdout, stderr, *made.values()])
+
+
+def _list(value: object) -> list[object]:
+    if not isinstance(value, list):
+        raise ValueError("a list was expected")
+    return value
+
+
+class SessionGuard:
+    """A session: an interpreter that is started again where a call ended it."""
+
+    def __init__(self, line: Line, code: bytes, header: dict[str, object]) -> None:
+        self.line, self.kind = line, header["kind"]
+        self.bounds = Bounds(header["limits"])
+        self.guard = Guard(line, code, self.bounds)
+        self.commands = -1
+        self.spent = 0.0
+        self.overrun = ""
+
+    def serve(self) -> None:
+        """Answer the host until it goes. Raises Gone."""
+        poll = select.poll()
+        poll.register(self.line.sock.fileno(), select.POLLIN)
+        self._begin()
+        while True:
+            if not poll.poll(_IDLE_S * 1000):
+                self._look()
+                continue
+            header, blobs = self.line.read()
+            try:
+                self._answer(header, blobs)
+            except OSError as error:
+                self.line.send({"error": str(error)}, [])
+
+    def _answer(self, header: dict[str, object], blobs: list[bytes]) -> None:
+        names = list(map(str, _list(header.get("names", []))))
+        executable = set(map(str, _list(header.get("executable", []))))
+        if header["op"] == "call":
+            self._call(blobs[0])
+            return
+        if header["op"] == "restore":
+            wipe(4 * self.bounds.disk_files)
+        if header["op"] in ("write", "restore"):
+            put(dict(zip(names, blobs, strict=True)), executable)
+            self.line.send({}, [])
+        elif header["op"] == "snapshot":
+            files, executable, cut = collect(self.bounds, {})
+            self.line.send(
+                {"names": list(files), "executable": sorted(executable), "cut": cut}, [*files.values()]
+            )
+        else:
+            raise OSError(f"there is no operation {header['op']!r}")
+
+    def _begin(self) -> None:
+        """Start the interpreter."""
+        (commands_r, self.commands), (done_r, done_w) = os.pipe(), os.pipe()
+        if self.kind == "python":
+            self.guard.start(serve_python, b"", (commands_r, done_w))
+        else:
+            self.guard.start(
+                lambda: run_command(["bash", "--norc", "--noprofile", "-c", SHELL]), b"", (commands_r, done_w)
+            )
+        os.set_blocking(done_r, False)
+        self.guard.done = done_r
+        self.guard.poll.register(done_r, select.POLLIN)
+
+    def _end(self) -> None:
+        """End all processes; the next call starts a new interpreter."""
+        self.guard.end_all()
+        os.close(self.commands)
+        self.commands = -1
+
+    def _look(self) -> None:
+        """Between calls: what processes in the background may use."""
+        if self.commands >= 0:
+            over = self.guard.excess(self.spent)
+            if over or self.guard.status is not None:
+                self.overrun = over
+                self._end()
+                self.guard.close()
+
+    def _call(self, source: bytes) -> None:
+        begin = time.monotonic()
+        if self.commands < 0:
+            self._begin()
+        guard = self.guard
+        guard.cut, guard.usage.peak = False, 0
+        _clear(guard.done)
+        how, self.overrun = self.overrun or self._ask(source), ""
+        if how != "done":
+            self._end()
+        stdout, stderr = guard.drain()
+        before, self.spent = self.spent, guard.cpu()
+        header = Ended(guard, how, begin, self.spent - before).header
+        if how == "done":
+            header["exit"] = guard.said
+        else:
+            guard.close()
+        self.line.send({**header, "names": []}, [stdout, stderr])
+
+    def _ask(self, source: bytes) -> str:
+        text = struct.pack(">I", len(source)) + source if self.kind == "python" else source + b"\0"
+        return self.guard.tell(self.commands, text, self.spent)
+
+
+def _clear(fd: int) -> None:
+    """Forget what the interpreter said between calls."""
+    with contextlib.suppress(BlockingIOError):
+        while os.read(fd, 4096):
+            pass
+
+
+def answer(line: Line, code: bytes) -> None:
+    """Take one order and serve it; what breaks the guard itself is told to the host."""
+    try:
+        header, blobs = line.read()
+        if header["op"] == "run":
+            run_once(line, code, header, blobs)
+        else:
+            names = list(map(str, _list(header["names"])))
+            session = SessionGuard(line, code, header)
+            make_box(session.bounds)
+            put(dict(zip(names, blobs, strict=True)), set())
+            line.send({}, [])
+            session.serve()
+    except Gone:
+        return
+    except Exception as error:  # boundary: the host must hear why there is no outcome
+        line.send({"error": f"{type(error).__name__}: {error}"}, [])

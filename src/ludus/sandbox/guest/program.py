@@ -1,0 +1,181 @@
+"""The side of a fork that becomes the program: it loses its rights, then runs code or a command."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import gc
+import os
+import signal
+import struct
+import sys
+
+from ludus.sandbox.guest.kernel import Bounds, drop_capabilities, install_filter, libc, set_limits, write_text
+
+BOX = "/box"
+_SET_DUMPABLE = 4
+_MISSING = 127
+
+
+def become_program(bounds: Bounds, code: bytes, fds: list[int]) -> None:
+    """Turn a fresh fork into what may run untrusted code: its descriptors become 0, 1, 2, ..."""
+    os.setsid()
+    high = [_duplicate(fd) for fd in fds]
+    for number, fd in enumerate(high):
+        os.dup2(fd, number)
+    os.closerange(len(fds), 65536)
+    os.chdir(BOX)
+    libc().prctl(_SET_DUMPABLE, 1, 0, 0, 0)
+    write_text("/proc/self/oom_score_adj", "1000")
+    set_limits(bounds, in_session=len(fds) > 3)
+    drop_capabilities()
+    install_filter(code)
+
+
+def _duplicate(fd: int) -> int:
+    return fcntl.fcntl(fd, fcntl.F_DUPFD, 32)
+
+
+def fresh_main() -> dict[str, object]:
+    """The names of a new `__main__`, which stands in for the zygote's own."""
+    main = type(sys)("__main__")
+    main.__dict__["__builtins__"] = sys.modules["builtins"]
+    main.__dict__["__file__"] = "main.py"
+    for name in [name for name in sys.modules if name.partition(".")[0] == "ludus"]:
+        del sys.modules[name]
+    sys.modules["__main__"], sys.argv = main, ["main.py"]
+    sys.path.insert(0, BOX)
+    gc.enable()
+    return main.__dict__
+
+
+def run_python(source: str) -> int:
+    """Run a whole program; gives its exit code. Interpreter shutdown is `finish`."""
+    names = fresh_main()
+    if "linecache" in sys.modules:
+        remember_source(source, "main.py")
+    try:
+        exec(compile(source, "main.py", "exec"), names)
+    except SystemExit as stop:
+        return exit_code(stop)
+    except BaseException as error:  # boundary: whatever a program raises is its own and is shown
+        show(error, source)
+        return 1
+    return 0
+
+
+def remember_source(source: str, name: str) -> None:
+    """Let tracebacks quote the lines of code that is in no file."""
+    import linecache
+
+    linecache.cache[name] = (len(source), None, source.splitlines(keepends=True), name)
+
+
+def exit_code(stop: SystemExit) -> int:
+    """What the interpreter makes of `sys.exit(...)`."""
+    if stop.code is None:
+        return 0
+    if isinstance(stop.code, int):
+        return stop.code & 0xFF
+    print(stop.code, file=sys.stderr)
+    return 1
+
+
+def show(error: BaseException, source: str = "") -> None:
+    """The traceback, from the program's own frames on; `source` where it has not been remembered."""
+    own = error.__traceback__.tb_next if error.__traceback__ else None
+    try:
+        import traceback
+
+        if source:
+            remember_source(source, "main.py")
+        if sys.excepthook is sys.__excepthook__:
+            traceback.print_exception(type(error), error, own)
+        else:
+            sys.excepthook(type(error), error, own)
+    except BaseException as second:  # boundary: printing an exception runs the program's code again
+        sys.stderr.write(f"{type(error).__name__} (and printing it: {type(second).__name__})\n")
+
+
+def finish(status: int) -> int:
+    """What the interpreter does at its end, without taking its modules apart."""
+    try:
+        if "threading" in sys.modules:
+            sys.modules["threading"].__dict__["_shutdown"]()
+        if "atexit" in sys.modules:
+            sys.modules["atexit"].__dict__["_run_exitfuncs"]()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # boundary: closing hooks are the program's code
+        return status or 120
+    return status
+
+
+def run_command(argv: list[str]) -> int:
+    """Become a command. Gives 127 where there is none."""
+    signal.signal(signal.SIGPIPE, signal.SIG_DFL)
+    try:
+        os.execvp(argv[0], argv)
+    except (OSError, ValueError) as error:
+        os.write(2, f"{argv[0]}: {error}\n".encode(errors="replace"))
+    return _MISSING
+
+
+def serve_python() -> int:
+    """The interpreter of a session: code comes over descriptor 3, a status byte goes to 4 after each."""
+    names, count = fresh_main(), 0
+    while True:
+        source = _read_counted(3)
+        if source is None:
+            return 0
+        count += 1
+        status = run_cell(source.decode("utf-8", "surrogatepass"), f"<call {count}>", names)
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os.write(4, bytes([status]))
+
+
+def run_cell(source: str, name: str, names: dict[str, object]) -> int:
+    """One call of a Python session: the value of a last expression is printed. `sys.exit` ends the call."""
+    import ast
+
+    remember_source(source, name)
+    try:
+        tree = ast.parse(source, name)
+        last = tree.body[-1] if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        if last is not None:
+            tree.body.pop()
+        exec(compile(tree, name, "exec"), names)
+        if last is not None:
+            value = eval(compile(ast.Expression(last.value), name, "eval"), names)
+            if value is not None:
+                print(repr(value))
+    except SystemExit as stop:
+        return exit_code(stop)
+    except BaseException as error:  # boundary: whatever a call raises is its own and is shown
+        show(error)
+        return 1
+    return 0
+
+
+def _read_counted(fd: int) -> bytes | None:
+    """4 bytes of length, then so many bytes; None at the end."""
+    wanted, parts = 4, b""
+    head = True
+    while len(parts) < wanted:
+        part = os.read(fd, wanted - len(parts))
+        if not part:
+            return None
+        parts += part
+        if head and len(parts) == 4:
+            wanted, parts, head = struct.unpack(">I", parts)[0], b"", False
+    return parts
+
+
+SHELL = r"""
+while IFS= read -r -d '' __call <&3; do
+  eval "$__call" </dev/null 3<&- 4>&-
+  printf "\\x$(printf %x $?)" >&4
+done
+"""

@@ -1,0 +1,142 @@
+"""A child process of the host with bounded time and output: what the weaker backends start."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+_CHUNK = 1 << 16
+_LOOK_S = 0.02
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """How a child ended: `status` as `os.wait4` gives it, memory in bytes."""
+
+    stdout: bytes
+    stderr: bytes
+    status: int
+    timed_out: bool
+    truncated: bool
+    cpu_s: float
+    wall_s: float
+    peak_memory_bytes: int
+
+
+@dataclass
+class Job:
+    """One child in a process group of its own; `most_bytes` are kept of each of its two streams."""
+
+    argv: Sequence[str]
+    folder: str
+    environment: Mapping[str, str]
+    wall_s: float
+    most_bytes: int
+    _stopped: bool = field(default=False, init=False)
+
+    async def run(self, stdin: bytes, stop: Callable[[], None] = lambda: None) -> Done:
+        """Run it, in a thread; `stop` is called too where it is ended early. Raises OSError."""
+        task = asyncio.ensure_future(asyncio.to_thread(self._run, stdin, stop))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            self._stopped = True
+            await asyncio.wait([task])
+            raise
+
+    def _run(self, stdin: bytes, stop: Callable[[], None]) -> Done:
+        begin, timed_out = time.monotonic(), False
+        child = subprocess.Popen(
+            self.argv,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            cwd=self.folder,
+            env=dict(self.environment),
+            start_new_session=True,
+        )
+        pidfd, streams = os.pidfd_open(child.pid), _Streams(child, stdin, self.most_bytes)
+        try:
+            while not streams.serve(pidfd) and not self._stopped and not timed_out:
+                timed_out = time.monotonic() - begin > self.wall_s
+        finally:
+            if timed_out or self._stopped:
+                stop()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child.pid, signal.SIGKILL)
+            _, status, used = os.wait4(child.pid, 0)
+            child.returncode = status
+            os.close(pidfd)
+        stdout, stderr = streams.finish()
+        wall_s, cpu_s = time.monotonic() - begin, used.ru_utime + used.ru_stime
+        return Done(stdout, stderr, status, timed_out, streams.cut, cpu_s, wall_s, used.ru_maxrss * 1024)
+
+
+class _Streams:
+    """The three pipes of a child, never waited for longer than the child lives."""
+
+    def __init__(self, child: subprocess.Popen[bytes], stdin: bytes, most: int) -> None:
+        assert child.stdin
+        assert child.stdout
+        assert child.stderr
+        self._pipes = (child.stdout, child.stderr, child.stdin)
+        self._in = child.stdin.fileno()
+        self._feed, self._most, self.cut = memoryview(stdin), most, False
+        self._kept = {pipe.fileno(): bytearray() for pipe in self._pipes[:2]}
+        self._poll = select.poll()
+        for pipe in self._pipes:
+            os.set_blocking(pipe.fileno(), False)
+            self._poll.register(pipe.fileno(), select.POLLOUT if pipe is child.stdin else select.POLLIN)
+
+    def serve(self, pidfd: int) -> bool:
+        """Move what can be moved; whether the child has ended."""
+        self._poll.register(pidfd, select.POLLIN)
+        ready = [fd for fd, _ in self._poll.poll(_LOOK_S * 1000)]
+        for fd in self._kept:
+            if fd in ready and not self._take(fd):
+                self._poll.unregister(fd)
+        if self._in in ready and not self._give():
+            self._poll.unregister(self._in)
+            with contextlib.suppress(BrokenPipeError):
+                self._pipes[2].close()
+        return pidfd in ready
+
+    def finish(self) -> list[bytes]:
+        """What both streams brought, with what lies in the pipes now; closes all."""
+        for fd, kept in self._kept.items():
+            room = -1
+            while room != self._most - len(kept):
+                room = self._most - len(kept)
+                self._take(fd)
+        for pipe in self._pipes:
+            with contextlib.suppress(BrokenPipeError):
+                pipe.close()
+        return [bytes(kept) for kept in self._kept.values()]
+
+    def _take(self, fd: int) -> bool:
+        """Keep what a stream holds, up to the bound; whether it may bring more."""
+        try:
+            data = os.read(fd, _CHUNK)
+        except BlockingIOError:
+            return True
+        room = self._most - len(self._kept[fd])
+        self._kept[fd] += data[:room]
+        self.cut |= len(data) > room
+        return bool(data)
+
+    def _give(self) -> bool:
+        """Write more of stdin; whether there is more."""
+        try:
+            self._feed = self._feed[os.write(self._in, self._feed[:_CHUNK]) :]
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        return bool(self._feed)

@@ -1,0 +1,118 @@
+"""What goes over HTTP between the remote backend and `ludus sandbox serve`: JSON, bytes as base64."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+
+from pydantic import Base64Bytes, BaseModel, ConfigDict
+
+from ludus.sandbox.base import Limits, Outcome, SessionKind, Snapshot
+
+Files = dict[str, Base64Bytes]
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class LimitsMessage(_Message):
+    """The fields of `Limits`."""
+
+    wall_s: float
+    cpu_s: float
+    memory_bytes: int
+    processes: int
+    open_files: int
+    file_bytes: int
+    disk_bytes: int
+    disk_files: int
+    output_bytes: int
+    files_out: int
+    files_out_bytes: int
+
+    @classmethod
+    def of(cls, limits: Limits) -> LimitsMessage:
+        """The limits as a message."""
+        return cls(**asdict(limits))
+
+    def limits(self) -> Limits:
+        """The message as limits. Raises UserError."""
+        return Limits(**self.model_dump())
+
+
+class RunMessage(_Message):
+    """One run: `source` (Python, base64 of UTF-8) or `argv`."""
+
+    source: Base64Bytes | None = None
+    argv: list[str] = []
+    files: Files = {}
+    stdin: Base64Bytes = b""
+    limits: LimitsMessage
+
+
+class SessionMessage(_Message):
+    """A new session."""
+
+    kind: SessionKind
+    files: Files = {}
+    limits: LimitsMessage
+
+
+class CallMessage(_Message):
+    """One call of a session."""
+
+    code: Base64Bytes
+
+
+class SnapshotMessage(_Message):
+    """Files of a session."""
+
+    files: Files
+    executable: list[str] = []
+
+    def snapshot(self) -> Snapshot:
+        """The message as a snapshot."""
+        return Snapshot(self.files, frozenset(self.executable))
+
+
+class OutcomeMessage(_Message):
+    """The fields of `Outcome`."""
+
+    stdout: Base64Bytes
+    stderr: Base64Bytes
+    exit: int | None
+    signal: int | None
+    timed_out: bool
+    memory_exceeded: bool
+    truncated: bool
+    files: Files
+    cpu_s: float
+    wall_s: float
+    peak_memory_bytes: int
+
+    @classmethod
+    def of(cls, outcome: Outcome) -> OutcomeMessage:
+        """The outcome as a message."""
+        return cls.model_construct(**asdict(outcome))
+
+    def outcome(self) -> Outcome:
+        """The message as an outcome."""
+        return Outcome(**dict(self))
+
+
+class NamedSession(_Message):
+    """The name of a session that was opened."""
+
+    session: str
+
+
+class Nothing(_Message):
+    """An answer that only says that it is done."""
+
+
+class Refusal(_Message):
+    """Why there is no answer: `kind` is input, environment or token."""
+
+    kind: str
+    message: str
+    hint: str = ""

@@ -1,0 +1,124 @@
+"""Sessions of the namespaces backend: a guard that keeps an interpreter, in a cell of its own."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+
+from ludus.errors import UserError, WorldError
+from ludus.sandbox.base import Limits, Outcome, SessionKind, Snapshot, checked_files
+from ludus.sandbox.cell import GRACE_S, Cell, Wire, given, most_bytes, outcome_of
+
+
+class _Unanswered(WorldError):
+    """The guard said nothing in time, and its cell was ended."""
+
+
+@dataclass(eq=False)
+class NamespaceSession:
+    """See `ludus.sandbox.base.Session`. What breaks the guard ends the session's cell."""
+
+    cell: Cell
+    wire: Wire
+    kind: SessionKind
+    limits: Limits
+    _end: Callable[[Cell], Awaitable[None]]
+    _closed: bool = False
+
+    @classmethod
+    async def start(
+        cls,
+        cell: Cell,
+        kind: SessionKind,
+        files: Mapping[str, bytes],
+        limits: Limits,
+        end: Callable[[Cell], Awaitable[None]],
+    ) -> NamespaceSession:
+        """A session in `cell`, which `end` ends. Raises WorldError."""
+        if kind not in ("python", "shell"):
+            raise UserError(f"There is no session of the kind {kind!r}.", "Kinds: python, shell.")
+        session = cls(cell, await cell.guard(), kind, limits, end)
+        await session._open(files)
+        return session
+
+    async def run(self, code: str) -> Outcome:
+        """One call. Raises WorldError where the session is broken or closed.
+
+        A guard that does not answer in time is the program's doing: the call timed out, the session is over.
+        """
+        if self.kind == "shell" and "\0" in code:
+            raise UserError("A command of a shell cannot have NUL characters.")
+        source = code.encode("utf-8", "surrogatepass")
+        deadline_s = self.limits.wall_s + GRACE_S
+        try:
+            answer, blobs = await self._ask({"op": "call"}, [source], deadline_s)
+        except _Unanswered:
+            return Outcome(timed_out=True, wall_s=deadline_s)
+        return outcome_of(answer, blobs)
+
+    async def write(self, files: Mapping[str, bytes]) -> None:
+        """Put files into its folder. Raises UserError and WorldError."""
+        await self._ask({"op": "write", "names": list(checked_files(files))}, [*files.values()])
+
+    async def snapshot(self) -> Snapshot:
+        """Its regular files. Raises WorldError where they are more than the limits let out."""
+        answer, blobs = await self._ask({"op": "snapshot"}, [])
+        if answer.get("cut"):
+            raise WorldError(
+                "The session's files are more than its limits let out, or lie too deep.",
+                "Raise files_out and files_out_bytes of its limits.",
+            )
+        names, executable = answer.get("names"), answer.get("executable")
+        if not isinstance(names, list) or not isinstance(executable, list) or len(names) != len(blobs):
+            raise WorldError("The sandbox sent a snapshot that cannot be read.")
+        return Snapshot(dict(zip(map(str, names), blobs, strict=True)), frozenset(map(str, executable)))
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Replace its files by those of the snapshot. Raises WorldError."""
+        header = {"op": "restore", "names": list(checked_files(snapshot.files))}
+        await self._ask({**header, "executable": sorted(snapshot.executable)}, [*snapshot.files.values()])
+
+    async def reset(self) -> None:
+        """A new guard, and with it nothing of the old one. Raises WorldError."""
+        self._check()
+        self.wire.close()
+        self.cell.prepare()
+        self.wire = await self.cell.guard()
+        await self._open({})
+
+    async def close(self) -> None:
+        """End the cell. Closing twice does no harm."""
+        if not self._closed:
+            self._closed = True
+            self.wire.close()
+            await self._end(self.cell)
+
+    async def _open(self, files: Mapping[str, bytes]) -> None:
+        header = {"op": "session", "kind": self.kind, **given(self.limits, files)}
+        await self._ask(header, [*files.values()])
+
+    async def _ask(
+        self, header: Mapping[str, object], blobs: list[bytes], deadline_s: float = 4 * GRACE_S
+    ) -> tuple[dict[str, object], list[bytes]]:
+        """One question and its answer. Raises WorldError; a session without an answer is closed."""
+        self._check()
+        asked = False
+        try:
+            async with asyncio.timeout(deadline_s):
+                await self.wire.send(header, blobs)
+                answer = await self.wire.read(most_bytes(self.limits))
+                asked = True
+        except TimeoutError as error:
+            raise _Unanswered("The guard of a session gave no answer; the session was ended.") from error
+        except WorldError as error:
+            asked = error.message.startswith("The sandbox failed")
+            raise
+        finally:
+            if not asked:
+                await asyncio.shield(self.close())
+        return answer
+
+    def _check(self) -> None:
+        if self._closed:
+            raise WorldError("The session is closed.", "Open a new one.")

@@ -1,0 +1,130 @@
+"""The filter of system calls for untrusted programs, written as a classic BPF program.
+
+Refused calls answer EPERM (or another errno that makes the caller fall back), a foreign instruction set ends
+the process. The filter is the last of several walls: what it refuses, namespaces and missing capabilities
+refuse mostly as well.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import struct
+from dataclasses import dataclass
+
+from ludus.errors import UserError
+
+_LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_ALLOW, _ERRNO, _KILL = 0x7FFF0000, 0x00050000, 0x80000000
+_NR, _ARCH, _ARGS = 0, 4, 16
+_X32 = 0x40000000
+_NEW_NAMESPACES = 0x7E020080
+"""CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC, NEWUTS, NEWCGROUP, NEWTIME."""
+_TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
+_AF_UNIX = 1
+
+
+@dataclass(frozen=True)
+class _Machine:
+    """An instruction set: its audit number and the numbers of its calls."""
+
+    audit: int
+    clone: int
+    socket: int
+    ioctl: int
+    denied: tuple[int, ...]
+
+
+# From 424 on the numbers are the same everywhere: io_uring, mount interfaces, pidfd_getfd, memfd_secret.
+_COMMON = (425, 426, 427, 428, 429, 430, 431, 432, 433, 438, 440, 442, 443, 447)
+_CLONE3 = 435
+
+_MACHINES = {
+    "x86_64": _Machine(
+        audit=0xC000003E,
+        clone=56,
+        socket=41,
+        ioctl=16,
+        denied=(
+            *(101, 310, 311, 312, 298),  # ptrace, process_vm_*, kcmp, perf_event_open
+            *(165, 166, 155, 161, 272, 308),  # mount, umount2, pivot_root, chroot, unshare, setns
+            *(321, 323, 248, 249, 250, 319),  # bpf, userfaultfd, keyrings, memfd_create
+            *(29, 30, 31, 67, 64, 65, 66, 220, 68, 69, 70, 71),  # System V shared memory, semaphores, queues
+            *(240, 241, 242, 243, 244, 245),  # POSIX message queues
+            *(174, 175, 176, 313, 246, 320, 169, 167, 168),  # modules, kexec, reboot, swap
+            *(164, 227, 305, 159, 170, 171, 172, 173, 163, 179),  # clocks, host name, io ports, acct, quota
+            *(
+                103,
+                135,
+                303,
+                304,
+                212,
+                180,
+                134,
+                136,
+                153,
+                154,
+            ),  # syslog, personality, file handles, old ones
+            *(300, 279, 256, 237, 238, 278),  # fanotify, page moving, vmsplice
+        ),
+    ),
+    "aarch64": _Machine(
+        audit=0xC00000B7,
+        clone=220,
+        socket=198,
+        ioctl=29,
+        denied=(
+            *(117, 270, 271, 272, 241),
+            *(40, 39, 41, 51, 97, 268),
+            *(280, 282, 217, 218, 219, 279),
+            *(194, 195, 196, 197, 190, 191, 192, 193, 186, 187, 188, 189),
+            *(180, 181, 182, 183, 184, 185),
+            *(105, 106, 273, 104, 294, 142, 224, 225),
+            *(170, 112, 266, 171, 161, 162, 89, 60),
+            *(116, 92, 264, 265, 18, 42, 58),
+            *(262, 239, 238, 235, 237, 75),
+        ),
+    ),
+}
+
+
+def system_call_filter(machine: str | None = None) -> bytes:
+    """The filter as an array of `struct sock_filter`. Raises UserError for an unknown instruction set."""
+    name = machine or platform.machine()
+    if name not in _MACHINES:
+        raise UserError(
+            f"There is no filter of system calls for {name}.",
+            f"The namespaces backend runs on {' and '.join(_MACHINES)}; use the remote backend here.",
+        )
+    known = _MACHINES[name]
+    code = [
+        _step(_LOAD, _ARCH),
+        _step(_EQUAL, known.audit, 1, 0),
+        _step(_RETURN, _KILL),
+        _step(_LOAD, _NR),
+    ]
+    if name == "x86_64":
+        code += [_step(_AT_LEAST, _X32, 0, 1), _step(_RETURN, _KILL)]
+    for number in (*known.denied, *_COMMON):
+        code += [_step(_EQUAL, number, 0, 1), _refuse(errno.EPERM)]
+    code += [_step(_EQUAL, _CLONE3, 0, 1), _refuse(errno.ENOSYS)]
+    code += _with_argument(known.clone, 0, [_step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)])
+    code += _with_argument(known.socket, 0, [_step(_EQUAL, _AF_UNIX, 1, 0), _refuse(errno.EACCES)])
+    for request in (_TIOCSTI, _TIOCLINUX):
+        code += _with_argument(known.ioctl, 1, [_step(_EQUAL, request, 0, 1), _refuse(errno.EPERM)])
+    return b"".join([*code, _step(_RETURN, _ALLOW)])
+
+
+def _step(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
+    """One `struct sock_filter`: the jumps count instructions to skip."""
+    return struct.pack("=HBBI", code, if_true, if_false, value)
+
+
+def _refuse(number: int) -> bytes:
+    return _step(_RETURN, _ERRNO | number)
+
+
+def _with_argument(call: int, index: int, steps: list[bytes]) -> list[bytes]:
+    """`steps` upon the low 32 bits of an argument of a call; the call's number is loaded after them."""
+    load = _step(_LOAD, _ARGS + 8 * index)
+    return [_step(_EQUAL, call, 0, len(steps) + 2), load, *steps, _step(_LOAD, _NR)]

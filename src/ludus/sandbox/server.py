@@ -1,0 +1,207 @@
+"""An HTTP service in front of any backend, for `ludus sandbox serve`. Needs the `serve` extra.
+
+Every question carries the token. Limits above the server's own are refused, as are bodies above 64 MiB.
+Sessions that nobody used for a while are closed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass, field
+from typing import TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ludus.errors import LudusError, UserError, WorldError
+from ludus.sandbox.base import Limits, Sandbox, Session
+from ludus.sandbox.messages import (
+    CallMessage,
+    LimitsMessage,
+    NamedSession,
+    Nothing,
+    OutcomeMessage,
+    Refusal,
+    RunMessage,
+    SessionMessage,
+    SnapshotMessage,
+)
+
+_MOST_BODY = 64 * 2**20
+_BAD, _NO_TOKEN, _TOO_LARGE, _FAILED = 400, 401, 413, 502
+Asked = TypeVar("Asked", bound=BaseModel)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """`ceiling` bounds what clients may ask for, `sessions` how many are open, unused `idle_s` at most."""
+
+    token: str
+    ceiling: Limits
+    sessions: int = 64
+    idle_s: float = 900.0
+
+
+@dataclass
+class _Open:
+    session: Session
+    lock: asyncio.Lock
+    used: float
+
+
+@dataclass
+class _Service:
+    sandbox: Sandbox
+    settings: ServerSettings
+    opened: dict[str, _Open] = field(default_factory=dict)
+
+    async def runs(self, body: bytes) -> BaseModel:
+        asked = _read(RunMessage, body)
+        limits = self._allowed(asked.limits)
+        source = None if asked.source is None else asked.source.decode("utf-8", "surrogatepass")
+        program = list(asked.argv) if source is None else source
+        outcome = await self.sandbox.run(program, files=asked.files, stdin=asked.stdin, limits=limits)
+        return OutcomeMessage.of(outcome)
+
+    async def open(self, body: bytes) -> BaseModel:
+        asked = _read(SessionMessage, body)
+        await self.sweep()
+        if len(self.opened) >= self.settings.sessions:
+            raise WorldError(f"The sandbox server has {len(self.opened)} sessions, which is all it takes.")
+        session = await self.sandbox.session(
+            asked.kind, files=asked.files, limits=self._allowed(asked.limits)
+        )
+        name = secrets.token_urlsafe(16)
+        self.opened[name] = _Open(session, asyncio.Lock(), time.monotonic())
+        return NamedSession(session=name)
+
+    async def act(self, name: str, act: str, body: bytes) -> BaseModel:
+        kept = self.opened.get(name)
+        if kept is None:
+            raise WorldError("The sandbox server has no such session; unused ones are closed after a while.")
+        async with kept.lock:
+            try:
+                return await self._act(kept.session, name, act, body)
+            finally:
+                kept.used = time.monotonic()
+
+    async def _act(self, session: Session, name: str, act: str, body: bytes) -> BaseModel:
+        if act == "run":
+            code = _read(CallMessage, body).code.decode("utf-8", "surrogatepass")
+            return OutcomeMessage.of(await session.run(code))
+        if act == "snapshot":
+            made = await session.snapshot()
+            return SnapshotMessage.model_construct(files=dict(made.files), executable=sorted(made.executable))
+        if act == "write":
+            await session.write(_read(SnapshotMessage, body).files)
+        elif act == "restore":
+            await session.restore(_read(SnapshotMessage, body).snapshot())
+        elif act == "reset":
+            await session.reset()
+        elif act == "close":
+            self.opened.pop(name, None)
+            await session.close()
+        else:
+            raise UserError(f"A session has no act {act!r}.")
+        return Nothing()
+
+    async def sweep(self) -> None:
+        """Close the sessions that nobody used for too long."""
+        now = time.monotonic()
+        for name, kept in list(self.opened.items()):
+            if now - kept.used > self.settings.idle_s and not kept.lock.locked():
+                self.opened.pop(name, None)
+                await kept.session.close()
+
+    async def close(self) -> None:
+        """End all sessions and the backend."""
+        self.opened.clear()
+        await self.sandbox.close()
+
+    def _allowed(self, message: LimitsMessage) -> Limits:
+        limits, ceiling = message.limits(), asdict(self.settings.ceiling)
+        for name, asked in asdict(limits).items():
+            if asked > ceiling[name]:
+                raise UserError(
+                    f"The limit {name} is {asked}, and this sandbox server allows {ceiling[name]}."
+                )
+        return limits
+
+
+def make_app(sandbox: Sandbox, settings: ServerSettings) -> Starlette:
+    """The application; it closes `sandbox` at its end."""
+    service = _Service(sandbox, settings)
+
+    def route(path: str, act: Callable[[Request, bytes], Awaitable[BaseModel]]) -> Route:
+        async def endpoint(request: Request) -> Response:
+            return await _answer(request, settings.token, act)
+
+        return Route(path, endpoint, methods=["POST"])
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        sweeping = asyncio.create_task(_sweep_on(service))
+        try:
+            yield
+        finally:
+            sweeping.cancel()
+            await service.close()
+
+    routes = [
+        route("/v1/runs", lambda _, body: service.runs(body)),
+        route("/v1/sessions", lambda _, body: service.open(body)),
+        route(
+            "/v1/sessions/{name}/{act}",
+            lambda request, body: service.act(request.path_params["name"], request.path_params["act"], body),
+        ),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan)
+
+
+async def _sweep_on(service: _Service) -> None:
+    while True:
+        await asyncio.sleep(max(1.0, service.settings.idle_s / 10))
+        await service.sweep()
+
+
+async def _answer(
+    request: Request, token: str, act: Callable[[Request, bytes], Awaitable[BaseModel]]
+) -> Response:
+    """Check the token, read the body, act, and put errors into words."""
+    told = request.headers.get("authorization", "")
+    if not secrets.compare_digest(told.encode(), f"Bearer {token}".encode()):
+        return _response(_NO_TOKEN, Refusal(kind="token", message="The sandbox server wants another token."))
+    body = bytearray()
+    async for part in request.stream():
+        body += part
+        if len(body) > _MOST_BODY:
+            return _response(
+                _TOO_LARGE, Refusal(kind="input", message=f"More than {_MOST_BODY} bytes were sent.")
+            )
+    try:
+        return _response(200, await act(request, bytes(body)))
+    except UserError as error:
+        return _response(_BAD, Refusal(kind="input", message=error.message, hint=error.hint))
+    except LudusError as error:
+        return _response(_FAILED, Refusal(kind="environment", message=error.message, hint=error.hint))
+
+
+def _response(status: int, message: BaseModel) -> Response:
+    return Response(message.model_dump_json(), status_code=status, media_type="application/json")
+
+
+def _read(kind: type[Asked], body: bytes) -> Asked:
+    """The body as a message. Raises UserError."""
+    try:
+        return kind.model_validate_json(body)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the body"
+        raise UserError(f"The sandbox server cannot read {where}: {first['msg']}.") from error

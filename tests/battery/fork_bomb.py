@@ -1,0 +1,8 @@
+# expect: timed_out
+import os
+
+while True:
+    try:
+        os.fork()
+    except OSError:
+        pass

@@ -1,0 +1,4 @@
+# expect: memory_exceeded
+blocks = []
+while True:
+    blocks.append(b"x" * 2**20 * 8)

@@ -1,0 +1,14 @@
+# expect: memory_exceeded
+# Pages that no process has in its page table, but that exist all the same.
+import mmap
+import os
+import time
+
+for _ in range(8):
+    if os.fork() == 0:
+        block = mmap.mmap(-1, 40 * 2**20)
+        for page in range(0, len(block), 4096):
+            block[page] = 1
+        block.madvise(mmap.MADV_DONTNEED)
+        time.sleep(60)
+time.sleep(60)

@@ -1,0 +1,10 @@
+# expect: timed_out
+# The parent sleeps; children burn the time.
+import os
+import time
+
+for _ in range(8):
+    if os.fork() == 0:
+        while True:
+            pass
+time.sleep(3600)

@@ -1,0 +1,4 @@
+# expect: timed_out
+import time
+
+time.sleep(3600)

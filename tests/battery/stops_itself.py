@@ -1,0 +1,5 @@
+# expect: timed_out
+import os
+import signal
+
+os.kill(os.getpid(), signal.SIGSTOP)

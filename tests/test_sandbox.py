@@ -1,0 +1,491 @@
+"""The default sandbox: what runs and sessions give, what limits do, what is refused."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import signal
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from battery_run import a_folder, descendants
+from ludus.errors import UserError, WorldError
+from ludus.sandbox import (
+    Limits,
+    NamespaceSettings,
+    NamespacesSandbox,
+    Snapshot,
+    cell,
+    namespace_session,
+    namespaces,
+)
+from ludus.sandbox.guest.wire import pack, sizes_of, unpack
+from ludus.sandbox.namespaces import find_python, make_plan
+from ludus.sandbox.seccomp import system_call_filter
+
+BOX = NamespacesSandbox
+
+
+def inside(act, settings: NamespaceSettings | None = None):
+    """What `act(sandbox)` gives; nothing may be left after it."""
+
+    async def whole():
+        sandbox = BOX(settings or NamespaceSettings(concurrency=2))
+        try:
+            return await act(sandbox)
+        finally:
+            await sandbox.close()
+
+    before = descendants()
+    result = asyncio.run(whole())
+    assert {pid: names_of(pid) for pid in descendants() - before} == {}
+    return result
+
+
+def names_of(pid: int) -> str:
+    return open(f"/proc/{pid}/status").read()[:300] + open(f"/proc/{pid}/cmdline").read()[:300]
+
+
+def run(program, **given):
+    return inside(lambda box: box.run(program, **given))
+
+
+def test_a_program_gets_files_and_stdin_and_gives_files_and_its_exit_code():
+    program = (
+        "import sys\nprint(open('in/a.txt').read() + input())\nprint('bad', file=sys.stderr)\n"
+        "open('out.bin', 'wb').write(bytes(range(256)))\nopen('in/b.txt', 'w').write('changed')\nexit(7)"
+    )
+    outcome = run(program, files={"in/a.txt": b"one ", "in/b.txt": b"two"}, stdin=b"two\nthree\n")
+    assert (outcome.stdout, outcome.stderr, outcome.exit) == (b"one two\n", b"bad\n", 7)
+    assert outcome.files == {"out.bin": bytes(range(256)), "in/b.txt": b"changed"}
+    assert (outcome.signal, outcome.timed_out, outcome.memory_exceeded, outcome.truncated) == (None,) + (
+        False,
+    ) * 3
+    assert not outcome.ok
+    assert outcome.peak_memory_bytes > 2**20
+    assert 0 <= outcome.cpu_s <= 10 * outcome.wall_s
+
+
+def test_a_command_runs_as_it_stands():
+    async def act(box):
+        return (
+            await box.run(["sh", "-c", 'echo "$1"; cat; kill -9 $$', "sh", "a  b"], stdin=b"x" * 200_000),
+            await box.run(["no-such-command"]),
+        )
+
+    shell, missing = inside(act)
+    assert shell.stdout == b"a  b\n" + b"x" * (64 * 1024 - 5)
+    assert (shell.exit, shell.signal, shell.truncated) == (None, signal.SIGKILL, True)
+    assert (missing.exit, missing.ok) == (127, False)
+    assert b"no-such-command" in missing.stderr
+
+
+def test_a_program_is_a_main_module_with_its_own_traceback():
+    program = "import pickle\nclass A: pass\npickle.dumps(A())\ndef f(): return 1 / 0\nprint(__name__)\nf()"
+    outcome = run(program)
+    assert outcome.text == "__main__\n"
+    assert outcome.exit == 1
+    assert 'File "main.py", line 4, in f' in outcome.error_text
+    assert "return 1 / 0" in outcome.error_text
+    assert "ludus" not in outcome.error_text
+
+
+@pytest.mark.parametrize(
+    ("program", "code", "words"),
+    [
+        ("raise SystemExit('said')", 1, "said\n"),
+        ("import sys; sys.exit(300)", 300 & 255, ""),
+        ("x = (", 1, "SyntaxError"),
+        ("'\ud800'", 0, ""),
+        ("import atexit, os; atexit.register(os.write, 2, b'later')", 0, "later"),
+        ("import threading, time; threading.Timer(0.05, lambda: print('t')).start()", 0, ""),
+    ],
+)
+def test_programs_end_as_in_an_interpreter(program, code, words, shared_box):
+    outcome = shared_box(program)
+    if program != "'\ud800'":
+        assert outcome.exit == code
+    assert words in outcome.error_text
+
+
+@pytest.fixture
+def shared_box():
+    """Runs programs in one sandbox."""
+    with asyncio.Runner() as runner:
+        box = BOX(NamespaceSettings(concurrency=2))
+        yield lambda program, **given: runner.run(box.run(program, **given))
+        runner.run(box.close())
+
+
+def test_each_limit_of_the_clock_the_memory_and_the_disk_is_told(shared_box):
+    assert shared_box("while True: pass", limits=Limits(wall_s=0.3)).timed_out
+    hog = shared_box("while True: pass", limits=Limits(wall_s=20, cpu_s=0.2))
+    assert (hog.timed_out, hog.wall_s < 15) == (True, True)
+    large = shared_box("x = bytearray(10**9)", limits=Limits(memory_bytes=128 * 2**20))
+    assert (large.memory_exceeded, large.exit) == (True, 1)
+    cut = shared_box("print('x' * 5000)", limits=Limits(output_bytes=1000))
+    assert (cut.stdout, cut.truncated, cut.exit) == (b"x" * 1000, True, 0)
+    many = shared_box("for n in range(9): open(f'{n}', 'w').write('x')", limits=Limits(files_out=4))
+    assert (sorted(many.files), many.truncated) == (["0", "1", "2", "3"], True)
+    full = shared_box("open('x', 'wb').write(bytes(3 * 2**20))", limits=Limits(disk_bytes=2**20))
+    assert (full.exit, "No space left" in full.error_text) == (1, True)
+
+
+def test_runs_beside_each_other_share_nothing():
+    program = "import os, time\nopen('mine', 'w').write(input())\ntime.sleep(0.1)\n"
+    program += "print(os.listdir(), open('mine').read())"
+
+    async def act(box):
+        return await asyncio.gather(*(box.run(program, stdin=b"%d\n" % n) for n in range(6)))
+
+    outcomes = inside(act, NamespaceSettings(concurrency=3))
+    assert [o.text for o in outcomes] == [f"['mine'] {n}\n" for n in range(6)]
+
+
+def test_a_cancelled_run_leaves_nothing_and_the_sandbox_goes_on():
+    async def act(box):
+        task = asyncio.create_task(box.run("while True: pass"))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        assert not box._open
+        return await box.run("print(1)")
+
+    assert inside(act).text == "1\n"
+
+
+def test_a_cell_that_is_killed_is_replaced():
+    async def act(box):
+        await box.run("print(1)")
+        running = asyncio.create_task(box.run("import time; time.sleep(20)"))
+        await asyncio.sleep(0.3)
+        for broken in box._open:
+            signal.pidfd_send_signal(broken.pidfd, signal.SIGKILL)
+        with pytest.raises(WorldError):
+            await running
+        return await box.run("print(2)")
+
+    assert inside(act).text == "2\n"
+
+
+def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
+    monkeypatch.setattr(cell, "GRACE_S", 0.5)
+
+    async def act(box):
+        await box.run("print(1)")
+        others = descendants()
+        running = asyncio.create_task(box.run("import time; time.sleep(20)", limits=Limits(wall_s=1)))
+        while len(descendants() - others) < 1:
+            await asyncio.sleep(0.02)
+        for pid in descendants():
+            os.kill(pid, signal.SIGSTOP)
+        stuck = await running
+        monkeypatch.undo()
+        return stuck, await box.run("print(2)")
+
+    stuck, after = inside(act)
+    assert (stuck.timed_out, stuck.ok, after.text) == (True, False, "2\n")
+
+
+def test_a_session_whose_guard_does_not_answer_is_over(monkeypatch):
+    monkeypatch.setattr(namespace_session, "GRACE_S", 0.3)
+
+    async def act(box):
+        session = await box.session("shell", limits=Limits(wall_s=1))
+        for pid in descendants():
+            os.kill(pid, signal.SIGSTOP)
+        assert (await session.run("echo 1")).timed_out
+        assert not box._open
+        with pytest.raises(WorldError, match="closed"):
+            await session.run("echo 2")
+
+    inside(act)
+
+
+def test_random_numbers_differ_between_runs(shared_box):
+    program = "import random, uuid; print(random.random(), uuid.uuid4())"
+    assert len({shared_box(program).stdout for _ in range(3)}) == 3
+
+
+def test_a_python_session_keeps_its_state():
+    async def act(box):
+        session = await box.session(files={"data.txt": b"12"})
+        said = [
+            await session.run(code)
+            for code in (
+                "x = int(open('data.txt').read())\nx + 1",
+                "def f(): return x * 2\nprint('out'); import sys; print('err', file=sys.stderr)\nf()",
+                "1 / 0",
+                "x",
+                "exit(3)",
+                "x",
+                "x = (",
+            )
+        ]
+        assert [o.text for o in said] == ["13\n", "out\n24\n", "", "12\n", "", "12\n", ""]
+        assert [o.exit for o in said] == [0, 0, 1, 0, 3, 0, 1]
+        assert 'File "<call 3>", line 1' in said[2].error_text
+        assert said[1].stderr == b"err\n"
+        await session.close()
+        with pytest.raises(WorldError):
+            await session.run("x")
+
+    inside(act)
+
+
+def test_a_shell_session_keeps_its_folder_and_variables():
+    async def act(box):
+        session = await box.session("shell")
+        outcomes = [
+            await session.run(c)
+            for c in ("mkdir a; cd a; X=5; f() { echo f$X; }", "pwd; f; false", "exit 4", "pwd; echo $X")
+        ]
+        assert [(o.text, o.exit) for o in outcomes] == [
+            ("", 0),
+            ("/box/a\nf5\n", 1),
+            ("", 4),
+            ("/box\n\n", 0),
+        ]
+        big = await session.run(": " + "x" * 300_000 + "\necho after")
+        assert big.text == "after\n"
+
+    inside(act)
+
+
+def test_a_call_past_its_time_ends_the_interpreter_and_keeps_the_files():
+    async def act(box):
+        session = await box.session(limits=Limits(wall_s=1.5))
+        await session.run("x = 1; open('kept', 'w').write('k')")
+        late = await session.run("import os\nif os.fork(): print('begun', flush=True)\nwhile True: pass")
+        assert (late.timed_out, late.text) == (True, "begun\n")
+        after = await session.run("print(open('kept').read()); x")
+        assert (after.text, after.exit) == ("k\n", 1)
+        gone = await session.run("import os; os._exit(9)")
+        assert (gone.exit, (await session.run("'again'")).text) == (9, "'again'\n")
+
+    inside(act)
+
+
+def test_processes_in_the_background_have_their_bounds_too():
+    async def act(box):
+        session = await box.session("shell", limits=Limits(wall_s=5, cpu_s=0.3, memory_bytes=128 * 2**20))
+        await session.run("while :; do :; done &")
+        running, deadline = len(descendants()), time.monotonic() + 20
+        while len(descendants()) >= running and time.monotonic() < deadline:
+            await asyncio.sleep(0.05)
+        over = await session.run("echo here")
+        return over, await session.run("jobs; echo again")
+
+    over, again = inside(act)
+    assert (over.timed_out, again.text) == (True, "again\n")
+
+
+def test_snapshots_bring_files_back():
+    async def act(box):
+        session = await box.session("shell", files={"a/x.sh": b"echo one"})
+        await session.run("chmod +x a/x.sh; ln -s /etc/passwd link; mkfifo pipe; Y=3")
+        snapshot = await session.snapshot()
+        assert snapshot == Snapshot({"a/x.sh": b"echo one"}, frozenset({"a/x.sh"}))
+        await session.run("rm -r a; mkdir -p deep/er; echo more > deep/er/file; chmod 0 deep")
+        await session.restore(snapshot)
+        assert (
+            await session.run("find . -type f; sh a/x.sh; ./a/x.sh; echo $Y")
+        ).text == "./a/x.sh\none\none\n3\n"
+        await session.write({"b.txt": b"new"})
+        assert (await session.run("cat b.txt")).text == "new"
+        await session.reset()
+        assert (await session.run("ls -A; echo $Y")).text == "\n"
+        second = await box.session("python")
+        await second.restore(snapshot)
+        assert (await second.run("open('a/x.sh').read()")).text == "'echo one'\n"
+
+    inside(act)
+
+
+def test_writing_into_a_session_follows_no_link():
+    async def act(box):
+        session = await box.session("shell")
+        await session.run("ln -s /tmp out; ln -s /tmp/file file; mkfifo pipe")
+        for path in ("out/file", "file", "pipe"):
+            with pytest.raises(WorldError, match="sandbox failed"):
+                await session.write({path: b"x"})
+        assert (await session.run("ls /tmp")).text == ""
+
+    inside(act)
+
+
+def test_a_session_whose_files_are_too_many_says_so():
+    async def act(box):
+        session = await box.session("shell", limits=Limits(files_out=2))
+        await session.run("touch a b c")
+        with pytest.raises(WorldError, match="more than its limits"):
+            await session.snapshot()
+
+    inside(act)
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../x", "a/../../x", "", "a\0b", "a/", "new\nline", "x" * 600]
+)
+def test_paths_that_leave_the_box_are_refused(path):
+    with pytest.raises(UserError):
+        run("", files={path: b""})
+
+
+@pytest.mark.parametrize(
+    "given", [{"wall_s": 0}, {"memory_bytes": -1}, {"cpu_s": float("inf")}, {"files_out": -1}]
+)
+def test_limits_are_positive(given):
+    with pytest.raises(UserError):
+        Limits(**given)
+
+
+@pytest.mark.parametrize("program", [[], [""], ["a\0b"]])
+def test_commands_have_words(program):
+    with pytest.raises(UserError):
+        run(program)
+
+
+def test_without_bubblewrap_nothing_runs(monkeypatch):
+    which = shutil.which
+    monkeypatch.setattr(namespaces.shutil, "which", lambda name: None if name == "bwrap" else which(name))
+    with pytest.raises(UserError, match="apt-get install bubblewrap"):
+        run("print(1)")
+
+
+def test_a_bubblewrap_that_cannot_make_namespaces_says_why(monkeypatch):
+    which = shutil.which
+    with a_folder() as folder:
+        broken = folder / "bwrap"
+        broken.write_text("#!/bin/sh\necho 'bwrap: No permissions to create new namespace' >&2\nexit 1\n")
+        broken.chmod(0o755)
+        found = {"bwrap": str(broken)}
+        monkeypatch.setattr(namespaces.shutil, "which", lambda name: found.get(name) or which(name))
+        with pytest.raises(UserError, match=r"No permissions.*sysctl"):
+            run("print(1)")
+
+
+def test_an_interpreter_that_is_not_there_is_named():
+    with pytest.raises(UserError, match="no-python"):
+        find_python("/no-python")
+    with pytest.raises(UserError, match="absolute"):
+        make_plan(NamespaceSettings(binds=("relative",)), find_python(""))
+    with pytest.raises(UserError, match="/tmp:/shown"):
+        make_plan(NamespaceSettings(binds=("/tmp",)), find_python(""))
+
+
+def test_bound_folders_can_be_read_and_not_written():
+    program = "import helper; print(helper.VALUE)\nopen('/shown/x', 'w')"
+    with a_folder() as folder:
+        (folder / "helper.py").write_text("VALUE = 42")
+        settings = NamespaceSettings(binds=(f"{folder}:/shown",), paths=("/shown",), preload=("helper",))
+        outcome = inside(lambda box: box.run(program), settings)
+        assert os.listdir(folder) == ["helper.py"]
+    assert (outcome.text, outcome.exit) == ("42\n", 1)
+    assert "Read-only" in outcome.error_text
+
+
+def test_frames_come_back_whole_and_false_ones_are_refused():
+    frame = pack({"op": "run"}, [b"", b"abc"])
+    text, body = sizes_of(frame[:8])
+    assert unpack(frame[8 : 8 + text], frame[8 + text :]) == ({"op": "run"}, [b"", b"abc"])
+    assert body == 3
+    with pytest.raises(ValueError, match="sizes"):
+        unpack(b'{"sizes": [2]}', b"abc")
+
+
+def decide(code: bytes, audit: int, number: int, *arguments: int) -> int:
+    """What a filter answers to a call: a small interpreter of the few instructions that are used."""
+    data = struct.pack("=IIQ6Q", number, audit, 0, *arguments, *[0] * (6 - len(arguments)))
+    steps, at, held = [struct.unpack_from("=HBBI", code, n) for n in range(0, len(code), 8)], 0, 0
+    while True:
+        kind, if_true, if_false, value = steps[at]
+        at += 1
+        if kind == 0x06:
+            return value
+        if kind == 0x20:
+            held = struct.unpack_from("=I", data, value)[0]
+        else:
+            met = {0x15: held == value, 0x35: held >= value, 0x45: bool(held & value)}[kind]
+            at += if_true if met else if_false
+
+
+X86, ARM = 0xC000003E, 0xC00000B7
+ALLOW, KILL, EPERM, EACCES, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x5000D, 0x50026
+
+
+@pytest.mark.parametrize(
+    ("machine", "audit", "call", "expected"),
+    [
+        ("x86_64", X86, (0,), ALLOW),
+        ("x86_64", X86, (101,), EPERM),
+        ("x86_64", X86, (447,), EPERM),
+        ("x86_64", X86, (435,), ENOSYS),
+        ("x86_64", X86, (41, 1, 1), ALLOW),
+        ("x86_64", X86, (41, 2, 1), EACCES),
+        ("x86_64", X86, (56, 0x11), ALLOW),
+        ("x86_64", X86, (56, 0x10000011), EPERM),
+        ("x86_64", X86, (16, 0, 0x5412), EPERM),
+        ("x86_64", X86, (16, 0, 0x1_0000_5412), EPERM),
+        ("x86_64", X86, (16, 0, 0x5401), ALLOW),
+        ("x86_64", X86, (0x40000000 + 39,), KILL),
+        ("x86_64", 0x40000003, (0,), KILL),
+        ("aarch64", ARM, (63,), ALLOW),
+        ("aarch64", ARM, (117,), EPERM),
+        ("aarch64", ARM, (198, 10, 1), EACCES),
+        ("aarch64", ARM, (220, 0x20000), EPERM),
+        ("aarch64", X86, (63,), KILL),
+    ],
+)
+def test_the_filter_answers_as_it_should(machine, audit, call, expected):
+    assert decide(system_call_filter(machine), audit, *call) == expected
+
+
+def test_an_unknown_machine_has_no_filter():
+    with pytest.raises(UserError, match="riscv64"):
+        system_call_filter("riscv64")
+
+
+HELD = """
+import asyncio, sys
+from ludus.sandbox import Limits, NamespacesSandbox
+
+async def main():
+    box = NamespacesSandbox()
+    session = await box.session("shell")
+    await session.run("sleep 100 &")
+    running = asyncio.create_task(box.run("import time; time.sleep(100)", limits=Limits(wall_s=100)))
+    await asyncio.sleep(0.5)
+    print("ready", flush=True)
+    await running
+
+asyncio.run(main())
+"""
+
+
+def test_a_host_that_is_killed_takes_its_programs_with_it():
+    before = descendants()
+    with subprocess.Popen([sys.executable, "-c", HELD], stdout=subprocess.PIPE, text=True) as host:
+        assert host.stdout.readline() == "ready\n"
+        inner = descendants() - before - {host.pid}
+        assert len(inner) >= 8  # two of bubblewrap, zygote, guard and program each
+        host.kill()
+    deadline = time.monotonic() + 20
+    while alive := [pid for pid in inner if os.path.exists(f"/proc/{pid}") and is_running(pid)]:
+        assert time.monotonic() < deadline, alive
+        time.sleep(0.05)
+
+
+def is_running(pid: int) -> bool:
+    """Whether it is there and no zombie that waits for whoever inherited it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

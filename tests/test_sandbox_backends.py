@@ -1,0 +1,324 @@
+"""The other backends: the unsafe process, containers by a stand-in for their engine, the remote one."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+import uvicorn
+
+from battery_run import descendants
+from ludus.errors import UserError, WorldError
+from ludus.sandbox import BACKENDS, Limits, NamespacesSandbox, SandboxSettings, Snapshot, open_sandbox
+from ludus.sandbox.container import ContainerSandbox, ContainerSettings
+from ludus.sandbox.process import ProcessSandbox
+from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
+from ludus.sandbox.server import ServerSettings, make_app
+
+TOKEN = "a-token-of-the-tests"
+
+
+def test_every_backend_has_a_name_and_unknown_ones_are_refused():
+    with pytest.raises(UserError, match="namespaces, docker, podman, remote, process"):
+        open_sandbox(SandboxSettings(backend="docker-compose"))
+    assert isinstance(open_sandbox(), NamespacesSandbox)
+    assert len(BACKENDS) == 5
+
+
+def test_the_process_backend_must_be_called_unsafe():
+    with pytest.raises(UserError, match="isolates nothing"):
+        open_sandbox(SandboxSettings(backend="process"))
+
+
+def process(program, **given):
+    return asyncio.run(ProcessSandbox(unsafe=True).run(program, **given))
+
+
+def test_a_process_gives_what_the_protocol_says():
+    program = "import sys\nprint(open('a/b').read() + input())\nopen('c', 'w').write('made')\nsys.exit(3)"
+    outcome = process(program, files={"a/b": b"one "}, stdin=b"two\n")
+    assert (outcome.text, outcome.exit, outcome.files) == ("one two\n", 3, {"c": b"made"})
+    assert outcome.peak_memory_bytes > 2**20
+    assert process(["sh", "-c", "kill -9 $$"]).signal == 9
+    assert process(["no-such-command"]).exit == 127
+
+
+def test_a_process_is_bounded():
+    before = descendants()
+    late = process("import os\nprint('x', flush=True)\nos.fork()\nwhile True: pass", limits=Limits(wall_s=2))
+    assert (late.timed_out, late.text) == (True, "x\n")
+    assert process("x = bytearray(10**9)", limits=Limits(memory_bytes=200 * 2**20)).memory_exceeded
+    cut = process("print('x' * 300_000)", limits=Limits(output_bytes=1000))
+    assert (cut.stdout, cut.truncated) == (b"x" * 1000, True)
+    held = process(["sh", "-c", "sleep 30 & echo done"], limits=Limits(wall_s=20))
+    assert (held.text, held.wall_s < 15) == ("done\n", True)
+    assert descendants() == before
+
+
+def test_a_cancelled_process_is_killed():
+    async def act():
+        task = asyncio.create_task(ProcessSandbox(unsafe=True).run("while True: pass"))
+        await asyncio.sleep(0.3)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    before = descendants()
+    asyncio.run(act())
+    assert descendants() == before
+
+
+def test_weak_backends_have_no_sessions():
+    with pytest.raises(UserError, match="no sessions"):
+        asyncio.run(ProcessSandbox(unsafe=True).session())
+
+
+ENGINE = r"""#!{python}
+import json, os, sys
+with open("{log}", "a") as log:
+    print(json.dumps(sys.argv[1:]), file=log)
+if sys.argv[1] == "run":
+    {refuse}
+    words = "--unshare-all --as-pid-1 --cap-drop ALL --clearenv --setenv PATH /usr/bin --ro-bind /usr /usr "
+    words += "--symlink usr/lib /lib --symlink usr/lib64 /lib64 --symlink usr/bin /bin --proc /proc "
+    words += "--dev /dev --tmpfs /box --chdir /box"
+    os.execvp("bwrap", ["bwrap", *words.split(), *sys.argv[sys.argv.index("image") + 1:]])
+"""
+
+
+@pytest.fixture
+def engine(tmp_path, monkeypatch):
+    """A stand-in for docker on PATH that notes its arguments and runs the inner command in a bubblewrap."""
+
+    def make(refuse: str = "", name: str = "docker") -> Path:
+        log = tmp_path / "log"
+        log.touch()
+        script = tmp_path / name
+        script.write_text(ENGINE.format(python=sys.executable, log=log, refuse=refuse or "pass"))
+        script.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return log
+
+    return make
+
+
+def contained(program, settings=None, **given):
+    return asyncio.run(ContainerSandbox(settings or ContainerSettings(image="image")).run(program, **given))
+
+
+def test_a_container_is_started_with_every_wall(engine):
+    log = engine()
+    limits = Limits(processes=7, memory_bytes=100 * 2**20, disk_bytes=2**20, disk_files=99)
+    outcome = contained(
+        "print(input()); open('o', 'w').write('x')", files={"i": b"1"}, stdin=b"hi", limits=limits
+    )
+    assert (outcome.text, outcome.exit, outcome.files) == ("hi\n", 0, {"o": b"x"})
+    words = json.loads(log.read_text())
+    pairs = set(itertools.pairwise(words))
+    memory = str((100 + 1 + 64) * 2**20)
+    assert {
+        ("--network", "none"),
+        ("--cap-drop", "ALL"),
+        ("--security-opt", "no-new-privileges"),
+        ("--user", "65534:65534"),
+        ("--pids-limit", "9"),
+        ("--memory", memory),
+        ("--memory-swap", memory),
+        ("--pull", "never"),
+    } <= pairs
+    assert {"--rm", "--read-only", "--interactive"} <= set(words)
+    assert any(word.startswith("/box:") and "size=1048576,nr_inodes=99" in word for word in words)
+    assert not any(word in ("--privileged", "-v", "--volume", "--mount") for word in words)
+
+
+def test_the_guard_of_a_container_keeps_the_limits(engine):
+    engine()
+    late = contained("import os\nos.fork()\nwhile True: pass", limits=Limits(wall_s=0.5))
+    assert late.timed_out
+    filtered = contained(
+        "import os, socket\ntry: socket.socket()\nexcept OSError as e: print(type(e).__name__)"
+    )
+    assert filtered.text == "PermissionError\n"
+    failed = contained(["sh", "-c", "exit 4"])
+    assert failed.exit == 4
+
+
+def test_an_engine_that_fails_says_why(engine):
+    engine(refuse="sys.exit('no such image')")
+    with pytest.raises(WorldError, match="no such image"):
+        contained("print(1)")
+
+
+def test_a_cancelled_container_is_removed(engine):
+    log = engine()
+
+    async def act():
+        task = asyncio.create_task(ContainerSandbox(ContainerSettings(image="image")).run("while True: pass"))
+        while not log.read_text():
+            await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(act())
+    run, remove = [json.loads(line) for line in log.read_text().splitlines()]
+    assert remove == ["rm", "--force", run[run.index("--name") + 1]]
+
+
+def test_gvisor_is_asked_for_and_never_silently_left_out(engine, tmp_path):
+    log = engine()
+    settings = ContainerSettings(image="image", runtime="runsc")
+    with pytest.raises(UserError, match="runsc"):
+        contained("print(1)", settings)
+    (tmp_path / "runsc").write_text("")
+    (tmp_path / "runsc").chmod(0o755)
+    assert contained("print(1)", settings).text == "1\n"
+    assert '"--runtime", "runsc"' in log.read_text()
+
+
+def test_without_an_engine_nothing_runs(monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    with pytest.raises(UserError, match="apt-get install podman"):
+        open_sandbox(SandboxSettings(backend="podman"))
+    with pytest.raises(UserError, match="docker, podman"):
+        ContainerSandbox(ContainerSettings(engine="lxc"))
+
+
+@contextmanager
+def serving(sandbox=None, **settings):
+    """A sandbox server in a thread, and its address."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    given = ServerSettings(**({"token": TOKEN, "ceiling": Limits()} | settings))
+    app = make_app(sandbox or ProcessSandbox(unsafe=True), given)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()
+
+
+def remotely(url, act, token=TOKEN):
+    async def whole():
+        sandbox = RemoteSandbox(RemoteSettings(url, token))
+        try:
+            return await act(sandbox)
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(whole())
+
+
+def test_the_remote_backend_gives_what_the_one_behind_it_gives():
+    with serving() as url:
+        program = "import sys; open('o', 'wb').write(sys.stdin.buffer.read())\n"
+        program += "print(open('i').read(), 'ü'); exit(5)"
+        given = {"files": {"i": b"in"}, "stdin": bytes(range(256))}
+        outcome = remotely(url, lambda box: box.run(program, **given))
+        assert (outcome.stdout, outcome.exit, outcome.files) == (
+            "in ü\n".encode(),
+            5,
+            {"o": bytes(range(256))},
+        )
+        assert remotely(url, lambda box: box.run(["sh", "-c", "kill -9 $$"])).signal == 9
+        assert remotely(url, lambda box: box.run("while True: pass", limits=Limits(wall_s=0.3))).timed_out
+
+
+def test_a_remote_session_does_all_that_a_session_does():
+    async def act(box):
+        session = await box.session("shell", files={"a": b"1"})
+        assert (await session.run("X=7; cat a")).text == "1"
+        snapshot = await session.snapshot()
+        assert snapshot == Snapshot({"a": b"1"})
+        await session.write({"b": b"2"})
+        assert (await session.run("ls; echo $X")).text == "a\nb\n7\n"
+        await session.restore(snapshot)
+        assert (await session.run("ls")).text == "a\n"
+        await session.reset()
+        assert (await session.run("ls; echo $X")).text == "\n"
+        await session.close()
+        with pytest.raises(WorldError, match="no such session"):
+            await session.run("ls")
+
+    before = descendants()
+    with serving(NamespacesSandbox()) as url:
+        remotely(url, act)
+    assert descendants() == before
+
+
+def test_the_server_refuses_what_it_should():
+    with serving(sessions=0) as url:
+        with pytest.raises(UserError, match="another token"):
+            remotely(url, lambda box: box.run("print(1)"), token="wrong")
+        with pytest.raises(UserError, match="memory_bytes"):
+            remotely(url, lambda box: box.run("print(1)", limits=Limits(memory_bytes=2**40)))
+        with pytest.raises(WorldError, match="sessions"):
+            remotely(url, lambda box: box.session())
+        headers = {"Authorization": f"Bearer {TOKEN}"}
+        bad = httpx.post(f"{url}/v1/runs", content=b'{"limits": 1}', headers=headers, trust_env=False)
+        assert (bad.status_code, "limits" in bad.json()["message"]) == (400, True)
+        large = httpx.post(f"{url}/v1/runs", content=bytes(65 * 2**20), headers=headers, trust_env=False)
+        assert large.status_code == 413
+
+
+def test_sessions_that_nobody_uses_are_closed():
+    async def act(box):
+        first = await box.session("shell")
+        await asyncio.sleep(0.3)
+        await box.session("shell")
+        with pytest.raises(WorldError, match="no such session"):
+            await first.run("echo")
+
+    with serving(NamespacesSandbox(), idle_s=0.2) as url:
+        remotely(url, act)
+
+
+def test_a_server_out_of_reach_is_named_and_a_silent_one_has_a_deadline():
+    with pytest.raises(UserError, match="sandbox serve"):
+        open_sandbox(SandboxSettings(backend="remote"))
+    with pytest.raises(WorldError, match="cannot be reached"):
+        remotely("http://127.0.0.1:9", lambda box: box.run("print(1)"))
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        sandbox = RemoteSandbox(RemoteSettings(url, TOKEN, margin_s=0.2))
+        with pytest.raises(WorldError, match="no answer"):
+            asyncio.run(sandbox.run("print(1)", limits=Limits(wall_s=0.1)))
+
+
+def test_the_command_serves_and_says_where(tmp_path):
+    token = tmp_path / "token"
+    token.write_text(TOKEN + "\n")
+    command = [sys.executable, "-m", "ludus", "sandbox", "serve", "--port", "0", "--token-file", str(token)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
+        try:
+            line = server.stdout.readline()
+            url = line.split()[-1]
+            assert "namespaces" in line
+            assert remotely(url, lambda box: box.run("print(6 * 7)")).text == "42\n"
+        finally:
+            server.terminate()
+            server.wait(20)
+
+
+def test_a_token_file_without_a_token_is_refused(tmp_path, capsys):
+    from ludus.cli.main import main
+
+    (tmp_path / "token").write_text("short")
+    assert main(["sandbox", "serve", "--token-file", str(tmp_path / "token")]) == 2
+    assert "no token" in capsys.readouterr().err
+    assert main(["sandbox", "check"]) == 0
+    assert "namespaces backend runs programs" in capsys.readouterr().out

@@ -1,0 +1,88 @@
+"""Hostile programs on the default backend: each is contained in time, and nothing of the host is touched."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import battery_run
+import ludus
+from battery_run import PROGRAMS, a_folder, a_host, judge, run_battery
+from ludus.sandbox import Outcome
+from ludus.sandbox.namespaces import find_python
+
+SOME = (
+    "truth_file",
+    "writes_outside",
+    "fork_bomb",
+    "memory_bomb_many",
+    "disk_filler",
+    "namespaces",
+    "daemon",
+)
+"""What is tried as an ordinary user in the default suite; `make security` tries all."""
+
+
+def test_every_hostile_program_is_contained():
+    assert len(PROGRAMS) >= 50
+    with a_host() as host:
+        assert asyncio.run(run_battery(PROGRAMS, host)) == []
+
+
+def as_ordinary_user(folder: Path, names: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """The battery as a script, by nobody where this is root, in a copy that nobody can read."""
+    shutil.copytree(Path(ludus.__file__).parent / "sandbox", folder / "ludus" / "sandbox")
+    for name in ("__init__.py", "errors.py"):
+        shutil.copy(Path(ludus.__file__).parent / name, folder / "ludus" / name)
+    here = Path(battery_run.__file__).parent
+    shutil.copytree(here / "battery", folder / "battery")
+    for name in ("battery_run.py", "battery_trying.py"):
+        shutil.copy(here / name, folder / name)
+    for path in folder.rglob("*"):
+        path.chmod(0o755)
+    python = find_python("") if os.geteuid() == 0 else sys.executable
+    command = [python, "-s", str(folder / "battery_run.py"), *names]
+    if os.geteuid() == 0:
+        command = ["setpriv", "--reuid", "65534", "--regid", "65534", "--clear-groups", "--", *command]
+    environment = {"PYTHONPATH": str(folder), "PATH": "/usr/local/bin:/usr/bin:/bin", "TMPDIR": "/tmp"}
+    return subprocess.run(command, env=environment, cwd="/", capture_output=True, text=True, timeout=120)
+
+
+def test_an_ordinary_user_contains_the_worst():
+    with a_folder() as folder:
+        done = as_ordinary_user(folder, SOME)
+    assert (done.stdout, done.stderr) == (f"contained {len(SOME)}\n", "")
+
+
+@pytest.mark.security
+def test_an_ordinary_user_contains_all():
+    with a_folder() as folder:
+        done = as_ordinary_user(folder, ())
+    assert (done.stdout, done.stderr) == (f"contained {len(PROGRAMS)}\n", "")
+
+
+def test_the_judge_sees_what_gets_out():
+    fine = Outcome(stdout=b"refused x\nTRIED\n", exit=0)
+    assert judge("tried", fine, "secret") == []
+    assert judge("tried", Outcome(stdout=b"ESCAPED x\nTRIED\n", exit=0), "secret") == ["ESCAPED x"]
+    assert judge("tried", Outcome(stdout=b"TRIED", exit=0, files={"a": b"a secret"}), "secret") != []
+    assert judge("tried", Outcome(stdout=b"TRIED", exit=0, files={"truth.txt": b""}), "secret") != []
+    for expected in ("timed_out", "memory_exceeded", "truncated", "failed"):
+        assert judge(expected, fine, "secret") != []
+
+
+def test_the_battery_notices_programs_without_a_sandbox():
+    with a_host() as host:
+        state = host.state()
+        (host.folder / "canary" / "file").write_text("changed")
+        assert host.state() != state
+        child = subprocess.Popen(["sleep", "5"])
+        assert child.pid in battery_run.descendants()
+        child.kill()
+        child.wait()
