@@ -11,6 +11,7 @@ import unicodedata
 from collections import Counter
 from dataclasses import dataclass
 
+from ludus.rewards.base import truth_of
 from ludus.types import StopReason, Task, ToolStatus, Trajectory
 
 _IN_NUMBERS = re.compile(r"(?<![^\W\d])\.(?=\d)|(?<!\w)-(?=\.?\d)")
@@ -30,11 +31,15 @@ def normalise(text: str) -> str:
     Beyond that, accents go, punctuation is that of Unicode, and a number keeps its decimal point and its
     minus sign: 3.5 is not 35.
     """
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain_words(text)).split())
+
+
+def plain_words(text: str) -> str:
+    """As `normalise`, with the articles left in."""
     folded = unicodedata.normalize("NFKD", text).casefold().replace("\N{MINUS SIGN}", "-")
     plain = "".join(c for c in folded if not unicodedata.combining(c))
     kept = {match.start() for match in _IN_NUMBERS.finditer(plain)}
-    bare = "".join(c for i, c in enumerate(plain) if i in kept or not _is_punctuation(c))
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+    return " ".join("".join(c for i, c in enumerate(plain) if i in kept or not _is_punctuation(c)).split())
 
 
 def _is_punctuation(character: str) -> bool:
@@ -57,20 +62,14 @@ def _f1(given: list[str], gold: list[str]) -> float:
     return 2 * common / (len(given) + len(gold)) if common else 0.0
 
 
-def _truth(task: Task) -> Answers:
-    if not isinstance(task.truth, Answers):
-        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected Answers")
-    return task.truth
-
-
 def exact_match(task: Task, trajectory: Trajectory) -> float:
     """1 if the final answer equals an accepted one after normalisation, else 0."""
-    return float(matches(trajectory.answer, _truth(task)))
+    return float(matches(trajectory.answer, truth_of(task, Answers)))
 
 
 def token_f1(task: Task, trajectory: Trajectory) -> float:
     """Token F1 of the final answer against the best accepted one, in [0, 1]."""
-    return f1(trajectory.answer, _truth(task))
+    return f1(trajectory.answer, truth_of(task, Answers))
 
 
 def well_formed(task: Task, trajectory: Trajectory) -> float:

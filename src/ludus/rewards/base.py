@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 from ludus.errors import ConfigError
 from ludus.types import Task, Trajectory
 
 RewardFunction = Callable[[Task, Trajectory], float]
+
+Truth = TypeVar("Truth")
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,3 +72,10 @@ def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Traj
 def success(rewards: Sequence[Reward], trajectory: Trajectory) -> bool:
     """Whether every outcome part has its full value, 1."""
     return all(trajectory.rewards.get(part.name, 0.0) >= 1.0 for part in rewards if part.outcome)
+
+
+def truth_of(task: Task, kind: type[Truth]) -> Truth:
+    """The truth of a task. Raises TypeError where it is of another kind: a wrong world is no wrong answer."""
+    if not isinstance(task.truth, kind):
+        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected {kind.__name__}")
+    return task.truth

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.rewards.answers import Answers, exact_match, well_formed
-from ludus.rewards.base import Reward
+from ludus.rewards.base import Reward, truth_of
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 
 
@@ -208,9 +208,7 @@ PUBLISHED: Mapping[str, Published] = {
 
 
 def _match(task: Task, trajectory: Trajectory) -> CallMatch:
-    if not isinstance(task.truth, ExpectedCalls):
-        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected ExpectedCalls")
-    return match_calls(task.truth.calls, calls_made(trajectory))
+    return match_calls(truth_of(task, ExpectedCalls).calls, calls_made(trajectory))
 
 
 def _overlap(first: Sequence[str], second: Sequence[str]) -> float:

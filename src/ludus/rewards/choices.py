@@ -1,0 +1,79 @@
+"""Multiple choice: the letter of an option, its text, or both."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ludus.rewards.answers import plain_words
+from ludus.rewards.base import truth_of
+from ludus.rewards.final import candidates
+from ludus.types import Task, Trajectory
+
+_LEAD = re.compile(
+    r"(?i)^(?:(?:it\s+is|it's|i\s+choose|the\s+correct|correct|my)\s+)?(?:option|choice|answer)?\s*:?\s*"
+)
+_TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
+_HEAD = re.compile(
+    r"[\s*_]*[(\[]?\s*([A-Za-z])\s*(?:[)\].:,;*_]+|$|(?=\s+(?:because|since|as|is\s+(?:right|correct))\b))"
+)
+_DENIAL = re.compile(
+    r"(?i)\b(?:not|never|neither|nor|none|wrong|incorrect|false|except|or|but|maybe|perhaps|unless)\b|n't\b"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The truth of a question with options: the right letter, and the text of every option by its letter."""
+
+    letter: str
+    options: Mapping[str, str]
+
+
+def chosen(text: str, options: Mapping[str, str]) -> str | None:
+    """The letter of the one option that the text chooses; None where it names none or several.
+
+    The text is an option's letter or text or both; after the letter there may be an explanation that names no
+    other option and denies nothing.
+    """
+    given = plain_words(text)
+    if not given or len(text) > 10_000:
+        return None
+    same = [letter for letter, words in options.items() if plain_words(words) == given]
+    if same:
+        return same[0] if len(same) == 1 else None
+    plain = _LEAD.sub("", _TEXT.sub(r"\1", text).replace("$", ""), count=1)
+    head = _HEAD.match(plain)
+    if head is None or head[1].upper() not in options:
+        return None
+    letter, rest = head[1].upper(), plain[head.end() :].strip()
+    if plain_words(rest) in ("", plain_words(options[letter])):
+        return letter
+    others = {other: words for other, words in options.items() if other != letter}
+    return None if _DENIAL.search(rest) or _names(rest, others) else letter
+
+
+def _names(text: str, options: Mapping[str, str]) -> bool:
+    """Whether the text names one of the options, by its letter standing alone or by its text."""
+    words = f" {plain_words(text)} "
+    for letter, option in options.items():
+        article = r"(?!\s+[a-z])" if letter in "AI" else ""
+        if re.search(
+            rf"\({letter}\)|(?<!\w){letter}(?!\w){article}", text, re.IGNORECASE * (letter not in "AI")
+        ):
+            return True
+        if plain_words(option) and f" {plain_words(option)} " in words:
+            return True
+    return False
+
+
+def is_right(answer: str, truth: Choice) -> bool:
+    """Whether the answer (all boxes of one with several) chooses the right option and no other."""
+    found = candidates(answer)
+    return bool(found) and all(chosen(one, truth.options) == truth.letter for one in found)
+
+
+def multiple_choice(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer chooses the right option and no other, else 0."""
+    return float(is_right(trajectory.answer, truth_of(task, Choice)))

@@ -1,0 +1,110 @@
+"""Numbers with a tolerance: absolute, relative, percents, thousands separators, units."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ludus.rewards.base import truth_of
+from ludus.rewards.final import candidates, plain_signs
+from ludus.types import Task, Trajectory
+
+MAX_DIGITS = 400
+"""A longer numeral is none: a float ends at 309 digits."""
+
+_POINT = r"(?:\d{1,3}(?:[, _]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
+_COMMA = r"(?:\d{1,3}(?:[. _]\d{3})+(?:,\d*)?|\d+,?\d*|,\d+)"
+_POWER = r"(?:[eE]|\s*(?:[x×*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*))\s*\{?(?P<power>[+-]?\d{1,4})\}?"
+_LEAD = re.compile(r"(?i)^(?:it\s+is|about|approximately|approx\.?|roughly|[a-z]\s*(?:=|≈)|≈|~|=)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """The truth of a question for a number.
+
+    An answer is right within `absolute` or within `relative` times `value`, whichever is wider. `units` are
+    those that an answer may carry, each with its size in the unit of `value` (metres: m 1, cm 0.01); with
+    `needs_unit` it must carry one. "%" is a hundredth unless `units` says otherwise. With `decimal_comma` 1,5
+    is one and a half.
+    """
+
+    value: float
+    absolute: float = 0.0
+    relative: float = 1e-6
+    units: Mapping[str, float] = field(default_factory=dict)
+    needs_unit: bool = False
+    decimal_comma: bool = False
+
+
+def read_quantity(text: str, truth: Quantity) -> float | None:
+    """The number that the whole text is, in the unit of `truth`; None where it is anything else."""
+    plain = _LEAD.sub("", _without_latex(plain_signs(text)).strip())
+    sizes = {"%": 0.01, "percent": truth.units.get("%", 0.01)} | dict(truth.units)
+    unit, size, rest = _unit(plain, sizes)
+    if truth.needs_unit and not unit:
+        return None
+    value = _number(rest, truth.decimal_comma)
+    return None if value is None or not math.isfinite(value * size) else value * size
+
+
+def close(value: float, truth: Quantity) -> bool:
+    """Whether the value is within the tolerance; NaN and infinities never are."""
+    reach = max(truth.absolute, truth.relative * abs(truth.value))
+    slack = 4 * math.ulp(max(abs(value), abs(truth.value))) if math.isfinite(value) else 0.0
+    return math.isfinite(value) and abs(value - truth.value) <= reach + slack
+
+
+def is_close(answer: str, truth: Quantity) -> bool:
+    """Whether the answer (all boxes of one with several) is the number, within the tolerance."""
+    values = [read_quantity(one, truth) for one in candidates(answer)]
+    return bool(values) and all(value is not None and close(value, truth) for value in values)
+
+
+def number_close(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer is the number of the truth within its tolerance, else 0."""
+    return float(is_close(trajectory.answer, truth_of(task, Quantity)))
+
+
+def _without_latex(text: str) -> str:
+    bare = text.strip().removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
+    if len(bare) > 1 and bare[0] == bare[-1] == "$":
+        bare = bare.strip("$")
+    bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", bare)
+    bare = re.sub(r"\\[,;:! ]|\{,\}", lambda m: "," if m[0] == "{,}" else " ", bare)
+    return bare.replace("\\%", "%").replace("\\$", "$").replace("\\approx", "≈")
+
+
+def _unit(text: str, sizes: Mapping[str, float]) -> tuple[str, float, str]:
+    """The unit before or after the number, its size, and what is left of the text."""
+    for unit in sorted(sizes, key=len, reverse=True):
+        if text.endswith(unit) and not (unit[0].isalpha() and text[: -len(unit)][-1:].isalpha()):
+            return unit, sizes[unit], text.removesuffix(unit).strip()
+        if not unit[0].isalnum() and re.match(rf"-?\s*{re.escape(unit)}", text):
+            return unit, sizes[unit], text.replace(unit, "", 1).strip()
+    return "", 1.0, text
+
+
+def _number(text: str, decimal_comma: bool) -> float | None:
+    if sum(c.isdigit() for c in text) > MAX_DIGITS:
+        return None
+    body = _COMMA if decimal_comma else _POINT
+    match = re.fullmatch(rf"(?P<sign>[+-]?)\s*(?P<body>{body})(?:{_POWER})?", text, re.ASCII)
+    if match is not None:
+        sign = -1.0 if match["sign"] == "-" else 1.0
+        separators, point = (". _", ",") if decimal_comma else (", _", ".")
+        digits = match["body"].translate({ord(c): None for c in separators}).replace(point, ".")
+        return sign * float(f"{digits}e{match['power'] or 0}")
+    return _fraction(text)
+
+
+def _fraction(text: str) -> float | None:
+    """`a/b`, `a b/c` and `\\frac{a}{b}` of whole numbers."""
+    latex = r"(?P<sign>[+-]?)(?P<whole>)\\[dt]?frac\{(?P<up>\d+)\}\{(?P<down>\d+)\}"
+    plain = r"(?P<sign>[+-]?)(?:(?P<whole>\d+)\s+)?(?P<up>\d+)\s*/\s*(?P<down>\d+)"
+    match = re.fullmatch(latex, text, re.ASCII) or re.fullmatch(plain, text, re.ASCII)
+    if match is None or float(match["down"]) == 0:
+        return None
+    value = float(match["whole"] or 0) + int(match["up"]) / int(match["down"])
+    return -value if match["sign"] == "-" else value

@@ -1,0 +1,1 @@
+"""Tables of accepted and rejected pairs, one module a verifier."""

@@ -1,0 +1,66 @@
+"""Mathematics that would never end, or that fells its process: a verdict all the same, from any thread."""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+
+import pytest
+
+from ludus.errors import UserError
+from ludus.rewards import maths
+from ludus.rewards.maths import Expression, is_equal
+
+ENDLESS = [
+    ("10**10**10", "7"),
+    ("9^{9^{9^{9}}}", "7"),
+    (r"(10^{12})! - (10^{12})!", "0"),
+    (r"2^{10^{9}} - 2^{10^{9}-1}", "5"),
+    (r"\sum_{n=1}^{10^{12}} n^{n}", "7"),
+    (r"(x+1)^{3000}(x+y+z)^{2000}", "x^2"),
+]
+
+
+@pytest.fixture
+def hasty(monkeypatch):
+    monkeypatch.setattr(maths, "CPU_S", 0.4)
+
+
+@pytest.mark.parametrize(("answer", "gold"), ENDLESS)
+def test_an_answer_that_cannot_be_worked_out_is_wrong(answer, gold, hasty):
+    assert not is_equal(answer, Expression(gold))
+
+
+def test_the_answer_after_one_that_felled_the_process_is_judged(monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(maths, "CPU_S", 0.05)
+        assert not is_equal(r"10^{10^{10}}", Expression("8"))
+    assert is_equal(r"\sqrt{16}/2", Expression("2"))
+    assert not is_equal(r"\sqrt{16}/2", Expression("3"))
+
+
+def test_threads_get_verdicts_of_their_own():
+    found = {}
+
+    def judge(number):
+        found[number] = [
+            is_equal(f"{number}/{d}", Expression(rf"\frac{{{2 * number}}}{{{2 * d}}}")) for d in (7, 11)
+        ]
+
+    threads = [threading.Thread(target=judge, args=(number,)) for number in (3, 4, 5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert found == {3: [True, True], 4: [True, True], 5: [True, True]}
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"ludus\[math\]"):
+        maths.require_math()
+
+
+def test_a_gold_answer_that_is_none_is_the_worlds_fault():
+    with pytest.raises(ValueError, match="gold answer"):
+        is_equal("1", Expression("(" * 40 + ")" * 40))

@@ -1,0 +1,105 @@
+"""Verifiers: every one against its table of pairs that it accepts and that it rejects (`tests/tables/`)."""
+
+from __future__ import annotations
+
+import importlib.util
+
+import pytest
+
+from ludus.errors import ConfigError, UserError
+from ludus.rewards.choices import multiple_choice
+from ludus.rewards.evidence import final_answer, last_output
+from ludus.rewards.maths import mathematics
+from ludus.rewards.numbers import number_close
+from ludus.rewards.rows import Rows, rows_match, same_rows
+from ludus.rewards.structures import Schema, json_schema, json_value, same_state
+from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
+from tables import choice_pairs, json_pairs, math_pairs, number_pairs, rows_pairs
+
+
+def episode(answer="", stop=StopReason.ANSWERED, outcomes=()):
+    return Trajectory("t", 0, (), (Message(role="assistant", content=answer),), stop, tuple(outcomes))
+
+
+def task(truth):
+    return Task("t", (), truth)
+
+
+def cases(verifier, accepted, rejected):
+    """Of a table of answers and truths: verifier, answer, truth and the value that is due."""
+    assert len(accepted) + len(rejected) >= 40
+    for value, pairs in ((1.0, accepted), (0.0, rejected)):
+        for answer, truth in pairs:
+            yield pytest.param(verifier, answer, truth, value, id=f"{verifier.__name__}-{answer[:40]!a}")
+
+
+BY_ANSWER = [
+    *cases(number_close, number_pairs.ACCEPTED, number_pairs.REJECTED),
+    *cases(mathematics, math_pairs.ACCEPTED, math_pairs.REJECTED),
+    *cases(multiple_choice, choice_pairs.ACCEPTED, choice_pairs.REJECTED),
+    *cases(json_schema, json_pairs.SCHEMA_ACCEPTED, json_pairs.SCHEMA_REJECTED),
+    *cases(json_value, json_pairs.VALUE_ACCEPTED, json_pairs.VALUE_REJECTED),
+    *cases(same_state(), json_pairs.STATE_ACCEPTED, json_pairs.STATE_REJECTED),
+    *cases(rows_match(final_answer), rows_pairs.ACCEPTED, rows_pairs.REJECTED),
+]
+
+
+@pytest.mark.parametrize(("verifier", "answer", "truth", "value"), BY_ANSWER)
+def test_an_answer_gets_what_it_is_due(verifier, answer, truth, value):
+    assert verifier(task(truth), episode(answer)) == value
+
+
+JUDGES = [
+    number_close,
+    mathematics,
+    multiple_choice,
+    json_schema,
+    json_value,
+    same_state(),
+    rows_match(final_answer),
+]
+
+
+@pytest.mark.parametrize("verifier", JUDGES)
+def test_a_truth_of_another_kind_is_an_error_and_no_wrong_answer(verifier):
+    with pytest.raises(TypeError, match="the truth is str, expected"):
+        verifier(task("7"), episode("[[7]]"))
+
+
+def test_what_a_tool_left_behind_is_believed_only_where_it_went_well_and_is_whole():
+    def left(*outcomes):
+        return rows_match(last_output("sql"))(task(Rows(((1,),))), episode("[[2]]", outcomes=outcomes))
+
+    right = ToolOutcome("c", "sql", ToolStatus.OK, "[[1]]")
+    assert left(right) == 1
+    assert left(ToolOutcome("c", "sql", ToolStatus.OK, "[[2]]"), right) == 1
+    assert left(right, ToolOutcome("c", "other", ToolStatus.OK, "[[2]]")) == 1
+    assert left(right, ToolOutcome("c", "sql", ToolStatus.OK, "[[2]]")) == 0
+    assert left(right, ToolOutcome("c", "sql", ToolStatus.RAISED, "[[1]]")) == 0
+    assert left(ToolOutcome("c", "sql", ToolStatus.UNKNOWN_TOOL, "[[1]]")) == 0
+    assert left(ToolOutcome("c", "sql", ToolStatus.OK, "[[1]]", truncated=True)) == 0
+    assert left(ToolOutcome("c", "other", ToolStatus.OK, "[[1]]")) == 0
+    assert left() == 0
+
+
+def test_many_rows_and_many_columns_alike_are_compared_in_time():
+    rows = tuple((i, i * 0.5, str(i % 7)) for i in range(3_000))
+    assert same_rows(rows[::-1], Rows(rows))
+    assert same_rows([row[::-1] for row in rows], Rows(rows, columns_free=True))
+    assert not same_rows([(i + 1, half, text) for i, half, text in rows], Rows(rows))
+    alike = tuple(tuple(range(12)) for _ in range(5))
+    assert not same_rows([(*row[:-1], 99) for row in alike], Rows(alike, columns_free=True))
+    same = tuple((0,) * 12 for _ in range(5))
+    assert not same_rows([*same[:-1], (1,) * 12], Rows(same, columns_free=True))
+
+
+@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "http://example.com/person.json"}])
+def test_a_schema_that_is_none_is_the_worlds_fault(schema):
+    with pytest.raises(ConfigError):
+        json_schema(task(Schema(schema)), episode("{}"))
+
+
+def test_without_the_package_for_schemas_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"ludus\[schema\]"):
+        json_schema(task(Schema({})), episode("{}"))
