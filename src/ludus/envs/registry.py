@@ -21,6 +21,7 @@ from ludus.rewards.base import check_rewards
 WORLDS: Mapping[str, str] = {
     "guess": "ludus.envs.guess:make_guess_world",
     "search": "ludus.envs.search.world:make_search_world",
+    "sql": "ludus.envs.sql.world:make_sql_world",
 }
 """Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
 

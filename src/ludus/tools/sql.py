@@ -210,7 +210,8 @@ class _Guard:
             connection.set_authorizer(None)
 
     def _authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
-        if action in self._allowed:
+        declares = action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"  # so do pragma_...() tables
+        if action in self._allowed or declares:
             return sqlite3.SQLITE_OK
         if action == sqlite3.SQLITE_FUNCTION and (second or "").casefold() not in FUNCTIONS:
             return sqlite3.SQLITE_OK
