@@ -75,6 +75,7 @@ BUDGETS = {
     "train --resume": TRAINING | {"training.steps": "2"},
     "train --from-scratch": TRAINING | SCRATCH,
     "train guess": TRAINING | SCRATCH,
+    "train sql": TRAINING | SCRATCH | {"env.settings.tasks": "60"},
     "rl": TRAINING,
     "eval": EVALUATION,
     "rft": TRAINING | ROUNDS,

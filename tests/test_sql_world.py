@@ -35,12 +35,14 @@ from ludus.envs.sql.verdict import gives, is_right, make_truth
 from ludus.envs.sql.world import SqlSettings, SqlWorld, make_sql_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
+from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, success
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 
 Test.__test__ = False
-WORLD = SqlWorld(SqlSettings(tasks=500))
+WORLD = SqlWorld()
+README = recipe_folder("sql") / "README.md"
 
 
 @pytest.fixture(scope="module")
@@ -104,9 +106,9 @@ def test_the_hidden_database_has_the_same_tables_and_other_rows():
 
 def test_there_are_many_tasks_of_every_level_and_domain_and_no_two_have_a_shape_in_common(questions):
     print(shapes_by_level(questions))
-    assert len(questions) >= 490
+    assert len(questions) >= 500
     assert len({q.shape for q in questions}) == len(questions)
-    assert all(number >= 90 for number in shapes_by_level(questions).values())
+    assert all(number >= 100 for number in shapes_by_level(questions).values())
     assert {q.pair.domain.name for q in questions} == {d.name for d in DOMAINS}
     assert len({q.id for q in questions}) == len(questions)
     assert {q.kind for q in questions} == {"query", "value"}
@@ -369,6 +371,7 @@ def test_rows_written_down_are_told_apart_in_the_rewards():
 def test_baselines_without_the_loop_earn_little(questions):
     told = report(WORLD)
     print(told)
+    assert told in README.read_text("utf-8")
     train, test = WORLD.questions["train"], WORLD.questions["test"]
     for guess, bound in ((no_tool(train), 0.15), (majority(train), 0.05)):
         rates = success_by_level(test, guess)
@@ -426,6 +429,17 @@ def test_the_flaws_come_as_often_as_set():
     wrong = [not is_right(m[-1]["content"], make_truth(q)) for q, m in could if q.kind == "query"]
     assert sum(wrong) / len(wrong) > 0.95
     assert all(forgetful(q.plan, random.Random(0)) == q.plan for q, m in forgot if (q, m) not in could)
+
+
+def test_the_transcript_of_the_readme_is_a_real_one():
+    question = next(q for q in WORLD.questions["train"] if q.id == "clinic-1:32ddee292758d70f")
+    expert = Expert(*WORLD.tools(question.pair.key), Flaws(0, 0, 1))
+    page = README.read_text("utf-8")
+    assert question.text in page
+    for message in expert.messages(question, random.Random(1)):
+        assert f"{message['role']}: {message['content']}" in page or message["tool_calls"]
+        for call in message.get("tool_calls", []):
+            assert call["function"]["arguments"] in page
 
 
 def test_texts_hold_what_dialogues_say():

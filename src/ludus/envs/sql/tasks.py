@@ -281,7 +281,7 @@ class Wanted:
     """
 
     levels: Sequence[int] = LEVELS
-    num: int = 1_200
+    num: int = 600
     per_shape: int = 1
     answers: Literal["query", "value", "both"] = "both"
     seed: int = 0

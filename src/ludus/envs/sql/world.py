@@ -50,7 +50,7 @@ class SqlSettings(BaseModel):
     """Of each domain, with names and rows of their own."""
     vary_names: bool = True
     """Whether databases call their tables and columns otherwise than the question does."""
-    tasks: int = Field(1_000, ge=10)
+    tasks: int = Field(600, ge=10)
     """Of all splits together. Fewer come where the shapes run out."""
     per_shape: int = Field(1, ge=1)
     """Tasks with the same gold query but for identifiers, texts and numbers."""
