@@ -102,10 +102,7 @@ class Drawer:
             count = self.rng.choice((1, 1, 1, 2, 3))
             return Total(tuple(dict.fromkeys(self._aggregate(table) for _ in range(count))))
         if kind is Groups:
-            by = self._pick(table, Kind.CATEGORY, full=True)
-            made = tuple(dict.fromkeys(self._aggregate(table) for _ in range(self.rng.choice((1, 1, 2)))))
-            more = self.rng.randint(2, 8) if self.rng.random() < 0.3 else None
-            return Groups(by, made, more) if by and not any(a.attribute == by for a in made) else None
+            return self._groups(table)
         if kind is PerRow:
             return self._per_row(table)
         if kind is Share:
@@ -116,6 +113,15 @@ class Drawer:
             first, second = self._test(table), self._test(table)
             operator: Joint = self.rng.choice(("and", "not", "or"))
             return Both(column, operator, first, second) if column and first and second else None
+        return self._best(table)
+
+    def _groups(self, table: str) -> Groups | None:
+        by = self._pick(table, Kind.CATEGORY, full=True)
+        made = tuple(dict.fromkeys(self._aggregate(table) for _ in range(self.rng.choice((1, 1, 2)))))
+        more = self.rng.randint(2, 8) if self.rng.random() < 0.3 else None
+        return Groups(by, made, more) if by and not any(a.attribute == by for a in made) else None
+
+    def _best(self, table: str) -> Best | None:
         by = self._pick(table, Kind.CATEGORY, full=True)
         label = self.domain.table(table).label
         number = self._pick(table, Kind.INTEGER, Kind.REAL, full=True)

@@ -251,44 +251,53 @@ def _best(plan: Plan, head: Best, scope: _Scope) -> str:
 
 def to_words(plan: Plan) -> str:
     """The question."""
-    rows = plan.domain.table(plan.table).plural
-    rows += _those(plan.conditions, plan)
+    rows = plan.domain.table(plan.table).plural + _those(plan.conditions, plan)
+    text = f"For each of the {rows}, " if isinstance(plan.head, PerRow) else f"Of the {rows}, "
+    return text + _asked(plan) + _ordered(plan) + "."
+
+
+def _asked(plan: Plan) -> str:
+    """What is asked of the rows."""
     match plan.head:
-        case Listing(attributes, distinct):
-            each = "each different" if distinct and len(attributes) == 1 else "each"
-            asked = _and([_phrase(plan, a) for a in attributes])
-            text = f"Of the {rows}, list {each if distinct else 'the'} {asked}"
-            text += ", no row twice" if distinct and len(attributes) > 1 else ""
+        case Listing():
+            return _listed(plan, plan.head)
         case Total(aggregates):
-            text = f"Of the {rows}, give {_and([_number(plan, a) for a in aggregates])}"
+            return f"give {_and([_number(plan, a) for a in aggregates])}"
         case Groups(by, aggregates, more):
             asked = _and([_number(plan, a) for a in aggregates])
-            text = f"Of the {rows}, give for each {_phrase(plan, by)} that {_phrase(plan, by)} and {asked}"
-            text += f", only where there are more than {more} such rows" if more is not None else ""
-        case PerRow() as head:
-            child = plan.domain.table(head.table)
-            whose = f" whose {_tested(plan.domain, head.table, head.test)}" if head.test else ""
-            what = "the number of its"
-            if head.aggregate.attribute:
-                column = column_of(plan.domain, head.table, head.aggregate.attribute)
-                what = f"the sum of the {column.phrase} over its"
-            text = f"For each of the {rows}, give the {_phrase(plan, head.label)} and {what} {child.plural}"
-            text += f"{whose}, 0 where there are none"
+            only = f", only where there are more than {more} such rows" if more is not None else ""
+            return f"give for each {_phrase(plan, by)} that {_phrase(plan, by)} and {asked}{only}"
+        case PerRow():
+            return _counted(plan, plan.head)
         case Share(test):
-            text = f"Of the {rows}, what percentage are those whose {_tested(plan.domain, plan.table, test)}"
+            return f"what percentage are those whose {_tested(plan.domain, plan.table, test)}"
         case Both(attribute, operator, first, second):
             joint = {"and": "and also among", "not": "but not among", "or": "or among"}[operator]
             one, other = (_tested(plan.domain, plan.table, test) for test in (first, second))
-            text = (
-                f"Of the {rows}, list each {_phrase(plan, attribute)} that occurs among those whose {one}, "
-            )
-            text += f"{joint} those whose {other}; each once"
+            text = f"list each {_phrase(plan, attribute)} that occurs among those whose {one}, "
+            return text + f"{joint} those whose {other}; each once"
         case Best(by, label, number, largest):
             most, row = ("largest" if largest else "smallest"), plan.domain.table(plan.table).phrase
             group, best = _phrase(plan, by), f"{most} {_phrase(plan, number)}"
-            text = f"Of the {rows}, give for each {group} that {group} and the {_phrase(plan, label)} of the "
-            text += f"{row} with the {best}, all if tied"
-    return text + _ordered(plan) + "."
+            text = f"give for each {group} that {group} and the {_phrase(plan, label)} of the "
+            return text + f"{row} with the {best}, all if tied"
+
+
+def _listed(plan: Plan, head: Listing) -> str:
+    asked = _and([_phrase(plan, a) for a in head.attributes])
+    if not head.distinct:
+        return f"list the {asked}"
+    return f"list each different {asked}" if len(head.attributes) == 1 else f"list each {asked}, no row twice"
+
+
+def _counted(plan: Plan, head: PerRow) -> str:
+    child = plan.domain.table(head.table)
+    whose = f" whose {_tested(plan.domain, head.table, head.test)}" if head.test else ""
+    what = "the number of its"
+    if head.aggregate.attribute:
+        column = column_of(plan.domain, head.table, head.aggregate.attribute)
+        what = f"the sum of the {column.phrase} over its"
+    return f"give the {_phrase(plan, head.label)} and {what} {child.plural}{whose}, 0 where there are none"
 
 
 def _ordered(plan: Plan) -> str:

@@ -27,6 +27,7 @@ from ludus.envs.sql.query import (
     Both,
     Children,
     Groups,
+    Head,
     Listing,
     PerRow,
     Plan,
@@ -121,32 +122,33 @@ def _blot(token: str) -> str:
 def features(plan: Plan) -> frozenset[str]:
     """What a question is made of, as names that `HELD_OUT` pairs."""
     found = {"joined"} if any(a.path for a in plan.attributes) else set()
-    match plan.head:
-        case Listing(_, distinct):
-            found |= {"list", *(("distinct",) if distinct else ())}
-        case Total(aggregates):
-            found |= {a.function for a in aggregates}
-        case Groups(_, aggregates, more):
-            found |= {"groups", *(("having",) if more is not None else ()), *(a.function for a in aggregates)}
-        case PerRow(test=test):
-            found |= {"per row", *((test.operator,) if test else ())}
-        case Share(test):
-            found |= {"share", test.operator}
-        case Both(_, _, first, second):
-            found |= {"set", first.operator, second.operator}
-        case Best():
-            found.add("best")
+    found.update(_head_features(plan.head))
     for condition in plan.conditions:
-        match condition:
-            case Test(operator=operator):
-                found.add(operator)
-            case Versus():
-                found.add("versus")
-            case Children(operator=operator, test=test):
-                found |= {operator, *((test.operator,) if test else ())}
+        found.add("versus" if isinstance(condition, Versus) else condition.operator)
+        if isinstance(condition, Children) and condition.test:
+            found.add(condition.test.operator)
     if plan.order:
-        found |= {"order", *(("top",) if plan.order.limit else ())}
+        found |= {"order", "top"} if plan.order.limit else {"order"}
     return frozenset(found)
+
+
+def _head_features(head: Head) -> Iterator[str]:
+    match head:
+        case Listing(_, distinct):
+            yield from ("list", "distinct") if distinct else ("list",)
+        case Total(aggregates):
+            yield from (a.function for a in aggregates)
+        case Groups(_, aggregates, more):
+            yield from ("groups", *(a.function for a in aggregates))
+            yield from ("having",) if more is not None else ()
+        case PerRow(test=test):
+            yield from ("per row", test.operator) if test else ("per row",)
+        case Share(test):
+            yield from ("share", test.operator)
+        case Both(_, _, first, second):
+            yield from ("set", first.operator, second.operator)
+        case Best():
+            yield "best"
 
 
 def is_held_out(plan: Plan) -> bool:
@@ -244,6 +246,10 @@ def weakened(plan: Plan) -> Iterator[Plan]:
         simpler = _simpler(condition)
         if simpler:
             yield replace(plan, conditions=(*plan.conditions[:index], simpler, *plan.conditions[index + 1 :]))
+    yield from _weakened_head(plan)
+
+
+def _weakened_head(plan: Plan) -> Iterator[Plan]:
     match plan.head:
         case Listing(_, True):
             yield replace(plan, head=replace(plan.head, distinct=False))
