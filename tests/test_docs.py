@@ -76,6 +76,7 @@ BUDGETS = {
     "train --from-scratch": TRAINING | SCRATCH,
     "train guess": TRAINING | SCRATCH,
     "train functions": TRAINING | SCRATCH,
+    "train sql": TRAINING | SCRATCH | {"env.settings.tasks": "60"},
     "rl": TRAINING,
     "eval": EVALUATION,
     "rft": TRAINING | ROUNDS,

@@ -22,6 +22,7 @@ WORLDS: Mapping[str, str] = {
     "functions": "ludus.envs.functions.world:make_functions_world",
     "guess": "ludus.envs.guess:make_guess_world",
     "search": "ludus.envs.search.world:make_search_world",
+    "sql": "ludus.envs.sql.world:make_sql_world",
 }
 """Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
 

@@ -1,0 +1,1 @@
+"""The SQL world: questions over small databases, answered with SQLite queries."""

@@ -1,0 +1,90 @@
+"""Whether an answer is right: a query by its rows on two databases, one of them hidden, a value by itself."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from ludus.envs.sql.tasks import TOLERANCE, Question
+from ludus.rewards.answers import Answers, matches
+from ludus.rewards.base import truth_of
+from ludus.rewards.evidence import fenced
+from ludus.rewards.numbers import Quantity, is_close
+from ludus.rewards.rows import Rows, same_rows
+from ludus.tools.sql import Database, Row, SqlError, SqlLimits
+from ludus.types import Task, Trajectory
+
+LIMITS = SqlLimits()
+"""Bounds on the query that is the answer."""
+CENT = 0.005
+"""How far a value may be off: two decimals are asked for."""
+
+
+@dataclass(frozen=True)
+class SqlTruth:
+    """What the verifier needs. `value` is None where the answer is a query."""
+
+    query: str
+    rows: Rows
+    hidden_rows: Rows
+    value: Answers | Quantity | None
+    image: bytes = field(repr=False)
+    hidden: bytes = field(repr=False)
+
+
+def make_truth(question: Question) -> SqlTruth:
+    """The truth of a question."""
+    rows, hidden = (
+        Rows(found, question.ordered, tolerance=TOLERANCE) for found in (question.rows, question.hidden_rows)
+    )
+    value: Answers | Quantity | None = None
+    if question.kind == "value":
+        cell = question.rows[0][0]
+        exact = not isinstance(cell, float)
+        if isinstance(cell, str) or cell is None:
+            value = Answers((str(cell),))
+        else:
+            value = Quantity(float(cell), absolute=0.0 if exact else CENT + TOLERANCE, relative=0.0)
+    return SqlTruth(question.sql, rows, hidden, value, question.pair.image, question.pair.hidden)
+
+
+def is_right(answer: str, truth: SqlTruth) -> bool:
+    """Whether the answer is right; a query has to be so on both databases."""
+    if isinstance(truth.value, Quantity):
+        return is_close(answer, truth.value)
+    if truth.value is not None:
+        return matches(answer, truth.value)
+    return gives(answer, truth.image, truth.rows) and gives(answer, truth.hidden, truth.hidden_rows)
+
+
+def gives(answer: str, image: bytes, due: Rows) -> bool:
+    """Whether the answer is a query that gives these rows on a database, within the bounds of `LIMITS`.
+
+    A fence around it and a semicolon behind it are taken off.
+    """
+    query = fenced(answer).rstrip().rstrip(";")
+    enough = len(due.rows) + 1
+    try:
+        result = Database(image, limits=replace(LIMITS, counted=enough)).query(query, keep=enough)
+    except SqlError:
+        return False
+    rows = tuple(map(_plain, result.rows))
+    return all(row is not None for row in rows) and same_rows([row for row in rows if row is not None], due)
+
+
+def _plain(row: Row) -> tuple[int | float | str | None, ...] | None:
+    """The row, or None where it holds bytes: no question asks for them."""
+    cells = tuple(cell for cell in row if not isinstance(cell, bytes))
+    return cells if len(cells) == len(row) else None
+
+
+def result_set(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer is right, else 0."""
+    return float(is_right(trajectory.answer, truth_of(task, SqlTruth)))
+
+
+def shown_rows(task: Task, trajectory: Trajectory) -> float:
+    """1 if the answer is right on the database that the policy saw. It is reported only."""
+    truth = truth_of(task, SqlTruth)
+    if truth.value is not None:
+        return result_set(task, trajectory)
+    return float(gives(trajectory.answer, truth.image, truth.rows))

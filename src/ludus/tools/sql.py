@@ -1,0 +1,348 @@
+"""Queries on an SQLite database: bounded in work, time, memory and output, and kept away from the disk.
+
+A `Database` is the bytes of a database file. Every query runs on a connection of its own that holds a copy of
+them in memory, so calls may run in parallel, and nothing that one does reaches another or a file. A writable
+session keeps the changes of each query that succeeds.
+
+An authorizer lets queries read and compute (a writable session: also change tables) and refuses all else:
+ATTACH, pragmas that set something, extensions, transactions, `random`. A progress handler ends a query after
+`SqlLimits.steps` instructions of SQLite's machine, the same ones in every run, and after `SqlLimits.seconds`
+as a second bound. The bound on memory is SQLite's own and counts all of its connections in the process; the
+lowest one that was ever set holds. Not covered: one instruction is never interrupted (the bound on the length
+of values keeps each short), and `date('now')` tells the time.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import sqlite3
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, field
+from threading import Lock
+
+from ludus.tools.base import Tool, tool
+
+Value = None | int | float | str | bytes
+Row = tuple[Value, ...]
+
+READS = frozenset({sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE})
+WRITES = frozenset(
+    {
+        *(sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE),
+        *(sqlite3.SQLITE_CREATE_TABLE, sqlite3.SQLITE_CREATE_INDEX, sqlite3.SQLITE_CREATE_VIEW),
+        *(sqlite3.SQLITE_DROP_TABLE, sqlite3.SQLITE_DROP_INDEX, sqlite3.SQLITE_DROP_VIEW),
+        *(sqlite3.SQLITE_ALTER_TABLE, sqlite3.SQLITE_REINDEX),
+    }
+)
+ACTIONS = {
+    sqlite3.SQLITE_ATTACH: "ATTACH and VACUUM are",
+    sqlite3.SQLITE_DETACH: "DETACH is",
+    sqlite3.SQLITE_TRANSACTION: "BEGIN, COMMIT and ROLLBACK are",
+    sqlite3.SQLITE_SAVEPOINT: "SAVEPOINT is",
+    sqlite3.SQLITE_INSERT: "INSERT is",
+    sqlite3.SQLITE_UPDATE: "UPDATE is",
+    sqlite3.SQLITE_DELETE: "DELETE is",
+    sqlite3.SQLITE_ALTER_TABLE: "ALTER TABLE is",
+    sqlite3.SQLITE_CREATE_TABLE: "CREATE TABLE is",
+}
+PRAGMAS = frozenset({"table_info", "table_xinfo", "foreign_key_list", "index_list", "index_info"})
+"""Those that only tell."""
+FUNCTIONS = frozenset({"load_extension", "random", "randomblob", "fts3_tokenizer", "readfile", "writefile"})
+"""Those that are refused: they load code, differ from run to run, or reach files."""
+NO_SUCH = re.compile(r"no such (table|column): ((?:\w+\.)?(\w+))")
+LIKE_CHARACTERS = 100
+COLUMNS = 100
+PAGES_GROWTH = 2_000
+CHECK_EVERY = 200
+"""Instructions between two looks at the bounds."""
+
+
+class SqlError(ValueError):
+    """A query that failed or was refused; the text says why, for the model to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class SqlLimits:
+    """Bounds on one query.
+
+    `rows` and `cell` (characters) bound what is shown, `counted` the rows that are counted, `value` the
+    bytes of one value, `text` the characters of the query, `memory` the bytes of SQLite's heap.
+    """
+
+    rows: int = 20
+    cell: int = 60
+    counted: int = 10_000
+    steps: int = 5_000_000
+    seconds: float = 2.0
+    value: int = 20_000
+    text: int = 4_000
+    memory: int = 256 * 2**20
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """Column names and rows. `total` counts all rows, or is None where there are more than were counted."""
+
+    columns: tuple[str, ...]
+    rows: tuple[Row, ...]
+    total: int | None
+
+
+@dataclass(eq=False)
+class Database:
+    """One database as one episode sees it. `image` is the bytes of a database file."""
+
+    image: bytes = field(repr=False)
+    writable: bool = False
+    limits: SqlLimits = field(default_factory=SqlLimits)
+    _lock: Lock = field(init=False, repr=False, default_factory=Lock)
+
+    def query(self, text: str, keep: int | None = None) -> Result:
+        """Run one statement and keep its first rows (`limits.rows` unless told).
+
+        Raises SqlError in words for the model: what is wrong, and the nearest names for those that are not
+        there. A statement that fails changes nothing.
+        """
+        if len(text) > self.limits.text:
+            raise SqlError(f"the query has {len(text)} characters; {self.limits.text} are allowed")
+        if not self.writable:
+            return self._run(text, keep)[0]
+        with self._lock:
+            result, self.image = self._run(text, keep)
+        return result
+
+    def tables(self) -> list[str]:
+        """The names of the tables, in the order in which they were made."""
+        with closing(self._open()) as connection:
+            return _tables(connection)
+
+    def describe(self, table: str = "", samples: int = 3) -> str:
+        """Tables with columns, types and foreign keys, a line each; of one table also sample rows.
+
+        Raises SqlError for a table that is not there, with the nearest.
+        """
+        with closing(self._open()) as connection:
+            known = _tables(connection)
+            if not table:
+                return "\n".join(_outline(connection, name) for name in known)
+            names = {name.casefold(): name for name in known}
+            if table.casefold() not in names:
+                raise SqlError(f"no such table: {table}.{_nearest(table, known)} Tables: {', '.join(known)}")
+            name = names[table.casefold()]
+            cursor = connection.execute(f"SELECT * FROM {_quoted(name)} LIMIT ?", (samples,))
+            columns = tuple(column[0] for column in cursor.description)
+            rows = tuple(cursor.fetchall())
+            (total,) = connection.execute(f"SELECT COUNT(*) FROM {_quoted(name)}").fetchone()
+            shown = as_table(Result(columns, rows, total), self.limits)
+            return f"{_outline(connection, name)}\n{shown}"
+
+    def _run(self, text: str, keep: int | None) -> tuple[Result, bytes]:
+        with closing(self._open()) as connection:
+            guard = _Guard(self.writable, self.limits)
+            with guard.over(connection):
+                try:
+                    result = _fetch(connection, text, self.limits, keep)
+                except (sqlite3.Error, MemoryError, OverflowError, ValueError) as error:
+                    told = guard.reason or _in_words(error)
+                    raise SqlError(told + self._hint(told)) from error
+            return result, connection.serialize() if self.writable else self.image
+
+    def _hint(self, told: str) -> str:
+        """The nearest names, where one is not there."""
+        found = NO_SUCH.search(told)
+        if found is None:
+            return ""
+        with closing(self._open()) as connection:
+            known = _tables(connection)
+            if found[1] == "table":
+                return f".{_nearest(found[2], known)} Tables: {', '.join(known)}"
+            places = [(column, table) for table in known for column in _columns(connection, table)]
+        near = difflib.get_close_matches(found[3].casefold(), {c.casefold() for c, _ in places}, n=3)
+        homes = [
+            f"{table}.{column}" for name in near for column, table in places if column.casefold() == name
+        ]
+        return f". Nearest: {', '.join(homes[:4])}" if homes else ""
+
+    def _open(self) -> sqlite3.Connection:
+        """A connection to a copy of the image, with its limits set and no guard yet."""
+        connection = sqlite3.connect(":memory:", isolation_level=None, cached_statements=0)
+        connection.deserialize(self.image)
+        pages = len(self.image) // 4096 + PAGES_GROWTH
+        connection.execute("PRAGMA temp_store = MEMORY")
+        connection.execute(f"PRAGMA max_page_count = {pages}")
+        connection.execute(f"PRAGMA hard_heap_limit = {self.limits.memory}")
+        connection.execute(f"PRAGMA query_only = {'OFF' if self.writable else 'ON'}")
+        bounds = {
+            sqlite3.SQLITE_LIMIT_LENGTH: self.limits.value,
+            sqlite3.SQLITE_LIMIT_SQL_LENGTH: self.limits.value,
+            sqlite3.SQLITE_LIMIT_ATTACHED: 0,
+            sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: LIKE_CHARACTERS,
+            sqlite3.SQLITE_LIMIT_COLUMN: COLUMNS,
+        }
+        for limit, bound in bounds.items():
+            connection.setlimit(limit, bound)
+        connection.text_factory = _decode
+        return connection
+
+
+class _Guard:
+    """Authorizer and progress handler of one query; `reason` says what was refused."""
+
+    def __init__(self, writable: bool, limits: SqlLimits) -> None:
+        self._allowed = READS | WRITES if writable else READS
+        self._limits = limits
+        self._checks = 0
+        self._deadline = time.monotonic() + limits.seconds
+        self.reason = ""
+
+    @contextmanager
+    def over(self, connection: sqlite3.Connection) -> Iterator[None]:
+        """Guard what runs inside."""
+        connection.set_authorizer(self._authorize)
+        connection.set_progress_handler(self._progress, CHECK_EVERY)
+        try:
+            yield
+        finally:
+            connection.set_progress_handler(None, 0)
+            connection.set_authorizer(None)
+
+    def _authorize(self, action: int, first: str | None, second: str | None, *_: str | None) -> int:
+        declares = action == sqlite3.SQLITE_UPDATE and first == "sqlite_master"  # so do pragma_...() tables
+        if action in self._allowed or declares:
+            return sqlite3.SQLITE_OK
+        if action == sqlite3.SQLITE_FUNCTION and (second or "").casefold() not in FUNCTIONS:
+            return sqlite3.SQLITE_OK
+        if action == sqlite3.SQLITE_PRAGMA and (first or "").casefold() in PRAGMAS:
+            return sqlite3.SQLITE_OK
+        self.reason = self.reason or self._refusal(action, first, second)
+        return sqlite3.SQLITE_DENY
+
+    def _refusal(self, action: int, first: str | None, second: str | None) -> str:
+        if action == sqlite3.SQLITE_FUNCTION:
+            return f"the function {second} is not allowed here"
+        if action == sqlite3.SQLITE_PRAGMA:
+            return f"PRAGMA {first} is not allowed here; the tool schema shows the tables"
+        why = ": the database is read-only" if action in WRITES else ""
+        return f"{ACTIONS.get(action, 'this kind of statement is')} not allowed here{why}"
+
+    def _progress(self) -> bool:
+        self._checks += 1
+        if self._checks * CHECK_EVERY > self._limits.steps:
+            self.reason = "the query was stopped: it takes too many steps"
+        elif time.monotonic() > self._deadline:
+            self.reason = f"the query was stopped: it takes longer than {self._limits.seconds:g} s"
+        return bool(self.reason)
+
+
+def _fetch(connection: sqlite3.Connection, text: str, limits: SqlLimits, keep: int | None) -> Result:
+    cursor = connection.execute(text)
+    columns = tuple(column[0] for column in cursor.description or ())
+    kept: list[Row] = []
+    total = 0
+    for row in cursor:
+        total += 1
+        if total > limits.counted:
+            return Result(columns, tuple(kept), None)
+        if len(kept) < (limits.rows if keep is None else keep):
+            kept.append(row)
+    return Result(columns, tuple(kept), total)
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, MemoryError):
+        return "the query needs too much memory"
+    if isinstance(error, UnicodeError):
+        return "the query is not valid text"
+    return str(error) or type(error).__name__
+
+
+def _decode(raw: bytes) -> str:
+    return raw.decode("utf-8", "replace")
+
+
+def _quoted(name: str) -> str:
+    return '"' + name.replace('"', '""') + '"'
+
+
+def _nearest(name: str, known: Sequence[str]) -> str:
+    near = difflib.get_close_matches(name.casefold(), [k.casefold() for k in known], n=1)
+    return next((f" Nearest: {k}." for k in known if near and k.casefold() == near[0]), "")
+
+
+def _tables(connection: sqlite3.Connection) -> list[str]:
+    found = connection.execute(
+        "SELECT name FROM sqlite_master WHERE type IN ('table', 'view') AND name NOT LIKE 'sqlite~_%' "
+        "ESCAPE '~' ORDER BY rowid"
+    )
+    return [str(name) for (name,) in found]
+
+
+def _columns(connection: sqlite3.Connection, table: str) -> list[str]:
+    return [str(row[1]) for row in connection.execute(f"PRAGMA table_info({_quoted(table)})")]
+
+
+def _outline(connection: sqlite3.Connection, table: str) -> str:
+    """`sale(id INTEGER PRIMARY KEY, customer_id INTEGER -> customer.id, ...)`."""
+    links = connection.execute(f"PRAGMA foreign_key_list({_quoted(table)})").fetchall()
+    target = {link[3]: f" -> {link[2]}.{link[4] or 'rowid'}" for link in links}
+    columns = [
+        f"{name} {kind}{' PRIMARY KEY' if key else ''}{target.get(name, '')}"
+        for _, name, kind, _, _, key in connection.execute(f"PRAGMA table_info({_quoted(table)})")
+    ]
+    return f"{table}({', '.join(columns)})"
+
+
+def as_table(result: Result, limits: SqlLimits) -> str:
+    """Rows as the model sees them: a line of column names, a line a row, and the count."""
+    if not result.columns:
+        return "Done."
+    shown = result.rows[: limits.rows]
+    lines = [" | ".join(result.columns)]
+    lines += [" | ".join(_cell(value, limits.cell) for value in row) for row in shown]
+    total = f"more than {limits.counted}" if result.total is None else str(result.total)
+    rows = "row" if result.total == 1 else "rows"
+    left = result.total is None or result.total > len(shown)
+    return "\n".join([*lines, f"({total} {rows}{f', {len(shown)} shown' if left else ''})"])
+
+
+def _cell(value: Value, bound: int) -> str:
+    """A value in one line of at most `bound` characters and three dots."""
+    if value is None:
+        return "NULL"
+    if isinstance(value, float):
+        return f"{value:.10g}"
+    if isinstance(value, bytes):
+        value = f"x'{value[:bound].hex()}'"
+    text = " ".join(str(value).split("\n"))
+    return text if len(text) <= bound else text[:bound] + "..."
+
+
+def sql_tool(database: Database) -> Tool:
+    """The tool `sql(query)`. What fails raises SqlError."""
+
+    def sql(query: str) -> str:
+        """Run one SQLite query.
+
+        Args:
+            query: the statement.
+        """
+        return as_table(database.query(query), database.limits)
+
+    return tool(sql)
+
+
+def schema_tool(database: Database, samples: int = 3) -> Tool:
+    """The tool `schema(table)`. A table that is not there raises SqlError."""
+
+    def schema(table: str = "") -> str:
+        """Show the tables of the database.
+
+        Args:
+            table: one table, with sample rows; all tables if left out.
+        """
+        return database.describe(table, samples)
+
+    return tool(schema)

@@ -1,0 +1,517 @@
+"""The SQL world: its questions are sound and varied, and only a query that means the question earns."""
+
+import asyncio
+import hashlib
+import json
+import random
+import sqlite3
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice, pairwise
+
+import pytest
+
+from ludus.config.schema import EnvConfig, RolloutConfig
+from ludus.envs.registry import build_world
+from ludus.envs.sql.data import Naming, make_image
+from ludus.envs.sql.domains import DOMAINS, Kind
+from ludus.envs.sql.expert import Expert, Flaws, blind_query, forgetful
+from ludus.envs.sql.query import Attribute, Listing, Order, Plan, Test, Versus, level_of, points
+from ludus.envs.sql.render import to_sql, to_words
+from ludus.envs.sql.report import answer_text, majority, no_tool, report, success_by_level
+from ludus.envs.sql.tasks import (
+    HELD_OUT,
+    LEVELS,
+    MOST_ROWS,
+    SPLITS,
+    features,
+    shape_of,
+    shapes_by_level,
+    weakened,
+)
+from ludus.envs.sql.verdict import gives, is_right, make_truth
+from ludus.envs.sql.world import SqlSettings, SqlWorld, make_sql_world
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError, UserError
+from ludus.recipes import recipe_folder
+from ludus.rewards.base import check_rewards, success
+from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.types import Action, Message, StopReason, ToolCall
+
+Test.__test__ = False
+WORLD = SqlWorld()
+README = recipe_folder("sql") / "README.md"
+
+
+@pytest.fixture(scope="module")
+def questions():
+    """Every question."""
+    return list(chain.from_iterable(WORLD.questions.values()))
+
+
+def some(items, num, seed=0):
+    return random.Random(seed).sample(list(items), num)
+
+
+# Databases
+
+
+def test_every_name_of_every_column_can_be_used_and_none_is_used_twice():
+    for domain in DOMAINS:
+        names = [name for table in domain.tables for name in table.names]
+        assert len(set(names)) == len(names)
+        for table in domain.tables:
+            columns = [name for column in table.columns for name in column.names]
+            assert len(set(columns)) == len(columns), (domain.name, table.id)
+        for place in range(3):
+            tables = {t.id: t.names[place] for t in domain.tables}
+            columns = {(t.id, c.id): c.names[place] for t in domain.tables for c in t.columns}
+            connection = sqlite3.connect(":memory:")
+            connection.deserialize(make_image(domain, Naming(tables, columns), random.Random(place)))
+            for (table, _), column in columns.items():
+                connection.execute(f"SELECT {column} FROM {tables[table]} AS a WHERE a.{column} IS NOT NULL")
+
+
+def test_references_lead_to_rows_and_names_are_unique(questions):
+    for pair in {q.pair.key: q.pair for q in questions}.values():
+        for image in (pair.image, pair.hidden):
+            connection = sqlite3.connect(":memory:")
+            connection.deserialize(image)
+            assert connection.execute("PRAGMA foreign_key_check").fetchall() == []
+            for table in pair.domain.tables:
+                if table.label:
+                    name = pair.naming.column(table.id, table.label.id)
+                    (twice,) = connection.execute(
+                        f"SELECT COUNT(*) - COUNT(DISTINCT {name}) FROM {pair.naming.tables[table.id]}"
+                    ).fetchone()
+                    assert twice == 0
+
+
+def test_the_hidden_database_has_the_same_tables_and_other_rows():
+    for pair in {q.pair.key: q.pair for q in WORLD.questions["train"]}.values():
+        told = []
+        for image in (pair.image, pair.hidden):
+            connection = sqlite3.connect(":memory:")
+            connection.deserialize(image)
+            told.append(connection.execute("SELECT sql FROM sqlite_master").fetchall())
+            told.append(list(connection.iterdump()))
+        assert told[0] == told[2]
+        assert told[1] != told[3]
+
+
+# Questions
+
+
+def test_there_are_many_tasks_of_every_level_and_domain_and_no_two_have_a_shape_in_common(questions):
+    print(shapes_by_level(questions))
+    assert len(questions) >= 500
+    assert len({q.shape for q in questions}) == len(questions)
+    assert all(number >= 100 for number in shapes_by_level(questions).values())
+    assert {q.pair.domain.name for q in questions} == {d.name for d in DOMAINS}
+    assert len({q.id for q in questions}) == len(questions)
+    assert {q.kind for q in questions} == {"query", "value"}
+
+
+def test_shapes_leave_nothing_of_names_texts_and_numbers():
+    one = "SELECT a.name, COUNT(*) FROM sale AS a WHERE a.town = 'O''Hara' AND a.price > 2.5 LIMIT 3"
+    other = "SELECT q.title, COUNT(*) FROM visit AS q WHERE q.city = 'Oslo' AND q.fee > 19 LIMIT 8"
+    assert shape_of(one) == shape_of(other)
+    assert shape_of(one) == "SELECT x , COUNT ( * ) FROM x AS x WHERE x = s AND x > n LIMIT n"
+    assert shape_of(one) != shape_of(other.replace(">", "<"))
+
+
+def test_the_splits_share_no_shape_and_composition_has_pairs_of_its_own(questions):
+    shapes = {split: {q.shape for q in WORLD.questions[split]} for split in SPLITS}
+    assert all(not shapes[a] & shapes[b] for a in SPLITS for b in SPLITS if a != b)
+    assert all(len(found) >= 30 for found in shapes.values())
+    assert len({q.level for q in WORLD.questions["composition"]}) == 5
+    for split in SPLITS:
+        held = [any(pair <= features(q.plan) for pair in HELD_OUT) for q in WORLD.questions[split]]
+        assert all(held) if split == "composition" else not any(held)
+    known = set().union(*(features(q.plan) for q in WORLD.questions["train"]))
+    assert set().union(*HELD_OUT) <= known
+
+
+def test_split_by_questions_the_three_share_shapes_and_no_question():
+    world = SqlWorld(SqlSettings(tasks=120, levels=(1,), per_shape=20, unseen="questions"))
+    asked = {s: {(q.pair.key, q.text) for q in world.questions[s]} for s in SPLITS}
+    shapes = {s: {q.shape for q in world.questions[s]} for s in SPLITS}
+    assert all(not asked[a] & asked[b] for a in SPLITS for b in SPLITS if a != b)
+    assert shapes["test"] & shapes["train"]
+    assert not shapes["composition"] & shapes["train"]
+
+
+def test_gold_results_are_neither_empty_nor_long_and_differ_between_the_databases(questions):
+    for question in questions:
+        assert 0 < len(question.rows) <= MOST_ROWS
+        assert 0 < len(question.hidden_rows) <= MOST_ROWS
+        assert question.rows != question.hidden_rows
+        if question.ordered:
+            keys = [row[question.plan.order.column] for row in question.rows]
+            assert keys == sorted(set(keys), reverse=question.plan.order.descending)
+
+
+def test_levels_grow_with_what_is_asked_for():
+    shop = DOMAINS[0]
+    name, price = Attribute((), "name"), Attribute((), "price")
+    country = Attribute(("supplier_id",), "country")
+    plan = Plan(shop, "product", Listing((name,)))
+    assert (points(plan), level_of(plan)) == (0, 1)
+    cheap = replace(plan, conditions=(Test(price, "below", (9,)),))
+    assert level_of(cheap) == 1
+    assert level_of(replace(cheap, order=Order(0, True))) == 2
+    far = replace(cheap, conditions=(*cheap.conditions, Test(country, "is", ("Peru",))))
+    assert (points(far), level_of(far)) == (2, 3)
+    nested = replace(far, conditions=(*far.conditions, Versus(price, "above")))
+    assert (points(nested), level_of(nested)) == (5, 5)
+
+
+def test_words_and_query_say_the_same_of_a_plan():
+    shop = DOMAINS[0]
+    plan = Plan(
+        shop,
+        "sale",
+        Listing((Attribute((), "day"), Attribute(("product_id", "supplier_id"), "country"))),
+        (Test(Attribute((), "quantity"), "at least", (4,)),),
+        Order(0, True, 3),
+    )
+    naming = Naming(
+        {t.id: t.id for t in shop.tables}, {(t.id, c.id): c.id for t in shop.tables for c in t.columns}
+    )
+    assert to_words(plan) == (
+        "Of the sales whose quantity is at least 4, list the day and product's supplier's country, ordered "
+        "by day, latest first, only the first 3 rows."
+    )
+    assert to_sql(plan, naming) == (
+        "SELECT a.day, c.country FROM sale AS a JOIN product AS b ON b.id = a.product_id JOIN supplier AS c "
+        "ON c.id = b.supplier_id WHERE a.quantity >= 4 ORDER BY a.day DESC LIMIT 3"
+    )
+
+
+# Verdicts
+
+
+def test_the_gold_answer_of_every_question_is_right(questions):
+    assert [q.id for q in questions if not is_right(answer_text(q), make_truth(q))] == []
+
+
+def written_down(question):
+    """A query that gives the rows of the shown database without looking at it."""
+
+    def cell(value):
+        return "NULL" if value is None else repr(value) if not isinstance(value, str) else f"'{value}'"
+
+    rows = [f"SELECT {', '.join(map(cell, row))}" for row in question.rows]
+    return " UNION ALL ".join(rows)
+
+
+def test_rows_written_down_are_right_on_the_shown_database_only(questions):
+    asked = [q for q in questions if q.kind == "query" and len(written_down(q)) < 4000]
+    for question in asked:
+        truth = make_truth(question)
+        assert gives(written_down(question), truth.image, truth.rows), question.sql
+        assert not is_right(written_down(question), truth), question.sql
+    assert len(asked) > 300
+
+
+def test_nothing_echoes_and_other_answers_earn_nothing(questions):
+    by_database = {}
+    for question in questions:
+        by_database.setdefault(question.pair.key, []).append(question)
+    for group in by_database.values():
+        for question, other in zip(group, [*group[1:], group[0]], strict=True):
+            truth = make_truth(question)
+            for said in ("", "I do not know.", "SELECT 1", "SELECT NULL", question.text, answer_text(other)):
+                assert not is_right(said, truth), (said, question.sql)
+
+
+def test_a_query_that_leaves_a_part_of_the_question_out_is_wrong(questions):
+    tried = 0
+    for question in some([q for q in questions if q.kind == "query"], 200):
+        for plan in weakened(question.plan):
+            tried += 1
+            assert not is_right(to_sql(plan, question.pair.naming), make_truth(question)), question.sql
+    assert tried > 200
+
+
+def test_other_ways_to_write_a_query_are_right_too(questions):
+    question = next(q for q in questions if q.kind == "query" and len(q.rows) > 1 and not q.ordered)
+    truth = make_truth(question)
+    assert is_right(f"```sql\n{question.sql};\n```", truth)
+    assert is_right(f"WITH found AS ({question.sql}) SELECT * FROM found ORDER BY 1 DESC", truth)
+    assert not is_right(f"The query is {question.sql}", truth)
+    assert not is_right(f"SELECT * FROM ({question.sql}) UNION ALL SELECT * FROM ({question.sql})", truth)
+    assert not is_right(f"SELECT *, 1 FROM ({question.sql})", truth)
+    ordered = next(q for q in questions if q.kind == "query" and q.ordered)
+    order = replace(ordered.plan.order, descending=not ordered.plan.order.descending)
+    turned = replace(ordered.plan, order=order)
+    assert not is_right(to_sql(turned, ordered.pair.naming), make_truth(ordered))
+
+
+def test_a_value_is_right_to_two_decimals(questions):
+    asked = [q for q in questions if q.kind == "value"]
+    fraction = next(q for q in asked if isinstance(q.rows[0][0], float) and q.rows[0][0] % 1)
+    truth, value = make_truth(fraction), fraction.rows[0][0]
+    assert is_right(f"{value:.2f}", truth)
+    assert not is_right(f"{value + 0.02:.2f}", truth)
+    assert not is_right(fraction.sql, truth)
+    whole = next(q for q in asked if isinstance(q.rows[0][0], int))
+    assert is_right(str(whole.rows[0][0]), make_truth(whole))
+    assert not is_right(str(whole.rows[0][0] + 1), make_truth(whole))
+    assert all(isinstance(q.rows[0][0], str) or q.rows[0][0] >= 10 for q in asked)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) SELECT COUNT(*) FROM c",
+        "WITH RECURSIVE c(x) AS (SELECT 1 UNION ALL SELECT x FROM c) SELECT x FROM c",
+        "ATTACH 'x.db' AS x",
+        "SELECT hex(zeroblob(900000000))",
+        "DROP TABLE sale",
+        "SELECT x'00'",
+    ],
+)
+def test_hostile_answers_are_wrong_and_leave_the_truth_as_it_is(query, questions):
+    question = next(q for q in questions if q.kind == "query")
+    truth = make_truth(question)
+    assert not is_right(query, truth)
+    assert is_right(question.sql, truth)
+
+
+# Playing it
+
+
+@dataclass
+class Player:
+    """Says the assistant messages that were written for it."""
+
+    messages: list
+    segments: tuple = ()
+    seen: list = field(default_factory=list)
+
+    def open(self, messages, tools):
+        self.seen += messages
+
+    def observe(self, messages):
+        self.seen += messages
+
+    def close(self):
+        pass
+
+    async def act(self):
+        message = self.messages.pop(0)
+        calls = tuple(
+            ToolCall(call["id"], call["function"]["name"], json.loads(call["function"]["arguments"]))
+            for call in message.get("tool_calls", [])
+        )
+        return Action(message, calls)
+
+
+def play(world, tasks, players):
+    async def everyone():
+        limits = EpisodeLimits(max_turns=8)
+        pairs = zip(tasks, players, strict=True)
+        return [await run_episode(task, 0, world.environment(task), who, limits) for task, who in pairs]
+
+    return asyncio.run(everyone())
+
+
+def expert_player(world, task):
+    return Player([m for m in world.expert(task).messages if m["role"] == "assistant"])
+
+
+def test_the_expert_solves_tasks_of_every_level_in_the_real_environment():
+    for split in SPLITS:
+        tasks = [t for level in LEVELS for t in WORLD.tasks(split) if t.tags["family"] == f"level {level}"]
+        tasks = some(tasks, 30)
+        played = play(WORLD, tasks, [expert_player(WORLD, task) for task in tasks])
+        assert all(success(WORLD.rewards, t) for t in played)
+        assert all(t.reward == pytest.approx(1.1) for t in played)
+        assert {t.stop_reason for t in played} == {StopReason.ANSWERED}
+        assert all([o.tool for o in t.outcomes] == ["schema", "sql"] for t in played)
+
+
+def test_nothing_that_the_policy_is_shown_depends_on_the_truth_or_the_hidden_rows(questions):
+    tasks = some(WORLD.tasks("test"), 20)
+    honest = [expert_player(WORLD, task) for task in tasks]
+    play(WORLD, tasks, honest)
+    golds = {q.id: q for q in questions}
+    naughty = make_truth(golds[tasks[0].id])
+    blind = [expert_player(WORLD, task) for task in tasks]
+    play(WORLD, [replace(task, truth=naughty, id="x") for task in tasks], blind)
+    assert [player.seen for player in blind] == [player.seen for player in honest]
+    for task in tasks:
+        assert golds[task.id].sql not in str(task.prompt)
+        assert task.tags.keys() == {"split", "family", "answer", "database"}
+        _, sql = WORLD.environment(task).tools
+        files = sql.function(query="SELECT COUNT(*) AS n FROM sqlite_master WHERE type = 'table'")
+        assert files.split("\n")[1] == str(len(golds[task.id].pair.domain.tables))
+
+
+def test_rewards_cannot_be_earned_by_their_form():
+    check_rewards(WORLD.rewards)
+    assert [(part.name, part.weight, part.outcome) for part in WORLD.rewards] == [
+        ("result_set", 1.0, True),
+        ("shown_rows", 0.0, False),
+        ("well_formed", 0.1, False),
+    ]
+
+
+def test_rows_written_down_are_told_apart_in_the_rewards():
+    task = next(t for t in WORLD.tasks("test") if t.tags["answer"] == "query")
+    (question,) = [q for q in WORLD.questions["test"] if q.id == task.id]
+    cheat = Player([Message(role="assistant", content=written_down(question))])
+    (played,) = play(WORLD, [task], [cheat])
+    assert (played.rewards["shown_rows"], played.rewards["result_set"]) == (1.0, 0.0)
+
+
+def test_baselines_without_the_loop_earn_little(questions):
+    told = report(WORLD)
+    print(told)
+    assert told in README.read_text("utf-8")
+    train, test = WORLD.questions["train"], WORLD.questions["test"]
+    for guess, bound in ((no_tool(train), 0.15), (majority(train), 0.05)):
+        rates = success_by_level(test, guess)
+        assert set(rates) == set(LEVELS)
+        right = sum(is_right(guess(q), make_truth(q)) for q in test) / len(test)
+        assert right < bound
+    assert [line.split()[:3] for line in told.splitlines()[1:6]] == [
+        [str(level), str(sum(q.level == level for q in questions)), str(number)]
+        for level, number in shapes_by_level(questions).items()
+    ]
+
+
+def test_with_the_names_of_the_question_no_look_is_needed():
+    plain = SqlWorld(SqlSettings(tasks=40, vary_names=False))
+    asked = list(chain.from_iterable(plain.questions.values()))
+    assert all(blind_query(q.plan) == q.sql for q in asked)
+
+
+# Demonstrations
+
+
+def test_demonstrations_are_of_training_tasks_and_their_outputs_are_those_of_the_tools():
+    asked = {q.text for q in WORLD.questions["train"]}
+    for dialogue in islice(WORLD.demonstrations(5), 150):
+        system, user, *said = dialogue.messages
+        assert user["content"].split("\n")[0] in asked
+        assert system["role"] == "system"
+        assert said[-1]["role"] == "assistant"
+        assert not said[-1].get("tool_calls")
+        for call, output in pairwise(said):
+            for made in call.get("tool_calls", []):
+                arguments = json.loads(made["function"]["arguments"])
+                (tool,) = [t for t in dialogue.tools if t.name == made["function"]["name"]]
+                if not output["content"].startswith("Error"):
+                    assert output["content"] == tool.function(**arguments)
+
+
+def shown(flaws, num=80):
+    """Questions and the messages that an expert with these flaws writes."""
+    rng = random.Random(3)
+    for question in some(WORLD.questions["train"], num):
+        yield question, Expert(*WORLD.tools(question.pair.key), flaws).messages(question, rng)
+
+
+def test_the_flaws_come_as_often_as_set():
+    right = [is_right(m[-1]["content"], make_truth(q)) for q, m in shown(Flaws(0, 0, 0))]
+    assert all(right)
+    slipped = list(shown(Flaws(0, 0, 1)))
+    assert all("Error: SqlError: " in m[3]["content"] for _, m in slipped)
+    assert all(is_right(m[-1]["content"], make_truth(q)) for q, m in slipped)
+    assert all(len(m) == 1 for q, m in shown(Flaws(0, 1, 0)) if q.kind == "query")
+    forgot = list(shown(Flaws(1, 0, 0)))
+    could = [(q, m) for q, m in forgot if q.plan.conditions or q.plan.order]
+    assert len(could) > 40
+    wrong = [not is_right(m[-1]["content"], make_truth(q)) for q, m in could if q.kind == "query"]
+    assert sum(wrong) / len(wrong) > 0.95
+    assert all(forgetful(q.plan, random.Random(0)) == q.plan for q, m in forgot if (q, m) not in could)
+
+
+def test_the_transcript_of_the_readme_is_a_real_one():
+    question = next(q for q in WORLD.questions["train"] if q.id == "clinic-1:32ddee292758d70f")
+    expert = Expert(*WORLD.tools(question.pair.key), Flaws(0, 0, 1))
+    page = README.read_text("utf-8")
+    assert question.text in page
+    for message in expert.messages(question, random.Random(1)):
+        assert f"{message['role']}: {message['content']}" in page or message["tool_calls"]
+        for call in message.get("tool_calls", []):
+            assert call["function"]["arguments"] in page
+
+
+def test_texts_hold_what_dialogues_say():
+    texts = list(islice(WORLD.texts(), 400))
+    assert any("INTEGER PRIMARY KEY" in text for text in texts)
+    assert any(text.startswith('{"name": "sql", "arguments": {"query": "SELECT') for text in texts)
+
+
+# Settings
+
+
+DIGEST = """
+import hashlib
+from itertools import islice
+from ludus.envs.sql.world import SqlSettings, SqlWorld
+world = SqlWorld(SqlSettings(tasks=25))
+print(hashlib.sha256(repr([world.tasks(split) for split in world.splits]).encode()).hexdigest())
+print(hashlib.sha256(repr([q.pair.hidden for q in world.questions["test"]]).encode()).hexdigest())
+print(hashlib.sha256(repr([d.messages for d in islice(world.demonstrations(1), 20)]).encode()).hexdigest())
+"""
+
+
+def test_equal_settings_give_equal_tasks_and_demonstrations_in_every_process(capsys):
+    told = subprocess.run(
+        [sys.executable, "-c", DIGEST],
+        capture_output=True,
+        text=True,
+        env={"PYTHONHASHSEED": "4242", "PYTHONPATH": ":".join(sys.path)},
+        check=True,
+        timeout=300,
+    )
+    exec(DIGEST, {})
+    assert told.stdout == capsys.readouterr().out
+    assert len(hashlib.sha256().hexdigest()) == len(told.stdout.split()[0])
+
+
+def test_another_seed_gives_other_tasks():
+    ids = [
+        [t.id for t in SqlWorld(SqlSettings(tasks=10, levels=(1,), seed=s)).tasks("train")] for s in (0, 1)
+    ]
+    assert ids[0] != ids[1]
+
+
+def test_settings_choose_levels_domains_and_answers():
+    world = SqlWorld(SqlSettings(tasks=15, levels=(2,), domains=("clinic",), answers="value", per_shape=5))
+    asked = list(chain.from_iterable(world.questions.values()))
+    assert {q.level for q in asked} == {2}
+    assert {q.pair.domain.name for q in asked} == {"clinic"}
+    assert {q.kind for q in asked} == {"value"}
+    assert max(Counter(q.shape for q in asked).values()) <= 5
+    none = SqlWorld(SqlSettings(tasks=10, levels=(1,), access="none"))
+    assert none.environment(none.tasks("train")[0]).tools == ()
+
+
+def test_the_world_is_made_of_a_configuration_and_mistakes_are_named():
+    rollout = RolloutConfig(max_tool_output=99, tool_timeout_s=3.0)
+    made = build_world(EnvConfig(name="sql", settings={"levels": [1], "tasks": 20}), rollout)
+    assert (made.settings.levels, made.limits) == ((1,), ToolLimits(3.0, 99))
+    for settings, word in (
+        ({"level": [1]}, "the nearest is env.settings.levels"),
+        ({"levels": [6]}, "env.settings.levels.0"),
+        ({"domains": []}, "env.settings.domains"),
+        ({"well_formed_weight": 0.5}, "less than 0.5"),
+    ):
+        with pytest.raises(ConfigError) as refusal:
+            make_sql_world(settings, ToolLimits())
+        assert word in refusal.value.message
+    with pytest.raises(UserError, match="no split 'tests'"):
+        WORLD.tasks("tests")
+
+
+def test_columns_of_every_kind_are_there():
+    kinds = {column.kind for domain in DOMAINS for table in domain.tables for column in table.columns}
+    assert kinds == set(Kind)
+    assert len(DOMAINS) >= 5
