@@ -67,7 +67,7 @@ class Case:
         """Start it as a task, and return when so many more tokens have been sampled."""
         goal = self.num_sampled() + num_tokens
         task = asyncio.create_task(work)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(300):  # the first request to a server may warm it up
             while await asyncio.to_thread(self.num_sampled) < goal:
                 await asyncio.sleep(0.005)
         return task

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.vllm
 PYTHON = Path(os.environ.get("LUDUS_VLLM_PYTHON", Path(__file__).parent.parent / ".venv-vllm/bin/python"))
 PORT = 8197
 URL = f"http://127.0.0.1:{PORT}"
-START_S = 400
+START_S = 900
 MODES = ("raw_logprobs", "processed_logprobs")
 
 
