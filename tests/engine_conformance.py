@@ -231,7 +231,8 @@ async def new_weights_are_proved_and_used(case):
 
 
 async def new_weights_drop_no_request(case):
-    old, new = case.engine.version, case.engine.version + 1
+    old, new = case.engine.version + 1, case.engine.version + 2
+    await case.engine.load_weights(old, dict(case.model.named_parameters()))
     asked = [Request(f"f{n}", case.prompt(n), SamplingParams(max_new_tokens=LONG, seed=n)) for n in range(4)]
     running = await case.under_way(case.engine.generate_batch(asked), 20)
     await case.engine.load_weights(new, dict(case.model.named_parameters()))
