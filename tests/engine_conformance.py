@@ -9,8 +9,11 @@ from __future__ import annotations
 import asyncio
 import copy
 import random
+import re
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import httpx
 import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -24,15 +27,28 @@ LOGPROB_TOLERANCE = 2e-4
 TIE = 1e-3
 """Logits closer than this may come in either order where matrix products round differently."""
 LONG = 300
+_SAMPLED = r"^(?:ludus_decode|vllm:generation|sglang:generation)_tokens_total(?:{.*})? (\S+)$"
+
+
+def count_sampled(url: str) -> float:
+    """The tokens that a server has sampled since its start, from its `/metrics`."""
+    told = httpx.get(f"{url}/metrics", trust_env=False).raise_for_status().text
+    counts = re.findall(_SAMPLED, told, re.MULTILINE)
+    assert counts, told[:1000]
+    return sum(map(float, counts))
 
 
 @dataclass
 class Case:
-    """An engine under test, what it serves, and whether it tells the version of each token."""
+    """An engine under test, what it serves, and whether it tells the version of each token.
+
+    `num_sampled` counts the tokens that it has sampled.
+    """
 
     engine: object
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    num_sampled: Callable[[], float]
     tells_versions: bool = True
     has_seeds: bool = True
 
@@ -46,6 +62,15 @@ class Case:
 
     async def ask(self, prompt, episode="e", **params):
         return await self.engine.generate(Request(episode, tuple(prompt), SamplingParams(**params)))
+
+    async def under_way(self, work, num_tokens):
+        """Start it as a task, and return when so many more tokens have been sampled."""
+        goal = self.num_sampled() + num_tokens
+        task = asyncio.create_task(work)
+        async with asyncio.timeout(300):  # the first request to a server may warm it up
+            while await asyncio.to_thread(self.num_sampled) < goal:
+                await asyncio.sleep(0.005)
+        return task
 
     @torch.no_grad()
     def logits(self, tokens) -> torch.Tensor:
@@ -223,10 +248,10 @@ async def new_weights_are_proved_and_used(case):
 
 
 async def new_weights_drop_no_request(case):
-    old, new = case.engine.version, case.engine.version + 1
+    old, new = case.engine.version + 1, case.engine.version + 2
+    await case.engine.load_weights(old, dict(case.model.named_parameters()))
     asked = [Request(f"f{n}", case.prompt(n), SamplingParams(max_new_tokens=LONG, seed=n)) for n in range(4)]
-    running = asyncio.create_task(case.engine.generate_batch(asked))
-    await asyncio.sleep(0.2)
+    running = await case.under_way(case.engine.generate_batch(asked), 20)
     await case.engine.load_weights(new, dict(case.model.named_parameters()))
     answers = await running
     assert [len(answer.tokens) for answer in answers] == [LONG] * 4
@@ -237,8 +262,7 @@ async def new_weights_drop_no_request(case):
 
 
 async def a_cancelled_request_leaves_the_engine_as_it_was(case):
-    running = asyncio.create_task(case.ask(case.prompt(), episode="gone", max_new_tokens=LONG))
-    await asyncio.sleep(0.1)
+    running = await case.under_way(case.ask(case.prompt(), episode="gone", max_new_tokens=LONG), 1)
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
@@ -248,16 +272,26 @@ async def a_cancelled_request_leaves_the_engine_as_it_was(case):
 
 async def an_aborted_request_gives_what_it_has_and_can_go_on(case):
     prompt = case.prompt(1)
-    running = asyncio.create_task(case.ask(prompt, episode="long", max_new_tokens=LONG, temperature=0.0))
-    await asyncio.sleep(0.3)
+    room = case.engine.context_tokens - len(prompt)
+    whole = case.ask(prompt, episode="long", max_new_tokens=room, temperature=0.0)
+    running = await case.under_way(whole, 5)
     case.engine.abort("long")
     part = await asyncio.wait_for(running, 20)
     assert part.finish_reason == "abort"
-    assert 0 < len(part.tokens) < LONG
+    assert 5 <= len(part.tokens) < room
     assert len(part.logprobs) == len(part.versions) == len(part.tokens)
     assert case.is_greedy(prompt, part.tokens)
     more = await case.ask(prompt + part.tokens, episode="long", max_new_tokens=5, temperature=0.0)
     assert case.is_greedy(prompt + part.tokens, more.tokens)
+
+
+async def an_abort_that_comes_at_once_is_not_lost(case):
+    for wait_s in (0.0, 0.001, 0.01):
+        running = asyncio.create_task(case.ask(case.prompt(1), episode="short", max_new_tokens=700))
+        await asyncio.sleep(wait_s)
+        case.engine.abort("short")
+        part = await asyncio.wait_for(running, 20)
+        assert (part.finish_reason, len(part.tokens) < 700) == ("abort", True)
 
 
 async def a_paused_engine_waits(case):
@@ -287,5 +321,6 @@ CHECKS = (
     new_weights_drop_no_request,
     a_cancelled_request_leaves_the_engine_as_it_was,
     an_aborted_request_gives_what_it_has_and_can_go_on,
+    an_abort_that_comes_at_once_is_not_lost,
     a_paused_engine_waits,
 )

@@ -1,19 +1,20 @@
 """The conformance suite on every engine: embedded, `ludus serve`, and real servers whose address is given.
 
 LUDUS_VLLM_URL and LUDUS_SGLANG_URL name servers of the packaged cold start with a context of 768 tokens, in
-development mode; `make vllm` starts such a vLLM.
+development mode, SGLang with --enable-metrics; `make vllm` starts such a vLLM.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
+from functools import partial
 
 import httpx
 import pytest
 
 import engine_conformance as suite
-from engine_conformance import Case
+from engine_conformance import Case, count_sampled
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.server import ServerEngine
@@ -33,16 +34,17 @@ def case(request, reference):
     kind = request.param
     if kind == "embedded":
         settings = EngineSettings(context_tokens=CONTEXT, threads=1)
-        yield Case(LocalEngine(*reference, settings), *reference)
+        engine = LocalEngine(*reference, settings)
+        yield Case(engine, *reference, lambda: engine.stats().decode_tokens)
     elif kind == "ludus serve":
         served = request.getfixturevalue("served")
         httpx.post(f"{served.url}/update_weight_version", json={"new_version": "0"}).raise_for_status()
-        yield Case(ServerEngine([served.url]), *reference)
+        yield Case(ServerEngine([served.url]), *reference, partial(count_sampled, served.url))
     elif REAL[kind] not in os.environ:
         pytest.skip(f"{REAL[kind]} is not set")
     else:
-        engine = ServerEngine([os.environ[REAL[kind]]], kind)
-        yield Case(engine, *reference, tells_versions=False)
+        url = os.environ[REAL[kind]]
+        yield Case(ServerEngine([url], kind), *reference, partial(count_sampled, url), tells_versions=False)
 
 
 @pytest.mark.parametrize("check", suite.CHECKS, ids=lambda check: check.__name__)

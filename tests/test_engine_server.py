@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import json
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -26,7 +27,10 @@ QUICK = ServerSettings(timeout_s=20, patience_s=2, backoff_s=0.01)
 
 @dataclass
 class Fake:
-    """A server that speaks as vLLM does. `label` is its weight version, `asked` what came, in order."""
+    """A server that speaks as vLLM does. `label` is its weight version, `asked` what came, in order.
+
+    With `deaf_to` it samples until it is told to stop, and does not hear that so many times.
+    """
 
     label: str = "default"
     tells_versions: bool = False
@@ -34,6 +38,7 @@ class Fake:
     faults: list = field(default_factory=list)
     asked: list = field(default_factory=list)
     digests: dict = field(default_factory=dict)
+    deaf_to: int | None = None
     url: str = ""
 
     def answer(self, path, body):
@@ -54,13 +59,24 @@ class Fake:
         if body.get("echo"):
             rows = [None, *({str(t): {"logprob": -2.0}} for t in body["prompt"][1:])]
             return {"choices": [{"prompt_logprobs": rows}]}
-        num = body["max_tokens"]
+        num, finish = body["max_tokens"], "length"
+        if self.deaf_to is not None and self.is_stopped(body["request_id"]):
+            num, finish = 2, "abort"
         tempered = body["temperature"] != 1 and self.mode == "processed"
-        choice = {"token_ids": [7] * num, "finish_reason": "length", "prompt_token_ids": body["prompt"]}
+        choice = {"token_ids": [7] * num, "finish_reason": finish, "prompt_token_ids": body["prompt"]}
         choice["logprobs"] = {"token_logprobs": [-5.0 if tempered else -2.0] * num}
         if self.tells_versions:
             choice["weight_versions"] = [{"version": self.label, "start": 0, "end": num}]
         return {"choices": [choice]}
+
+    def is_stopped(self, name):
+        """Wait for the orders to end a request; False where they do not come."""
+        order, deadline = ("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}), time.monotonic() + 10
+        while time.monotonic() < deadline:
+            if self.asked.count(order) > self.deaf_to:
+                return True
+            time.sleep(0.002)
+        return False
 
     def paths(self):
         return [path for path, _ in self.asked]
@@ -187,6 +203,49 @@ def test_a_hanging_server_ends_at_the_deadline_and_is_not_asked_twice():
             ask(engine, "e")
         assert first.version == 0
     assert len(fake.asked) == 1
+
+
+@pytest.mark.parametrize("timeout_s", [None, 0.0])
+def test_a_server_is_told_to_end_a_request_until_it_does(timeout_s):
+    fake = Fake(deaf_to=2)
+
+    async def run(engine):
+        request = Request("e", (1, 2, 3), SamplingParams(max_new_tokens=9), timeout_s)
+        running = asyncio.create_task(engine.generate(request))
+        await asyncio.sleep(0)
+        if timeout_s is None:
+            engine.abort("e")
+        done = await running
+        told = fake.paths().count("/abort_requests")
+        await asyncio.sleep(0.3)  # longer than the next wait
+        assert fake.paths().count("/abort_requests") == told
+        await engine.close()
+        return done
+
+    with serving(fake) as engine:
+        done = asyncio.run(run(engine))
+    assert (done.tokens, done.finish_reason) == ((7, 7), "abort")
+
+
+def test_a_request_that_is_aborted_before_it_is_sent_is_not_sent():
+    fake = Fake()
+
+    async def run(engine):
+        await engine.load_weights(1, WEIGHTS)
+        fake.label = "default"  # started anew: the first turn finds it, and sends the weights again
+        running = asyncio.create_task(engine.generate(Request("e", (1, 2, 3), SamplingParams())))
+        await asyncio.sleep(0)
+        engine.abort("e")
+        part = await running
+        whole = await engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=4)))
+        await engine.close()
+        return part, whole
+
+    with serving(fake) as engine:
+        part, whole = asyncio.run(run(engine))
+    assert (part.tokens, part.finish_reason) == ((), "abort")
+    assert (len(whole.tokens), whole.finish_reason) == (4, "length")
+    assert fake.paths().count("/v1/completions") == 1
 
 
 def test_a_server_that_is_gone_is_waited_for_and_then_named_and_later_at_once():

@@ -8,12 +8,13 @@ import os
 import subprocess
 import time
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import httpx
 import pytest
 
-from engine_conformance import CHECKS, Case
+from engine_conformance import CHECKS, Case, count_sampled
 from ludus.cli.main import main
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.server import ServerEngine
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.vllm
 PYTHON = Path(os.environ.get("LUDUS_VLLM_PYTHON", Path(__file__).parent.parent / ".venv-vllm/bin/python"))
 PORT = 8197
 URL = f"http://127.0.0.1:{PORT}"
-START_S = 400
+START_S = 900
 MODES = ("raw_logprobs", "processed_logprobs")
 
 
@@ -92,7 +93,7 @@ def case(vllm):
             await replica.close()
 
     asyncio.run(untie())
-    return Case(engine, model, tokenizer, tells_versions=False)
+    return Case(engine, model, tokenizer, partial(count_sampled, URL), tells_versions=False)
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)

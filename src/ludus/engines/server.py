@@ -18,14 +18,14 @@ import logging
 import math
 import secrets
 import shutil
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top
+from ludus.engines.calls import Call, Calls
 from ludus.engines.checksums import compare_digests
 from ludus.engines.dialects import (
     Dialect,
@@ -92,13 +92,11 @@ class ServerEngine:
         self._version = 0
         self._sent = _Sent()
         self._routes: dict[str, Replica] = {}
-        self._under_way: dict[str, set[str]] = {}
         self._name = secrets.token_hex(6)
+        self._calls = Calls(self._dialect, self._name)
         self._shelf = WeightShelf(settings.weights_folder)
         self._adapters = SentAdapters(self._dialect, self._replicas, self._shelf, self._name)
-        self._num_requests = 0
         self._mode: LogprobMode | None = self._facts.logprobs
-        self._tasks: set[asyncio.Task[None]] = set()
 
     @property
     def context_tokens(self) -> int:
@@ -119,21 +117,10 @@ class ServerEngine:
         """Sample one action on the episode's replica."""
         _check_fits(request, self.context_tokens)
         replica = self._route(request.episode)
-        await self._check_logprobs(replica, request.params)
-        with self._adapters.using(request.adapter) as adapter:
-            for _ in range(2):
-                await self._ready(replica, first_turn=request.episode not in self._routes)
-                self._routes[request.episode] = replica
-                before = self._sent.version if adapter is None else adapter.version
-                sampled = await self._under(replica, adapter, partial(self._sample, replica, request))
-                if self._known(sampled, adapter):
-                    return _completion(sampled, before)
-                replica.holds = None
-                log.warning("%s sampled from weights that were not sent to it", replica.url)
-        raise EngineError(
-            f"{replica.url} samples from weights {_labels(sampled)}, and was sent {before}.",
-            "Has it been restarted, or does someone else update it?",
-        )
+        with self._calls.under_way(replica, request) as call:
+            await self._check_logprobs(replica, request.params)
+            with self._adapters.using(request.adapter) as adapter:
+                return await self._generate(call, request, adapter)
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one action for each request, all at once."""
@@ -145,14 +132,8 @@ class ServerEngine:
         return [task.result() for task in tasks]
 
     def abort(self, episode: str) -> None:
-        """Ask the server to end the episode's requests with what they have, `finish_reason` "abort"."""
-        replica = self._routes.get(episode)
-        if replica is None:
-            return
-        for name in self._under_way.get(episode, ()):
-            task = asyncio.get_running_loop().create_task(self._dialect.abort(replica, name))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+        """End the episode's requests with what they have, `finish_reason` "abort"."""
+        self._calls.abort(episode)
 
     async def pause(self) -> None:
         """Have all replicas compute nothing more until `resume`; requests wait where they are."""
@@ -240,8 +221,7 @@ class ServerEngine:
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""
-        for task in tuple(self._tasks):
-            task.cancel()
+        self._calls.close()
         await self._adapters.close()
         for replica in self._replicas:
             await replica.close()
@@ -249,9 +229,28 @@ class ServerEngine:
             self._sent.folder = None
         self._shelf.close()
 
-    async def _sample(self, replica: Replica, request: Request, adapter: str) -> Sampled:
-        with self._named(request.episode) as name, self._deadline(request):
-            return await self._dialect.generate(replica, self._facts, name, request, adapter)
+    async def _generate(self, call: Call, request: Request, adapter: ServedAdapter | None) -> Completion:
+        """Sample from the weights that were sent; once more where the server had others."""
+        replica = call.replica
+        for _ in range(2):
+            await self._ready(replica, first_turn=request.episode not in self._routes)
+            if call.aborted:
+                return Completion((), (), (), "abort")
+            self._routes[request.episode] = replica
+            before = self._sent.version if adapter is None else adapter.version
+            sampled = await self._under(replica, adapter, partial(self._sample, call, request))
+            if self._known(sampled, adapter):
+                return _completion(sampled, before)
+            replica.holds = None
+            log.warning("%s sampled from weights that were not sent to it", replica.url)
+        raise EngineError(
+            f"{replica.url} samples from weights {_labels(sampled)}, and was sent {before}.",
+            "Has it been restarted, or does someone else update it?",
+        )
+
+    async def _sample(self, call: Call, request: Request, adapter: str) -> Sampled:
+        call.name = self._calls.new_name()
+        return await self._dialect.generate(call.replica, self._facts, call.name, request, adapter)
 
     async def _score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
         return await self._dialect.score(replica, self._facts, token_ids, adapter)
@@ -271,38 +270,12 @@ class ServerEngine:
         await self._ready(replica, first_turn=False)
         return await call(adapter.name)
 
-    @contextmanager
-    def _deadline(self, request: Request) -> Iterator[None]:
-        """After the request's `timeout_s` the server is asked to end it with what it has."""
-        if request.timeout_s is None:
-            yield
-            return
-        loop = asyncio.get_running_loop()
-        alarm = loop.call_later(request.timeout_s, self.abort, request.episode)
-        try:
-            yield
-        finally:
-            alarm.cancel()
-
     def _route(self, episode: str) -> Replica:
         """The episode's replica: the one that it had, else the least busy of those in reach."""
         known = self._routes.get(episode)
         if known is not None and not known.is_down:
             return known
         return min(self._replicas, key=lambda replica: (replica.is_down, replica.load))
-
-    @contextmanager
-    def _named(self, episode: str) -> Iterator[str]:
-        """A name for a request, the same when it is sent again."""
-        self._num_requests += 1
-        name = f"{self._name}-{self._num_requests}"
-        self._under_way.setdefault(episode, set()).add(name)
-        try:
-            yield name
-        finally:
-            self._under_way[episode].discard(name)
-            if not self._under_way[episode]:
-                del self._under_way[episode]
 
     async def _ready(self, replica: Replica, *, first_turn: bool) -> None:
         """Make sure that a replica holds the weights that were sent last, as far as it tells.
@@ -359,8 +332,8 @@ class ServerEngine:
         if params.temperature == 0 or self._mode == "exact" or plain:
             return
         if self._mode is None:
-            with self._named("") as name:
-                self._mode = await _find_mode(self._dialect, replica, self._facts, name)
+            name = self._calls.new_name()
+            self._mode = await _find_mode(self._dialect, replica, self._facts, name)
         _check_mode(replica.url, self._mode, params)
 
 
