@@ -142,6 +142,7 @@ def test_states_that_are_not_known_equal_none():
     same(found, grpo)
 
 
+@pytest.mark.fault
 def test_a_run_of_gigpo_writes_the_anchor_of_each_turn(tmp_path):
     reporter = run(tmp_path / "run", algorithm__preset="gigpo", training__steps="1", rollout__temperature="2")
     assert reporter.steps[0][1]["ledger/trained"] == 4

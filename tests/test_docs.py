@@ -75,7 +75,7 @@ BUDGETS = {
     "train --resume": TRAINING | {"training.steps": "2"},
     "train --from-scratch": TRAINING | SCRATCH,
     "train guess": TRAINING | SCRATCH,
-    "train functions": TRAINING | SCRATCH,
+    "train functions": TRAINING | SCRATCH | {"env.settings.num_tasks": "60"},
     "train sql": TRAINING | SCRATCH | {"env.settings.tasks": "60"},
     "rl": TRAINING,
     "eval": EVALUATION,

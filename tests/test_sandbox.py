@@ -194,6 +194,7 @@ def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
     assert (stuck.timed_out, stuck.ok, after.text) == (True, False, "2\n")
 
 
+@pytest.mark.security
 def test_a_session_whose_guard_does_not_answer_is_over(monkeypatch):
     monkeypatch.setattr(namespace_session, "GRACE_S", 0.3)
 

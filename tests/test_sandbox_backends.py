@@ -25,6 +25,7 @@ from ludus.sandbox.process import ProcessSandbox
 from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
 from ludus.sandbox.server import ServerSettings, make_app
 
+pytestmark = pytest.mark.security
 TOKEN = "a-token-of-the-tests"
 
 
