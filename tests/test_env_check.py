@@ -1,5 +1,7 @@
 """Environments check themselves: worlds that pay a cheat are found, by the command and before training."""
 
+from pathlib import Path
+
 import pytest
 
 from ludus.config.schema import Config, EnvConfig
@@ -8,11 +10,14 @@ from ludus.errors import ConfigError
 from ludus.evaluation.agents import Kind, edit_tests, exit_zero
 from ludus.evaluation.arguments import random_arguments
 from ludus.evaluation.check import CheckPlan, Play, check_world, refuse_cheats, some_tasks
+from ludus.evaluation.scorecard import Share, form_of, scorecard
+from ludus.rewards.answers import Answers, exact_match
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import EpisodeLimits
 from ludus.tools.base import tool
 from ludus.training.start import check_cheats
 from ludus.types import Message, Task
+from tiny_run import ludus, make_recipe, refused
 
 PLAN = CheckPlan(num_tasks=8)
 
@@ -182,3 +187,133 @@ def test_equal_seeds_draw_equal_tasks():
     assert first != [task.id for task in some_tasks(many, CheckPlan(num_tasks=8, seed=1))]
     assert len(set(first)) == 8
     assert Play(many.tasks("train")[0], None).excused is False
+
+
+def card_of(made):
+    return scorecard(check_world(made, PLAN), PLAN)
+
+
+def test_the_scorecard_of_a_sound_world():
+    card = card_of(world(exact))
+    assert card.truths == {"str": 8}
+    assert card.distinct == Share(8, 8)  # the spelled words are no names
+    assert (card.unstable.part, card.replayed.part) == (0, 0)
+    assert (card.unstable.whole, card.replayed.whole) == (64, 64)  # all agents but two have something to do
+    assert card.values == (0.0, 1.0)
+    assert not card.is_graded
+    assert card.saturated == Share(1, 8)  # by the majority answer
+    assert card.grading_ms > 0
+    assert min(card.alone_per_s, card.together_per_s) > 0
+
+
+def test_a_verdict_that_is_drawn_and_a_graded_one_are_noticed():
+    import itertools
+
+    counter = itertools.count()
+    card = card_of(world(lambda task, trajectory: (next(counter) % 3) / 2))
+    assert card.unstable.part == card.unstable.whole
+    assert card.replayed.part > 0
+    assert card.is_graded
+
+
+def test_accepted_spellings_and_the_words_of_a_world_are_tried():
+    def show(seed):
+        yield (*made.prompt, Message(role="assistant", content="NYC"))
+
+    def strict(task, trajectory):
+        return float(trajectory.answer == "NYC")
+
+    class Wordy(ToolWorld):
+        def paraphrases(self, task):
+            return ("NYC", "the big apple", "new york")
+
+    made = Task("t", (Message(role="user", content="Where?"),), Answers(("NYC", "New York City")))
+    for kind, reward, found in (
+        (ToolWorld, exact_match, Share(2, 2)),
+        (ToolWorld, strict, Share(0, 2)),
+        (Wordy, strict, Share(1, 3)),
+    ):
+        rewards = [Reward("right", reward, outcome=True)]
+        assert card_of(kind("city", {"train": [made]}, (), rewards, show=show)).paraphrased == found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Who runs Rome?", "Who runs Rio de Janeiro?"),
+        ("I pay 3 to Ana.", "I pay 17.50 to Zoe."),
+        ("Read message M17.", "Read message A9045."),
+        ('Find "a small house".', "Find 'keys'."),
+        ("Open a.txt for me@x.org", "Open notes.pdf for you@y.com"),
+        ("Set user_id_4 at 10:45.", "Set order_id at 9:00."),
+    ],
+)
+def test_tasks_that_differ_in_names_and_numbers_are_one(one, other):
+    assert form_of(one) == form_of(other)
+
+
+def test_tasks_that_differ_in_words_are_two():
+    assert form_of("Who runs Rome?") != form_of("Who left Rome?")
+    assert form_of("I don't pay 3. It's late") != form_of("I don't pay 3. It's early")
+
+
+BROKEN = """
+from ludus.envs.tool_world import ToolWorld
+from ludus.rewards.base import Reward
+from ludus.types import Message, Task
+
+def make_world(settings, limits):
+    tasks = [Task(f"q{i}", (Message(role="user", content="Say it."),), "it") for i in range(20)]
+    said = lambda task, trajectory: float("it" in trajectory.answer)
+    return ToolWorld("broken", {"train": tasks}, [], [Reward("said", said, outcome=True)], limits)
+"""
+
+
+def test_the_command_prints_both_tables_and_refuses_a_world_that_pays(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+    said = ludus("env", "check", path, "--tasks", "5")
+    assert said.code == 2
+    assert "echo" in said.out
+    assert "PAID" in said.out
+    assert "saturation" in said.out
+    assert "The agent echo (repeats the prompt) is paid on task 'q" in said.err
+
+
+def test_a_check_that_is_passed_says_so_with_the_settings_given():
+    said = ludus("env", "check", "guess", "--tasks", "5", "--env.settings", "{num_tasks = 20}")
+    assert said.code == 0, said
+    assert "pays none of the agents" in said.out
+    assert "1 of " in said.out
+
+
+def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
+    said = ludus("env", "show", Path(__file__).parent / "tiny_world.py")
+    assert said.code == 0, said
+    for line in (
+        "split train: 12 tasks",
+        "tool look(item): Look up a price.",
+        "reward exact_match: weight 1, outcome",
+        "reward f1: weight 0, reported",
+        "As the agent demonstrations plays it:",
+        "[action]",
+    ):
+        assert line in said.out
+    assert ludus("env", "list").out.count("make_") == 3
+
+
+def test_training_stops_before_it_writes_anything(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+    folder = tmp_path / "run"
+    words = ("train", make_recipe(tmp_path), "--from-scratch", "--env.name", path, "--run.folder", folder)
+    quiet = ("--evaluation.splits", '["train"]', "--evaluation.split_during", "train")
+    assert "pays for cheating. The agent echo" in refused(*words, *quiet)
+    assert not folder.exists()
+
+
+def test_bad_input_of_the_command_is_one_sentence():
+    assert "Name an environment" in refused("env", "check")
+    assert "no world 'serch'" in refused("env", "check", "serch")
+    assert "no split 'dev'" in refused("env", "show", "guess", "--split", "dev")
+    assert "--tasks is 0" in refused("env", "check", "guess", "--tasks", "0")

@@ -94,10 +94,11 @@ def scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
 def form_of(text: str) -> str:
     """A text without identifiers, names and numbers: what is left is the kind of task.
 
-    Quoted words, words with digits or underscores and capitalised words that do not begin a sentence are
-    names; a row of them, also with small words like `of` in it, is one.
+    Quoted words, addresses, names of files, words with digits or underscores and capitalised words that do
+    not begin a sentence are names; a row of them, also with small words like `of` in it, is one.
     """
     plain = re.sub(r"\"[^\"]*\"|'[^'\s][^']*'(?!\w)", "N", text)
+    plain = re.sub(r"\S+@\S+\w|\b[\w-]+(?:\.[a-z]\w{1,4})+\b", "N", plain)
     plain = re.sub(r"[-+]?\d[\d.,:/-]*\d|\d", "0", plain)
     plain = re.sub(r"\b\w*(?:\d\w*[A-Za-z_]|[A-Za-z_]\w*\d|\w_\w)\w*\b", "N", plain)
     plain = re.sub(r"(?<![.?!\n] )(?<!^)\b[^\W\d_a-zà-öø-ÿ][\w'’-]*", "N", plain)
