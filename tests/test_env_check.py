@@ -172,6 +172,16 @@ def test_an_environment_that_breaks_is_said_and_does_not_stop_training():
     refuse_cheats(world(raises), EpisodeLimits())
 
 
+def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
+    def often_raises(task, trajectory):
+        if task.id in ("t0", "t1"):
+            raise ValueError("no verifier")
+        return anything(task, trajectory)
+
+    with pytest.raises(ConfigError, match="The agent null"):
+        refuse_cheats(world(often_raises), EpisodeLimits())
+
+
 def test_training_is_refused_with_agent_and_task_unless_the_check_is_off():
     with pytest.raises(ConfigError, match=r"pays for cheating.*null.*is paid on task 't\d'") as caught:
         check_cheats(Config(), world(anything))
