@@ -62,6 +62,7 @@ COMMANDS = (
         "score saved rollouts under other rewards",
         "ludus rewards replay runs/search-1 --config other.toml",
     ),
+    Command("env", "env", "look at an environment, and check it", "ludus env check search"),
     Command("recipes", "recipes", "list the recipes", "ludus recipes"),
     Command("algorithms", "algorithms", "list the algorithms", "ludus algorithms"),
     Command("doctor", "doctor", "look at this machine and what is installed", "ludus doctor"),

@@ -99,6 +99,8 @@ class EnvConfig(Section):
     """How tool calls are written in `chat`; `auto` reads it off the chat template."""
     settings: dict[str, Any] = Field({})
     """The world's own settings; it checks them against its own schema."""
+    check: bool = True
+    """Before training, let scripted cheats play a few tasks, and refuse to train where one is paid."""
 
 
 class RolloutConfig(Section):

@@ -100,6 +100,15 @@ class ShowsTasks(Protocol):
 
 
 @runtime_checkable
+class OffersParaphrases(Protocol):
+    """A world that knows other words for the right answer, by which its verifier is checked."""
+
+    def paraphrases(self, task: Task) -> Sequence[str]:
+        """Texts that are as right as the answer of the expert; none where there is no other way to say it."""
+        ...
+
+
+@runtime_checkable
 class Chats(Protocol):
     """A world in which a person may ask questions of their own."""
 

@@ -36,6 +36,16 @@ def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParam
     )
 
 
+def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
+    """The bounds of an episode."""
+    return EpisodeLimits(
+        max_turns=rollout.max_turns,
+        max_tool_errors=rollout.max_tool_errors,
+        timeout_s=rollout.episode_timeout_s,
+        environment_timeout_s=rollout.environment_timeout_s,
+    )
+
+
 def engine_scheduler(
     world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, play: Play, ledger: Ledger
 ) -> Scheduler:
@@ -72,12 +82,7 @@ def scheduler(
     return Scheduler(
         world=world,
         converse=converse,
-        episode_limits=EpisodeLimits(
-            max_turns=rollout.max_turns,
-            max_tool_errors=rollout.max_tool_errors,
-            timeout_s=rollout.episode_timeout_s,
-            environment_timeout_s=rollout.environment_timeout_s,
-        ),
+        episode_limits=episode_limits(rollout),
         limits=SchedulerLimits(rollout.concurrency, rollout.retries, rollout.max_failure_rate),
         ledger=ledger,
         lockstep=lockstep,

@@ -57,6 +57,7 @@ from ludus.training.session import Session, make_engine
 from ludus.training.sft import sft_step
 from ludus.training.start import (
     Comparison,
+    check_cheats,
     check_trackers,
     forget_after,
     kept_evaluation,
@@ -79,6 +80,7 @@ def check_rft(config: Config, world: World) -> None:
             f"A round needs {config.rft.tasks_per_round} tasks, and the split train has {num}.",
             f"Write --rft.tasks_per_round {num}, or less.",
         )
+    check_cheats(config, world)
 
 
 @dataclass

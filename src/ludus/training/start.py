@@ -21,9 +21,10 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
+from ludus.evaluation.check import refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.setup import sampling_params
+from ludus.rollout.setup import episode_limits, sampling_params
 from ludus.training.checkpoint import list_checkpoints, load_part, load_trainer, load_weights
 from ludus.training.combine import check_reward_settings, make_combiner, reward_doubts
 from ludus.training.dry_run import dry_run_of
@@ -96,6 +97,13 @@ def check(config: Config, world: World) -> None:
     check_evaluation(config, world)
     task_order(config, world)
     check_reward_settings(config, world)
+    check_cheats(config, world)
+
+
+def check_cheats(config: Config, world: World) -> None:
+    """Raise ConfigError where the world pays for cheating, unless `env.check` is off."""
+    if config.env.check:
+        refuse_cheats(world, episode_limits(config.rollout), config.run.seed)
 
 
 def check_trackers(config: Config) -> None:

@@ -1,0 +1,171 @@
+"""Look at an environment, and check that it pays for what it is about.
+
+    ludus env list                     the worlds there are
+    ludus env show search              splits, tools, rewards, a task and how it is solved
+    ludus env check examples/stock.py  cheats and guessers play it, then its scorecard
+
+NAME is a recipe or .toml file (its environment, settings and limits), a world, or the .py file of one.
+Settings follow as --env.settings '{...}' and the like. A check that finds a paid cheat exits with 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+
+from ludus.cli.arguments import no_settings
+from ludus.cli.terminal import make_console, say
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.envs.base import Demonstrates, World
+from ludus.envs.registry import WORLDS, build_world
+from ludus.errors import UserError
+from ludus.evaluation.agents import Kind
+from ludus.evaluation.check import CheckPlan, CheckReport, Row, check_world
+from ludus.evaluation.scorecard import Scorecard, Share, scorecard
+from ludus.recipes import list_recipes
+from ludus.rollout.setup import episode_limits
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument("act", choices=("list", "show", "check"), help="what to do")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, a world, or a .toml or .py file")
+    parser.add_argument("--split", default="train", help="tasks of this split (train)")
+    parser.add_argument("--tasks", type=int, default=50, metavar="N", help="tasks for each agent (50)")
+    parser.add_argument("--seed", type=int, default=0, help="of the choice of tasks and of what is random")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print what was asked for. Raises UserError where a check finds a problem."""
+    console = make_console()
+    if args.act == "list":
+        no_settings(overrides, "env list")
+        console.print(worlds_table())
+        return 0
+    if not args.name:
+        raise UserError("Name an environment.", "`ludus env list` lists them.")
+    if args.tasks < 1:
+        raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
+    config = config_of(args.name, overrides)
+    world = build_world(config.env, config.rollout)
+    num = args.tasks if args.act == "check" else 1
+    plan = CheckPlan(args.split, num, args.seed, limits=episode_limits(config.rollout))
+    report = check_world(world, plan)
+    if args.act == "show":
+        show(console, report)
+        return 0
+    console.print(agents_table(report))
+    console.print(scorecard_table(scorecard(report, plan)))
+    if report.problems:
+        raise UserError(
+            f"The world {world.name!r} has failed its check. {' '.join(report.problems)}",
+            "docs/environment.md says what each agent tries.",
+        )
+    say(console, f"The world {world.name!r} pays none of the agents that do not do its tasks.")
+    return 0
+
+
+def config_of(name: str, overrides: Sequence[str]) -> Config:
+    """The configuration in which an environment is looked at. Raises ConfigError for an unknown name."""
+    if name.endswith(".toml") or name in (recipe.name for recipe in list_recipes()):
+        return load_config(name, overrides)
+    return load_config(None, ["--env.name", name, *overrides])
+
+
+def worlds_table() -> Table:
+    """The registered worlds, with the recipes that train on them."""
+    table = Table()
+    for column in ("world", "recipe", "made by"):
+        table.add_column(column, no_wrap=True)
+    recipes = {load_config(recipe.config).env.name: recipe.name for recipe in list_recipes()}
+    for name, factory in sorted(WORLDS.items()):
+        table.add_row(name, recipes.get(name, ""), factory)
+    return table
+
+
+def agents_table(report: CheckReport) -> Table:
+    """What each agent got."""
+    table = Table(title=f"{report.world.name}: what scripted agents earn, with 95 % intervals")
+    for column in ("agent", "mean reward", "success", "tasks", "where nothing is right", "verdict"):
+        table.add_column(column)
+    for row in report.rows:
+        table.add_row(*_cells(row))
+    return table
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    if not row.counted:
+        return (row.agent.name, "", "", "0", "", "broke" if row.problem else "nothing to do here")
+    rate, interval = row.num_successes / len(row.counted), row.interval
+    told = f"{rate:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
+    apart = f"{sum(play.succeeded for play in row.excused)} of {len(row.excused)}" if row.excused else ""
+    if not row.problem:
+        verdict = "fine"
+    else:
+        verdict = "PAID" if row.agent.kind in (Kind.CHEAT, Kind.CHANCE) else "NOT PAID"
+    if row.failures:
+        verdict += f", {len(row.failures)} broke"
+    return row.agent.name, f"{row.mean_reward:.3f}", told, str(len(row.counted)), apart, verdict
+
+
+def scorecard_table(card: Scorecard) -> Table:
+    """The scorecard of the verifier's rule."""
+    table = Table(title="The verifier")
+    table.add_column("what")
+    table.add_column("found")
+    truths = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
+    graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
+    alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
+    rows = {
+        "truth": truths,
+        "speed": f"{card.grading_ms:.3f} ms a grading",
+        "parallelism": f"{alone} episodes/s alone, {together} with {card.concurrency} at once",
+        "noise, graded again": f"{_of(card.unstable)} trajectories change",
+        "noise, played again": f"{_of(card.replayed)} episodes change",
+        "paraphrases": f"{_of(card.paraphrased)} accepted" if card.paraphrased.whole else "none on offer",
+        "outcome": graded,
+        "distinct tasks": f"{_of(card.distinct)} without identifiers, names and numbers",
+        "saturation": f"{_of(card.saturated)} tasks go to null, idle, echo or the majority answer",
+    }
+    for what, found in rows.items():
+        table.add_row(what, found)
+    return table
+
+
+def _of(share: Share) -> str:
+    return f"{share.part} of {share.whole}"
+
+
+def show(console: Console, report: CheckReport) -> None:
+    """Splits, tools, rewards, a task, and an episode of who knows how."""
+    from ludus.cli.transcripts import message_text, print_transcript
+
+    world, task = report.world, report.tasks[0]
+    say(console, f"World: {world.name}")
+    for split in world.splits:
+        say(console, f"  split {split}: {len(world.tasks(split)):,} tasks")
+    for tool in world.environment(task).tools:
+        parameters = tool.schema["function"]["parameters"]
+        say(console, f"  tool {tool.name}({', '.join(parameters['properties'])}): {tool.description}")
+    for reward in world.rewards:
+        what = "outcome" if reward.outcome else "shaping" if reward.weight else "reported"
+        say(console, f"  reward {reward.name}: weight {reward.weight:g}, {what}")
+    say(console, f"  cold start: {_cold_start(world)}")
+    say(console, f"\nTask {task.id}   {'  '.join(f'{name} {tag}' for name, tag in task.tags.items())}")
+    knowing = (Kind.ORACLE, Kind.SHOWN)
+    knows = next((row for row in report.rows if row.agent.kind in knowing and row.plays), None)
+    if knows is None or knows.plays[0].trajectory is None:
+        for message in task.prompt:
+            say(console, f"[{message['role']}] {message_text(message)}")
+        say(console, "The world shows nobody who solves this task.")
+        return
+    say(console, f"As the agent {knows.agent.name} plays it:\n")
+    print_transcript(console, knows.plays[0].trajectory)
+
+
+def _cold_start(world: World) -> str:
+    return "demonstrations" if isinstance(world, Demonstrates) else "none"

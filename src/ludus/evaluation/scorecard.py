@@ -1,0 +1,198 @@
+"""What a verifier is like: its truth, speed and noise, and how many different tasks there are."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ludus.envs.base import OffersParaphrases, World
+from ludus.evaluation.agents import Agent, Kind, actions_of, asked
+from ludus.evaluation.check import CheckPlan, CheckReport, Play, play_all
+from ludus.rewards.answers import Answers, normalise
+from ludus.rewards.base import score
+from ludus.types import Action, Message, Task
+
+GRADINGS = 5
+"""How often each trajectory is graded."""
+BASELINES = ("null", "idle", "echo", "majority answer")
+"""The agents that need no tool and no skill."""
+EPISODES = 16
+"""Episodes by which parallelism and replays are measured."""
+_PARTICLES = "de|da|di|do|du|del|della|la|le|el|al|of|the|and|van|von|y|e"
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """`part` of `whole`."""
+
+    part: int
+    whole: int
+
+    @property
+    def value(self) -> float:
+        """As a number; 0 of nothing."""
+        return self.part / self.whole if self.whole else 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Scorecard:
+    """The verifier's rule in numbers.
+
+    `truths` counts the tasks by the type of their truth. `grading_ms` is the mean time of a grading.
+    `alone_per_s` and `together_per_s` are episodes of a scripted agent a second, one at a time and
+    `concurrency` at once, the world's own work included. `unstable` counts
+    trajectories whose reward differs between gradings, `replayed` episodes whose reward differs when the same
+    actions are played again, `paraphrased` right answers in other words that are accepted. `values` are those
+    that the outcome took. `distinct` counts the tasks of the split that differ in more than identifiers,
+    names and numbers. `saturated` counts the tasks that an agent without tools and skill solves.
+    """
+
+    truths: Mapping[str, int]
+    grading_ms: float
+    alone_per_s: float
+    together_per_s: float
+    concurrency: int
+    unstable: Share
+    replayed: Share
+    paraphrased: Share
+    values: tuple[float, ...]
+    distinct: Share
+    saturated: Share
+
+    @property
+    def is_graded(self) -> bool:
+        """Whether the outcome took values besides its lowest and its highest."""
+        return len(self.values) > 2
+
+
+def scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
+    """The scorecard of a world that was checked. For use outside an event loop."""
+    world = report.world
+    tasks = world.tasks(plan.split)
+    plays = [play for row in report.rows for play in row.plays if play.trajectory is not None]
+    grading_ms, unstable = _gradings(world, plays)
+    alone, together = (_speed(report, plan, places) for places in (1, plan.concurrency))
+    return Scorecard(
+        truths=Counter(type(task.truth).__name__ for task in tasks),
+        grading_ms=grading_ms,
+        alone_per_s=alone,
+        together_per_s=together,
+        concurrency=plan.concurrency,
+        unstable=unstable,
+        replayed=_replayed(report, plan),
+        paraphrased=_paraphrased(report, plan),
+        values=tuple(sorted({round(play.share, 9) for play in plays})),
+        distinct=Share(len({form_of(asked(task)) for task in tasks}), len(tasks)),
+        saturated=_saturated(report),
+    )
+
+
+def form_of(text: str) -> str:
+    """A text without identifiers, names and numbers: what is left is the kind of task.
+
+    Quoted words, addresses, names of files, words with digits or underscores and capitalised words that do
+    not begin a sentence are names; a row of them, also with small words like `of` in it, is one.
+    """
+    plain = re.sub(r"\"[^\"]*\"|'[^'\s][^']*'(?!\w)", "N", text)
+    plain = re.sub(r"\S+@\S+\w|\b[\w-]+(?:\.[a-z]\w{1,4})+\b", "N", plain)
+    plain = re.sub(r"[-+]?\d[\d.,:/-]*\d|\d", "0", plain)
+    plain = re.sub(r"\b\w*(?:\d\w*[A-Za-z_]|[A-Za-z_]\w*\d|\w_\w)\w*\b", "N", plain)
+    plain = re.sub(r"(?<![.?!\n] )(?<!^)\b[^\W\d_a-zà-öø-ÿ][\w'’-]*", "N", plain)
+    plain = re.sub(rf"\bN(?:[\s,-]+(?:(?:{_PARTICLES})[\s-]+)*N\b)+", "N", plain)
+    return " ".join(plain.split()).casefold()
+
+
+def _gradings(world: World, plays: Sequence[Play]) -> tuple[float, Share]:
+    """Milliseconds of a grading, and how many trajectories get another reward in one of them."""
+    unstable = 0
+    begin = time.perf_counter()
+    for play in plays:
+        if play.trajectory is not None:
+            given = [score(world.rewards, play.task, play.trajectory) for _ in range(GRADINGS)]
+            unstable += any(one.rewards != given[0].rewards for one in given)
+    seconds = time.perf_counter() - begin
+    return 1000 * seconds / max(GRADINGS * len(plays), 1), Share(unstable, len(plays))
+
+
+def _best(report: CheckReport) -> Agent:
+    """The agent that does most: who knows, or who calls at random, or who talks."""
+    played = [row for row in report.rows if row.plays]
+    order = (Kind.ORACLE, Kind.SHOWN)
+    knows = [row.agent for kind in order for row in played if row.agent.kind is kind]
+    calls = [row.agent for row in played if row.agent.name == "random calls"]
+    return [*knows, *calls, played[0].agent][0]
+
+
+def _speed(report: CheckReport, plan: CheckPlan, places: int) -> float:
+    """Episodes a second with so many at once."""
+    agent, tasks = _best(report), report.tasks[:EPISODES]
+    how = CheckPlan(plan.split, len(tasks), plan.seed, places, plan.limits)
+    begin = time.perf_counter()
+    (row,) = asyncio.run(play_all(report.world, tasks, [agent], how))
+    return len(row.plays) / (time.perf_counter() - begin)
+
+
+def _replayed(report: CheckReport, plan: CheckPlan) -> Share:
+    """Episodes that earn something else when their actions are played again."""
+    tasks = report.tasks[:EPISODES]
+    names = {task.id for task in tasks}
+    changed = num = 0
+    for before, after in zip(report.rows, _again(report, tasks, plan), strict=True):
+        first = {play.task.id: play for play in before.plays if play.task.id in names}
+        for play in after:
+            one = first[play.task.id].trajectory
+            if one is not None and play.trajectory is not None:
+                num += 1
+                changed += one.rewards != play.trajectory.rewards
+    return Share(changed, num)
+
+
+def _again(report: CheckReport, tasks: Sequence[Task], plan: CheckPlan) -> list[Sequence[Play]]:
+    agents = [row.agent for row in report.rows]
+    return [row.plays for row in asyncio.run(play_all(report.world, tasks, agents, plan))]
+
+
+def _paraphrased(report: CheckReport, plan: CheckPlan) -> Share:
+    """Right answers in other words that succeed, of those that are to be had."""
+    accepted = num = 0
+    for task in report.tasks:
+        turns = report.shown.get(task.id)
+        for text in _others(report.world, task) if turns else ():
+            agent = _with_answer(turns or (), text)
+            (row,) = asyncio.run(play_all(report.world, [task], [agent], plan))
+            num += 1
+            accepted += row.num_successes
+    return Share(accepted, num)
+
+
+def _others(world: World, task: Task) -> list[str]:
+    """Other words for the right answer: the world's own, else those that a truth accepts."""
+    if isinstance(world, OffersParaphrases):
+        return list(world.paraphrases(task))
+    if not isinstance(task.truth, Answers):
+        return []
+    first = normalise(task.truth.accepted[0])
+    others = [text for text in task.truth.accepted[1:] if normalise(text) != first]
+    return [*others[:3], f" {task.truth.accepted[0].upper()}."]
+
+
+def _with_answer(turns: Sequence[Action], text: str) -> Agent:
+    """An agent that takes these turns and says the text in place of the last one."""
+    last = actions_of([Message(role="assistant", content=text)])
+    return Agent("paraphrase", Kind.ORACLE, "says it in other words", lambda task, _: (*turns[:-1], *last))
+
+
+def _saturated(report: CheckReport) -> Share:
+    """Tasks that one of the baselines solves, those on which nothing is right included."""
+    solved = {
+        play.task.id
+        for row in report.rows
+        if row.agent.name in BASELINES
+        for play in row.plays
+        if play.succeeded
+    }
+    return Share(len(solved), len(report.tasks))

@@ -1,0 +1,329 @@
+"""Environments check themselves: worlds that pay a cheat are found, by the command and before training."""
+
+from pathlib import Path
+
+import pytest
+
+from ludus.config.schema import Config, EnvConfig
+from ludus.envs.tool_world import Dialogue, ToolWorld
+from ludus.errors import ConfigError
+from ludus.evaluation.agents import Kind, edit_tests, exit_zero
+from ludus.evaluation.arguments import random_arguments
+from ludus.evaluation.check import CheckPlan, Play, check_world, refuse_cheats, some_tasks
+from ludus.evaluation.scorecard import Share, form_of, scorecard
+from ludus.rewards.answers import Answers, exact_match
+from ludus.rewards.base import Reward
+from ludus.rollout.episode import EpisodeLimits
+from ludus.tools.base import tool
+from ludus.training.start import check_cheats
+from ludus.types import Message, Task
+from tiny_run import ludus, make_recipe, refused
+
+PLAN = CheckPlan(num_tasks=8)
+
+
+def exact(task, trajectory):
+    return float(trajectory.answer == task.truth)
+
+
+def never(task, trajectory):
+    return 0.0
+
+
+def contained(task, trajectory):
+    """Wants the words of the truth somewhere, and the prompt has them."""
+    return float(str(task.truth) in trajectory.answer)
+
+
+def anything(task, trajectory):
+    return float(not trajectory.answer.startswith("no"))
+
+
+def says_passed(task, trajectory):
+    return float(any(outcome.output == "passed" for outcome in trajectory.outcomes))
+
+
+def tasks(truths, null=()):
+    return [
+        Task(
+            f"t{i}",
+            (Message(role="user", content=f"Say {2 * i} and then spell it {truth}"),),
+            truth,
+            {"null": "true" if i in null else "false"},
+        )
+        for i, truth in enumerate(truths)
+    ]
+
+
+def world(reward, truths=("ant", "bee", "cow", "dog", "eel", "fox", "gnu", "hen"), tools=(), **more):
+    def show(seed):
+        for task in made:
+            yield (*task.prompt, Message(role="assistant", content=str(task.truth)))
+
+    made = tasks(truths, **more)
+    return ToolWorld("broken", {"train": made}, tools, [Reward("right", reward, outcome=True)], show=show)
+
+
+class Expert(ToolWorld):
+    """A world with an oracle, which is wrong about the task named by `wrong`."""
+
+    wrong = ""
+
+    def expert(self, task):
+        said = "no idea" if task.id == self.wrong else str(task.truth)
+        return Dialogue((*task.prompt, Message(role="assistant", content=said)), ())
+
+
+def paid(report):
+    return {
+        row.agent.name for row in report.rows if row.problem and row.agent.kind in (Kind.CHEAT, Kind.CHANCE)
+    }
+
+
+def test_a_sound_world_has_no_problems_and_its_demonstrations_succeed():
+    report = check_world(world(exact), PLAN)
+    assert report.problems == []
+    shown = next(row for row in report.rows if row.agent.name == "demonstrations")
+    assert (shown.num_successes, len(shown.plays), shown.mean_reward) == (8, 8, 1.0)
+
+
+def test_a_reward_that_looks_for_the_answer_anywhere_pays_the_echo_and_no_other():
+    report = check_world(world(contained), PLAN)
+    assert paid(report) == {"echo"}
+    assert "echo (repeats the prompt) is paid on task 't0' and 7 more" in report.problems[0]
+
+
+def test_a_reward_for_an_empty_answer_pays_null():
+    assert "null" in paid(check_world(world(anything), PLAN))
+    assert "null" not in paid(check_world(world(exact), PLAN))
+
+
+def test_where_doing_nothing_is_right_a_cheat_may_be_paid_and_is_counted_apart():
+    sound = world(lambda task, t: float(t.answer == task.truth), ("",) * 2 + ("bee", "cow"), null=(0, 1))
+    report = check_world(sound, PLAN)
+    null = report.rows[0]
+    assert (null.num_successes, len(null.counted), len(null.excused)) == (0, 2, 2)
+    assert sum(play.succeeded for play in null.excused) == 2
+    assert report.problems == []
+    unmarked = check_world(world(exact, ("",) * 2 + ("bee", "cow")), PLAN)
+    assert "is paid on task 't0' and 1 more" in unmarked.problems[0]
+
+
+def test_one_frequent_answer_is_found_and_a_fair_coin_is_not():
+    assert paid(check_world(world(exact, ("yes",) * 19 + ("no",)), CheckPlan())) == {"majority answer"}
+    assert paid(check_world(world(exact, ("yes", "no") * 10), CheckPlan())) == set()
+
+
+def test_an_oracle_that_is_not_paid_is_found_with_its_task():
+    lists = {"train": tasks(("ant", "bee", "cow"))}
+    rewards = [Reward("right", exact, outcome=True)]
+    sound = Expert("shown", lists, (), rewards)
+    assert check_world(sound, PLAN).problems == []
+    wrong = type("Wrong", (Expert,), {"wrong": "t1"})("shown", lists, (), rewards)
+    assert check_world(wrong, PLAN).problems == ["The agent oracle is not paid on task 't1'."]
+
+
+def test_demonstrations_of_which_none_is_paid_are_found():
+    assert "No demonstration is paid, not that of task 't0'." in check_world(world(never), PLAN).problems
+
+
+@tool
+def run(code: str) -> str:
+    """Run a program; what exits without a word has passed."""
+    return "passed" if "exit(0)" in code else "failed"
+
+
+def test_an_exit_that_counts_as_a_pass_is_found():
+    assert "exit-0" in paid(check_world(world(says_passed, tools=[run]), PLAN))
+    assert [one.calls[0].name for one in exit_zero([run]) if one.calls] == ["run"]
+
+
+def test_tests_that_can_be_overwritten_are_found():
+    @tool
+    def write_file(path: str, content: str) -> str:
+        """Write a file, and run the tests."""
+        return "passed" if path.startswith("tests/test") and "assert True" in content else "failed"
+
+    assert paid(check_world(world(says_passed, tools=[write_file]), PLAN)) == {"test-editing"}
+    assert edit_tests(tasks(["ant"])[0], [run]) is None
+
+
+def test_random_arguments_fit_what_the_tool_takes():
+    import random
+    from typing import Literal
+
+    @tool
+    def odd(mode: Literal["a", "b"], sizes: list[int], share: float, name: str | None = None) -> str:
+        """Odd."""
+        return ""
+
+    drawn = [random_arguments(odd, random.Random(seed), ("x", "y")) for seed in range(40)]
+    assert all(odd.check(arguments) for arguments in drawn)
+    assert {arguments["mode"] for arguments in drawn} == {"a", "b"}
+    assert {"name" in arguments for arguments in drawn} == {True, False}
+
+
+def test_an_environment_that_breaks_is_said_and_does_not_stop_training():
+    def raises(task, trajectory):
+        raise ValueError("no verifier")
+
+    report = check_world(world(raises), PLAN)
+    assert "The environment broke in every episode of the agent null" in report.problems[0]
+    refuse_cheats(world(raises), EpisodeLimits())
+
+
+def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
+    def often_raises(task, trajectory):
+        if task.id in ("t0", "t1"):
+            raise ValueError("no verifier")
+        return anything(task, trajectory)
+
+    with pytest.raises(ConfigError, match="The agent null"):
+        refuse_cheats(world(often_raises), EpisodeLimits())
+
+
+def test_training_is_refused_with_agent_and_task_unless_the_check_is_off():
+    with pytest.raises(ConfigError, match=r"pays for cheating.*null.*is paid on task 't\d'") as caught:
+        check_cheats(Config(), world(anything))
+    assert "env.check" in caught.value.hint
+    check_cheats(Config(env=EnvConfig(check=False)), world(anything))
+    check_cheats(Config(), world(exact))
+
+
+def test_equal_seeds_draw_equal_tasks():
+    many = world(exact, [str(i) for i in range(100)])
+    first = [task.id for task in some_tasks(many, PLAN)]
+    assert first == [task.id for task in some_tasks(many, PLAN)]
+    assert first != [task.id for task in some_tasks(many, CheckPlan(num_tasks=8, seed=1))]
+    assert len(set(first)) == 8
+    assert Play(many.tasks("train")[0], None).excused is False
+
+
+def card_of(made):
+    return scorecard(check_world(made, PLAN), PLAN)
+
+
+def test_the_scorecard_of_a_sound_world():
+    card = card_of(world(exact))
+    assert card.truths == {"str": 8}
+    assert card.distinct == Share(8, 8)  # the spelled words are no names
+    assert (card.unstable.part, card.replayed.part) == (0, 0)
+    assert (card.unstable.whole, card.replayed.whole) == (64, 64)  # all agents but two have something to do
+    assert card.values == (0.0, 1.0)
+    assert not card.is_graded
+    assert card.saturated == Share(1, 8)  # by the majority answer
+    assert card.grading_ms > 0
+    assert min(card.alone_per_s, card.together_per_s) > 0
+
+
+def test_a_verdict_that_is_drawn_and_a_graded_one_are_noticed():
+    import itertools
+
+    counter = itertools.count()
+    card = card_of(world(lambda task, trajectory: (next(counter) % 3) / 2))
+    assert card.unstable.part == card.unstable.whole
+    assert card.replayed.part > 0
+    assert card.is_graded
+
+
+def test_accepted_spellings_and_the_words_of_a_world_are_tried():
+    def show(seed):
+        yield (*made.prompt, Message(role="assistant", content="NYC"))
+
+    def strict(task, trajectory):
+        return float(trajectory.answer == "NYC")
+
+    class Wordy(ToolWorld):
+        def paraphrases(self, task):
+            return ("NYC", "the big apple", "new york")
+
+    made = Task("t", (Message(role="user", content="Where?"),), Answers(("NYC", "New York City")))
+    for kind, reward, found in (
+        (ToolWorld, exact_match, Share(2, 2)),
+        (ToolWorld, strict, Share(0, 2)),
+        (Wordy, strict, Share(1, 3)),
+    ):
+        rewards = [Reward("right", reward, outcome=True)]
+        assert card_of(kind("city", {"train": [made]}, (), rewards, show=show)).paraphrased == found
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("Who runs Rome?", "Who runs Rio de Janeiro?"),
+        ("I pay 3 to Ana.", "I pay 17.50 to Zoe."),
+        ("Read message M17.", "Read message A9045."),
+        ('Find "a small house".', "Find 'keys'."),
+        ("Open a.txt for me@x.org", "Open notes.pdf for you@y.com"),
+        ("Set user_id_4 at 10:45.", "Set order_id at 9:00."),
+    ],
+)
+def test_tasks_that_differ_in_names_and_numbers_are_one(one, other):
+    assert form_of(one) == form_of(other)
+
+
+def test_tasks_that_differ_in_words_are_two():
+    assert form_of("Who runs Rome?") != form_of("Who left Rome?")
+    assert form_of("I don't pay 3. It's late") != form_of("I don't pay 3. It's early")
+
+
+BROKEN = """
+from ludus.envs.tool_world import ToolWorld
+from ludus.rewards.base import Reward
+from ludus.types import Message, Task
+
+def make_world(settings, limits):
+    tasks = [Task(f"q{i}", (Message(role="user", content="Say it."),), "it") for i in range(20)]
+    said = lambda task, trajectory: float("it" in trajectory.answer)
+    return ToolWorld("broken", {"train": tasks}, [], [Reward("said", said, outcome=True)], limits)
+"""
+
+
+def test_the_command_prints_both_tables_and_refuses_a_world_that_pays(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+    said = ludus("env", "check", path, "--tasks", "5")
+    assert said.code == 2
+    assert "echo" in said.out
+    assert "PAID" in said.out
+    assert "saturation" in said.out
+    assert "The agent echo (repeats the prompt) is paid on task 'q" in said.err
+
+
+def test_a_check_that_is_passed_says_so_with_the_settings_given():
+    said = ludus("env", "check", "guess", "--tasks", "5", "--env.settings", "{num_tasks = 20}")
+    assert said.code == 0, said
+    assert "pays none of the agents" in said.out
+    assert "1 of " in said.out
+
+
+def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
+    said = ludus("env", "show", Path(__file__).parent / "tiny_world.py")
+    assert said.code == 0, said
+    for line in (
+        "split train: 12 tasks",
+        "tool look(item): Look up a price.",
+        "reward exact_match: weight 1, outcome",
+        "reward f1: weight 0, reported",
+        "As the agent demonstrations plays it:",
+        "[action]",
+    ):
+        assert line in said.out
+    assert ludus("env", "list").out.count("make_") == 3
+
+
+def test_training_stops_before_it_writes_anything(tmp_path):
+    path = tmp_path / "broken.py"
+    path.write_text(BROKEN)
+    folder = tmp_path / "run"
+    words = ("train", make_recipe(tmp_path), "--from-scratch", "--env.name", path, "--run.folder", folder)
+    quiet = ("--evaluation.splits", '["train"]', "--evaluation.split_during", "train")
+    assert "pays for cheating. The agent echo" in refused(*words, *quiet)
+    assert not folder.exists()
+
+
+def test_bad_input_of_the_command_is_one_sentence():
+    assert "Name an environment" in refused("env", "check")
+    assert "no world 'serch'" in refused("env", "check", "serch")
+    assert "no split 'dev'" in refused("env", "show", "guess", "--split", "dev")
+    assert "--tasks is 0" in refused("env", "check", "guess", "--tasks", "0")
