@@ -58,7 +58,7 @@ Latency = Literal["instant", "fast", "slow"]
 class Traits:
     """What a tool says of its calls.
 
-    `cost` is that of one call that reached the tool, in a unit of the world's choice; the metrics add it up.
+    `cost` is that of one call, in a unit of the world's choice, for rewards that count it.
     `idempotent` calls change nothing when they are repeated, so that one whose answer was lost may be sent
     again. A successful call of a tool that `ends` is the last of its episode.
     """

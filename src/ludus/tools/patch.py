@@ -189,7 +189,7 @@ def apply_patch_tool(workspace: Workspace) -> Tool:
     """The tool `apply_patch(patch)` on the files of a workspace."""
 
     async def apply_patch(patch: str) -> str:
-        """Apply a unified diff to files of the working folder: all of it, or nothing where a part does not fit.
+        """Apply a unified diff to files here: all of it or, where a part does not fit, nothing.
 
         Args:
             patch: the diff, with `--- a/FILE`, `+++ b/FILE` and `@@ -1,2 +1,3 @@`; /dev/null is no file.

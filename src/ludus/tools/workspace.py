@@ -8,9 +8,9 @@ deadline fires, it goes on unheard until the limits of the sandbox end it, and t
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeVar
+from typing import Final, TypeVar
 
 from ludus.errors import LudusError, UserError, WorldError
 from ludus.sandbox.base import MIB, Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
@@ -37,7 +37,7 @@ class Workspace:
     limits: Limits = LIMITS
     _session: Session | None = field(default=None, init=False, repr=False)
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False, repr=False)
-    _tasks: set[asyncio.Task[Any]] = field(default_factory=set, init=False, repr=False)
+    _tasks: set[asyncio.Task[object]] = field(default_factory=set, init=False, repr=False)
     _closed: bool = field(default=False, init=False)
 
     @property
@@ -101,17 +101,14 @@ class Workspace:
         task.add_done_callback(self._tasks.discard)
         return await asyncio.shield(task)
 
-    def _act(self, act: Callable[[Session], Awaitable[T]]) -> Coroutine[Any, Any, T]:
-        async def alone() -> T:
-            async with self._lock:
-                try:
-                    return await act(await self._opened())
-                except UserError as error:
-                    raise ToolError(error.message) from error
-                except WorldError as error:
-                    raise ToolError(await self._after(error)) from error
-
-        return alone()
+    async def _act(self, act: Callable[[Session], Awaitable[T]]) -> T:
+        async with self._lock:
+            try:
+                return await act(await self._opened())
+            except UserError as error:
+                raise ToolError(error.message) from error
+            except WorldError as error:
+                raise ToolError(await self._after(error)) from error
 
     async def _opened(self) -> Session:
         if self._closed:
