@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from ludus.config.schema import Config, EnvConfig
+from ludus.envs.registry import WORLDS
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError
 from ludus.evaluation.agents import Kind, edit_tests, exit_zero
@@ -309,7 +310,7 @@ def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
         "[action]",
     ):
         assert line in said.out
-    assert ludus("env", "list").out.count("make_") == 3
+    assert ludus("env", "list").out.count("make_") == len(WORLDS)
 
 
 def test_training_stops_before_it_writes_anything(tmp_path):

@@ -13,6 +13,7 @@ them and is never turned back into ids.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -333,11 +334,29 @@ class Trajectory:
 
     @property
     def answer(self) -> str:
-        """The text of the last message if it is the model's and holds no tool call, otherwise empty."""
+        """The text of the last message if it is the model's and holds no tool call.
+
+        Where a call ended the episode (`ludus.tools.submit`), the text that it was given as `answer`; empty
+        otherwise.
+        """
         if not self.messages or self.stop_reason is not StopReason.ANSWERED:
             return ""
         last = self.messages[-1]
-        return last["content"] if last["role"] == "assistant" and not last.get("tool_calls") else ""
+        if last["role"] != "assistant":
+            return ""
+        return _handed_in(last.get("tool_calls") or []) if last.get("tool_calls") else last["content"]
+
+
+def _handed_in(calls: Sequence[MessageToolCall]) -> str:
+    """The text argument `answer` of the last call that has one, otherwise empty."""
+    for call in reversed(calls):
+        try:
+            given = json.loads(call["function"]["arguments"])
+        except ValueError:
+            continue
+        if isinstance(given, dict) and isinstance(given.get("answer"), str):
+            return str(given["answer"])
+    return ""
 
 
 def _path_to(leaf: int, parents: Sequence[int]) -> tuple[int, ...]:

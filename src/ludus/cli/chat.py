@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from ludus.cli.dialogue import Dialogue
+    from ludus.envs.base import World
     from ludus.training.run import RunFolder
 
 STYLES = {
@@ -69,7 +70,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             talk(Dialogue(opened, args.temperature), console, runner)
         finally:
             runner.run(opened.engine.close())
+            runner.run(_give_back(opened.session.world))
     return 0
+
+
+async def _give_back(world: World) -> None:
+    from ludus.envs.registry import closing
+
+    async with closing(world):
+        return
 
 
 def target_config(

@@ -51,7 +51,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.tasks < 1:
         raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
     config = config_of(args.name, overrides)
-    world = build_world(config.env, config.rollout)
+    world = build_world(config.env, config.rollout, config.sandbox)
     num = args.tasks if args.act == "check" else 1
     plan = CheckPlan(args.split, num, args.seed, limits=episode_limits(config.rollout))
     report = check_world(world, plan)

@@ -110,7 +110,7 @@ def check_world(config: Config, baseline: str | None) -> World:
     from ludus.envs.registry import build_world
     from ludus.evaluation.evaluate import check_size
 
-    world = build_world(config.env, config.rollout)
+    world = build_world(config.env, config.rollout, config.sandbox)
     for split in config.evaluation.splits:
         check_size(world, split, config.evaluation.tasks)
         if baseline and world.environment(world.tasks(split)[0]).tools:
@@ -139,6 +139,7 @@ async def _evaluate(
     from ludus.cli.keep import keep
     from ludus.cli.tables import Played
     from ludus.cli.terminal import say
+    from ludus.envs.registry import closing
     from ludus.evaluation.evaluate import plans
 
     label = f"baseline-{args.baseline}" if args.baseline else ""
@@ -147,10 +148,11 @@ async def _evaluate(
     try:
         folder = result_folder(args, config)
         say(console, what_is_measured(args, config, player))
-        for plan in plans(config, player.step, policy_name(args)):
-            result, episodes = await play(player, plan, console)
-            kept.append(keep(folder.evaluations, result, episodes, label))
-            played.append(Played(result, [episode.trajectory for episode in episodes]))
+        async with closing(world):
+            for plan in plans(config, player.step, policy_name(args)):
+                result, episodes = await play(player, plan, console)
+                kept.append(keep(folder.evaluations, result, episodes, label))
+                played.append(Played(result, [episode.trajectory for episode in episodes]))
     finally:
         await player.close()
     return played, kept

@@ -68,7 +68,7 @@ def rescore(
     of the files are gone through as well. What the clock measured is 0 in rollouts. Raises WorldError where a
     reward raises, UserError for settings that do not fit.
     """
-    world = build_world(config.env, config.rollout)
+    world = build_world(config.env, config.rollout, config.sandbox)
     combiner = _combiner(config, world)
     before = training_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
     read = {file: list(read_rollouts(file)) for file in _with_earlier(files, config)}

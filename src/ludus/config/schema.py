@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, model_validator
 
 from ludus.config.rewards import RewardModelConfig, RewardsConfig
+from ludus.config.sandbox import SandboxConfig
 from ludus.config.section import Section, Why
 
 
@@ -514,6 +515,7 @@ class Config(Section):
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
+    sandbox: SandboxConfig = SandboxConfig()
     engine: EngineConfig = EngineConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     kl_control: KlControlConfig = KlControlConfig()

@@ -114,7 +114,11 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
         "tools/truncated_rate": _share(sum(call.truncated for call in calls), len(calls)),
     }
     metrics |= {f"tools/status/{status}": _share(statuses[status], len(calls)) for status in ToolStatus}
-    return metrics | {f"tools/{tool}/calls": float(count) for tool, count in sorted(by_tool.items())}
+    wrong = Counter(call.tool for call in calls if call.status not in (*_NO_TOOL, ToolStatus.OK))
+    for tool, count in sorted(by_tool.items()):
+        metrics[f"tools/{tool}/calls"] = float(count)
+        metrics[f"tools/{tool}/error_rate"] = wrong[tool] / count
+    return metrics
 
 
 def _group_metrics(groups: Sequence[Group], success: str | None) -> dict[str, float]:

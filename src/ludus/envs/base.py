@@ -7,6 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
+from ludus.sandbox.base import Sandbox
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task
 
@@ -114,6 +115,19 @@ class Chats(Protocol):
 
     def opening(self, question: str) -> Sequence[Message]:
         """The messages that open an episode on this question, as those of the world's tasks do."""
+        ...
+
+
+@runtime_checkable
+class UsesSandbox(Protocol):
+    """A world whose tools run programs. `build_world` gives it the sandbox of the settings."""
+
+    def with_sandbox(self, sandbox: Sandbox) -> World:
+        """This world with that sandbox, which nothing has been started in yet."""
+        ...
+
+    async def close(self) -> None:
+        """Close the sandbox, on the event loop where it was used. Called when a command is done with it."""
         ...
 
 

@@ -7,16 +7,18 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from ludus.config.sandbox import SandboxConfig
 from ludus.config.schema import EnvConfig, RolloutConfig
-from ludus.envs.base import World
+from ludus.envs.base import UsesSandbox, World
 from ludus.envs.toolbox import ToolLimits, describe_error
 from ludus.errors import ConfigError, LudusError
 from ludus.rewards.base import check_rewards
+from ludus.sandbox import SandboxSettings, open_sandbox
 
 WORLDS: Mapping[str, str] = {
     "functions": "ludus.envs.functions.world:make_functions_world",
@@ -29,18 +31,55 @@ WORLDS: Mapping[str, str] = {
 Factory = Callable[[Mapping[str, Any], ToolLimits], World]
 
 
-def build_world(env: EnvConfig, rollout: RolloutConfig) -> World:
+def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> World:
     """The world of a configuration.
 
     `env.name` is a name in `WORLDS` or the path of a Python file, relative to the working directory, that
-    defines `make_world(settings, limits)`. Raises ConfigError for an unknown name, a file without that
+    defines `make_world(settings, limits)`. A world that is a `UsesSandbox` gets the sandbox of the settings
+    (none: the default one). Raises ConfigError for an unknown name, a file without that
     function or that raises, and rewards in which shaping could outweigh the outcome.
     """
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
     with _blaming(Path(env.name)) if env.name.endswith(".py") else nullcontext():
         world = _factory(env.name)(env.settings, limits)
     check_rewards(world.rewards)
+    if isinstance(world, UsesSandbox):
+        return world.with_sandbox(open_sandbox(sandbox_settings(sandbox or SandboxConfig())))
     return world
+
+
+def sandbox_settings(config: SandboxConfig) -> SandboxSettings:
+    """The section `sandbox` as the sandbox takes it. Raises ConfigError for a token that cannot be read."""
+    token = ""
+    if config.backend == "remote" and config.token_file:
+        try:
+            token = Path(config.token_file).read_text("utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"The token cannot be read from {config.token_file}: {error}.", "Check sandbox.token_file."
+            ) from error
+    return SandboxSettings(
+        backend=config.backend,
+        concurrency=config.concurrency,
+        python=config.python,
+        binds=tuple(config.binds),
+        paths=tuple(config.paths),
+        image=config.image,
+        runtime=config.runtime,
+        url=config.url,
+        token=token,
+        unsafe=config.unsafe,
+    )
+
+
+@asynccontextmanager
+async def closing(world: World) -> AsyncIterator[None]:
+    """Close what a world has opened when the block is left."""
+    try:
+        yield
+    finally:
+        if isinstance(world, UsesSandbox):
+            await world.close()
 
 
 def _factory(name: str) -> Factory:

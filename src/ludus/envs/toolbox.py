@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from threading import Thread
 
 from ludus.errors import UserError
-from ludus.tools.base import ArgumentError, Tool
+from ludus.tools.base import ArgumentError, Tool, ToolError
 from ludus.types import Action, CallError, ToolCall, ToolOutcome, ToolStatus
 
 
@@ -109,7 +109,12 @@ def as_text(output: object) -> str:
 
 
 def describe_error(error: BaseException) -> str:
-    """The type of an error and its words, as valid text; the type alone where it has no words to give."""
+    """The type of an error and its words, as valid text; the type alone where it has no words to give.
+
+    A `ToolError` is its words alone.
+    """
+    if isinstance(error, ToolError):
+        return as_text(error)
     try:
         said = as_text(error)
     except BaseException:  # boundary: even the words of a foreign error may fail

@@ -23,7 +23,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, TypedDict, get_type_hints, overload
+from typing import Any, Literal, TypedDict, get_type_hints, overload
 from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -44,6 +44,29 @@ class ToolSchema(TypedDict):
 
     type: str
     function: FunctionSchema
+
+
+class ToolError(Exception):
+    """What went wrong in a call, in words for the model: it is shown as it stands, without a type's name."""
+
+
+Latency = Literal["instant", "fast", "slow"]
+"""Below 10 ms, below a second, above that: what one call usually takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a tool says of its calls.
+
+    `cost` is that of one call, in a unit of the world's choice, for rewards that count it.
+    `idempotent` calls change nothing when they are repeated, so that one whose answer was lost may be sent
+    again. A successful call of a tool that `ends` is the last of its episode.
+    """
+
+    latency: Latency = "fast"
+    cost: float = 0.0
+    idempotent: bool = False
+    ends: bool = False
 
 
 class ArgumentError(ValueError):
@@ -68,6 +91,7 @@ class Tool:
     arguments: type[BaseModel]
     timeout_s: float | None = None
     concurrency: int = 0
+    traits: Traits = Traits()
     _slots: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
         init=False, repr=False, compare=False, default_factory=WeakKeyDictionary
     )
@@ -123,7 +147,11 @@ def tool(function: ToolFunction) -> Tool: ...
 
 @overload
 def tool(
-    *, name: str | None = None, timeout_s: float | None = None, concurrency: int = 0
+    *,
+    name: str | None = None,
+    timeout_s: float | None = None,
+    concurrency: int = 0,
+    traits: Traits = Traits(),
 ) -> Callable[[ToolFunction], Tool]: ...
 
 
@@ -133,6 +161,7 @@ def tool(
     name: str | None = None,
     timeout_s: float | None = None,
     concurrency: int = 0,
+    traits: Traits = Traits(),
 ) -> Tool | Callable[[ToolFunction], Tool]:
     """Make a `Tool` of a typed function.
 
@@ -148,6 +177,7 @@ def tool(
             arguments=_arguments_model(fn, described),
             timeout_s=timeout_s,
             concurrency=concurrency,
+            traits=traits,
         )
 
     return make if function is None else make(function)

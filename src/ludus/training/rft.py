@@ -22,6 +22,7 @@ from ludus.diagnostics.timings import StepTimings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine
 from ludus.envs.base import World
+from ludus.envs.registry import closing
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import (
     Evaluation,
@@ -252,6 +253,11 @@ def _order(num: int, seed: int, number: int, epoch: int) -> list[int]:
     return order
 
 
+async def _run(loop: RftLoop, done: int) -> list[Comparison]:
+    async with closing(loop.session.world):
+        return await loop.run(done)
+
+
 def run_rft(session: Session, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
     """Run, or go on with, the rounds in `folder`; gives the evaluations before and after."""
     config = session.config
@@ -270,7 +276,7 @@ def run_rft(session: Session, folder: RunFolder, reporter: Reporter) -> list[Com
     forget_after(folder, done)
     trackers = make_trackers(config, folder, done)
     try:
-        return asyncio.run(RftLoop(session, folder, engine, sync, trackers, reporter, ledger).run(done))
+        return asyncio.run(_run(RftLoop(session, folder, engine, sync, trackers, reporter, ledger), done))
     finally:
         asyncio.run(engine.close())
         for tracker in trackers:

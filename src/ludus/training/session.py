@@ -62,7 +62,7 @@ def open_session(config: Config, weights: Path | None = None) -> Session:
     Raises UserError and its children for everything that a user can mend.
     """
     set_up_compute(config)
-    world = build_world(config.env, config.rollout)
+    world = build_world(config.env, config.rollout, config.sandbox)
     path = str(weights) if weights is not None else model_path(config)
     tokenizer = load_tokenizer(path, needs_template=config.env.rendering == "chat")
     model = load_model(path, config.model.dtype, config.model.device)

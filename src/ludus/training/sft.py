@@ -53,7 +53,7 @@ def make_session(config: Config) -> Session:
     if not config.model.from_scratch:
         return _checked(open_session(config))
     set_up_compute(config)
-    world = build_world(config.env, config.rollout)
+    world = build_world(config.env, config.rollout, config.sandbox)
     tokenizer = train_tokenizer(_demonstrating(world).texts(), config.model.scratch.vocab_size)
     model = build_tiny(config.model.scratch, tokenizer, config.run.seed)
     return _checked(Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))

@@ -20,7 +20,7 @@ from ludus.algorithms.resolve import resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World
-from ludus.envs.registry import build_world
+from ludus.envs.registry import build_world, closing
 from ludus.evaluation.check import refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
@@ -118,7 +118,7 @@ def prepare(config: Config) -> Session | None:
     None where the model is yet to be made from scratch.
     """
     if config.model.from_scratch:
-        check(config, build_world(config.env, config.rollout))
+        check(config, build_world(config.env, config.rollout, config.sandbox))
         return None
     session = open_session(config)
     check(config, session.world)
@@ -238,12 +238,13 @@ def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]
 
 async def _run(loop: RlLoop, done: int) -> list[Comparison]:
     config = loop.session.config
-    await loop.sync.publish(done)
-    if done == 0:
-        for plan in plans(config, 0):
-            await _evaluate_once(loop, plan)
-    await loop.run(done)
-    after = [await _evaluate_once(loop, plan) for plan in plans(config, config.training.steps)]
+    async with closing(loop.session.world):
+        await loop.sync.publish(done)
+        if done == 0:
+            for plan in plans(config, 0):
+                await _evaluate_once(loop, plan)
+        await loop.run(done)
+        after = [await _evaluate_once(loop, plan) for plan in plans(config, config.training.steps)]
     before = [kept_evaluation(loop.folder, plan) for plan in plans(config, 0)]
     return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
 

@@ -1,0 +1,192 @@
+"""Files of a workspace: list, read, write, edit and search them, inside the folder of its session only.
+
+The files come out of the sandbox as a snapshot, and go back in: no path of the host is ever opened. Patterns
+of the model run in the sandbox too, where one that never ends is stopped.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import PurePosixPath
+from typing import Final
+
+from ludus.errors import UserError
+from ludus.sandbox.base import Limits, Snapshot, checked_files
+from ludus.tools.base import Tool, ToolError, Traits, tool
+from ludus.tools.workspace import WAIT_S, Workspace
+
+HOME: Final = "/box"
+"""The folder of a session as its programs see it."""
+_MOST_FOUND: Final = 100
+"""Lines that a search shows, and files that a list shows."""
+_SEARCH: Final = """
+import json, re, sys
+order = json.loads(sys.stdin.read())
+pattern, found = re.compile(order["pattern"]), 0
+for path in order["paths"]:
+    for number, line in enumerate(open(path, encoding="utf-8", errors="replace"), 1):
+        if pattern.search(line):
+            found += 1
+            if found <= order["most"]:
+                print(f"{path}:{number}: {line.rstrip()[:300]}")
+if found > order["most"]:
+    print(f"[{found - order['most']} more lines]")
+"""
+
+
+def path_of(path: str) -> str:
+    """A path as the folder knows it, relative, without `.`. Raises ToolError for one that leads outside."""
+    inside = path.removeprefix(f"{HOME}/") if path.startswith(f"{HOME}/") else path
+    try:
+        checked_files({inside: b""})
+    except UserError:
+        raise ToolError(f"{path!r} is no path in the working folder: give a relative one, no ..") from None
+    return str(PurePosixPath(inside))
+
+
+def text_of(files: Mapping[str, bytes], path: str) -> str:
+    """A file as text. Raises ToolError where there is none, naming files that are near, or it is no text."""
+    if path not in files:
+        name = PurePosixPath(path).name
+        near = [known for known in sorted(files) if PurePosixPath(known).name == name]
+        near = near or [known for known in sorted(files) if known.startswith(f"{path}/")]
+        hint = f"Did you mean {', '.join(near[:3])}?" if near else f"There are {len(files)} files."
+        raise ToolError(f"there is no file {path!r}. {hint}")
+    try:
+        return files[path].decode("utf-8")
+    except UnicodeDecodeError:
+        raise ToolError(f"{path} is no UTF-8 text ({len(files[path])} bytes)") from None
+
+
+def with_file(snapshot: Snapshot, path: str, text: str) -> Snapshot:
+    """The files with one more, or with another text of it."""
+    return replace(snapshot, files={**snapshot.files, path: text.encode("utf-8", "replace")})
+
+
+def lines_of(text: str, first: int, last: int | None) -> str:
+    """Lines `first` to `last`, counted from 1, under a heading that says which they are. Raises ToolError."""
+    lines = text.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    end = len(lines) if last is None else min(last, len(lines))
+    if not lines:
+        return "[the file is empty]"
+    if first < 1 or first > len(lines) or end < first:
+        raise ToolError(f"there are no lines {first} to {last or 'the end'}: the file has {len(lines)}")
+    if first == 1 and end == len(lines):
+        return text
+    return f"[lines {first} to {end} of {len(lines)}]\n" + "\n".join(lines[first - 1 : end])
+
+
+def replaced(text: str, old: str, new: str) -> str:
+    """The text with its only `old` replaced. Raises ToolError where it occurs never or more than once."""
+    if not old:
+        raise ToolError("the text to replace is empty; write_file makes a new file")
+    place = text.find(old)
+    if place < 0:
+        raise ToolError("the text to replace does not occur; it must be the same to the last space")
+    if text.find(old, place + 1) >= 0:
+        raise ToolError("the text to replace occurs more than once; give more of what stands around it")
+    return text[:place] + new + text[place + len(old) :]
+
+
+def files_tools(workspace: Workspace) -> tuple[Tool, ...]:
+    """`list_files`, `read_file`, `write_file`, `edit_file` and `search_files` on the files of a workspace."""
+    reads, writes = _reading(workspace), _writing(workspace)
+    return (*reads, *writes, _searching(workspace))
+
+
+def _reading(workspace: Workspace) -> tuple[Tool, Tool]:
+    async def list_files(pattern: str = "*") -> str:
+        """List files of the working folder with their sizes in bytes.
+
+        Args:
+            pattern: which, such as `*.py` or `src/*`; * stands for any text.
+        """
+        files = (await workspace.snapshot()).files
+        names = [name for name in sorted(files) if _matches(name, pattern)]
+        shown = [f"{name} ({len(files[name])})" for name in names[:_MOST_FOUND]]
+        more = [f"[{len(names) - _MOST_FOUND} more files]"] if len(names) > _MOST_FOUND else []
+        return "\n".join(shown + more) or "[no files]"
+
+    async def read_file(path: str, first: int = 1, last: int | None = None) -> str:
+        """Read a file, or some of its lines.
+
+        Args:
+            path: its path in the working folder.
+            first: the first line to show, counted from 1.
+            last: the last line to show; none is the end.
+        """
+        files = (await workspace.snapshot()).files
+        return lines_of(text_of(files, path_of(path)), first, last)
+
+    make = tool(timeout_s=workspace.timeout_s, traits=Traits(idempotent=True))
+    return make(list_files), make(read_file)
+
+
+def _writing(workspace: Workspace) -> tuple[Tool, Tool]:
+    async def write_file(path: str, text: str) -> str:
+        """Write a file, in place of what it held.
+
+        Args:
+            path: its path in the working folder; folders on the way are made.
+            text: all that the file shall hold.
+        """
+        place = path_of(path)
+        await workspace.write({place: text.encode("utf-8", "replace")})
+        return f"wrote {place}"
+
+    async def edit_file(path: str, old: str, new: str) -> str:
+        """Replace a piece of a file by another. The piece must occur exactly once.
+
+        Args:
+            path: the file's path in the working folder.
+            old: the piece as it stands in the file, with its spaces and line ends.
+            new: what takes its place; empty removes the piece.
+        """
+        place = path_of(path)
+
+        def edit(snapshot: Snapshot) -> Snapshot:
+            return with_file(snapshot, place, replaced(text_of(snapshot.files, place), old, new))
+
+        await workspace.change(edit)
+        return f"edited {place}"
+
+    make = tool(timeout_s=workspace.timeout_s)
+    return tool(timeout_s=workspace.timeout_s, traits=Traits(idempotent=True))(write_file), make(edit_file)
+
+
+def _searching(workspace: Workspace) -> Tool:
+    limits = Limits(
+        wall_s=min(5.0, workspace.limits.wall_s), disk_bytes=workspace.limits.disk_bytes, files_out=0
+    )
+
+    async def search_files(pattern: str, files: str = "*") -> str:
+        """Search the lines of files for a regular expression, in Python's notation.
+
+        Args:
+            pattern: the regular expression.
+            files: which files, such as `*.py`; * stands for any text.
+        """
+        held = (await workspace.snapshot()).files
+        paths = [name for name in sorted(held) if _matches(name, files)]
+        order = json.dumps({"pattern": pattern, "paths": paths, "most": _MOST_FOUND})
+        outcome = await workspace.sandbox.run(
+            _SEARCH, files={name: held[name] for name in paths}, stdin=order.encode(), limits=limits
+        )
+        if outcome.timed_out:
+            raise ToolError(f"the search took longer than {limits.wall_s:g} s; write a simpler pattern")
+        if not outcome.ok:
+            why = outcome.error_text.strip().rpartition("\n")[2]
+            raise ToolError(f"the search failed: {why or 'its sandbox ended it'}")
+        return outcome.text.rstrip("\n") or f"[no match in {len(paths)} files]"
+
+    return tool(timeout_s=limits.wall_s + WAIT_S, traits=Traits(idempotent=True))(search_files)
+
+
+def _matches(path: str, pattern: str) -> bool:
+    plain = pattern.removeprefix(f"{HOME}/").removeprefix("./")
+    return fnmatch.fnmatchcase(path, plain) or fnmatch.fnmatchcase(PurePosixPath(path).name, plain)

@@ -1,0 +1,213 @@
+"""`apply_patch`: a unified diff on the files of a workspace, all of it or nothing.
+
+A hunk goes where its line number says, if its old lines stand there; otherwise to the only other place where
+they stand. No line is guessed: what does not fit is refused, with the reason.
+"""
+
+from __future__ import annotations
+
+import re
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ludus.sandbox.base import Snapshot
+from ludus.tools.base import Tool, ToolError, tool
+from ludus.tools.files import path_of, text_of
+from ludus.tools.workspace import Workspace
+
+_HUNK: Final = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_NOWHERE: Final = "/dev/null"
+_UNSUPPORTED: Final = ("GIT binary patch", "Binary files ", "rename from ", "copy from ")
+
+
+@dataclass(frozen=True, slots=True)
+class Hunk:
+    """Lines with their ends: those to find and those to put there. `line` counts from 1 in the old file."""
+
+    line: int
+    old: tuple[str, ...]
+    new: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class FilePatch:
+    """The hunks of one file. No `source`: the file is new; no `target`: it is removed."""
+
+    source: str | None
+    target: str | None
+    hunks: tuple[Hunk, ...]
+
+
+def read_patch(patch: str) -> tuple[FilePatch, ...]:
+    """The files of a unified diff. Raises ToolError, in words for the model, for what is none."""
+    lines = patch.split("\n")
+    if lines[-1] == "":
+        lines.pop()
+    found: list[FilePatch] = []
+    at = 0
+    while at < len(lines):
+        if lines[at].startswith(_UNSUPPORTED):
+            raise ToolError(f"line {at + 1}: patches that rename, copy or hold binary files are not applied")
+        if lines[at].startswith("--- ") and at + 1 < len(lines) and lines[at + 1].startswith("+++ "):
+            source, target = _name(lines[at]), _name(lines[at + 1])
+            hunks, at = _hunks(lines, at + 2)
+            if not hunks or (source is None and target is None):
+                raise ToolError(f"line {at}: a file without a hunk (@@ -1,2 +1,3 @@)")
+            found.append(FilePatch(source, target, hunks))
+        elif lines[at].startswith(("@@", "--- ")):
+            raise ToolError(f"line {at + 1}: a hunk needs the lines `--- a/FILE` and `+++ b/FILE` before it")
+        else:
+            at += 1
+    if not found:
+        raise ToolError(
+            "this is no unified diff: it begins with `--- a/FILE`, `+++ b/FILE` and `@@ -1,2 +1,3 @@`"
+        )
+    return tuple(found)
+
+
+def _name(line: str) -> str | None:
+    name = line[4:].split("\t")[0].strip()
+    if name == _NOWHERE:
+        return None
+    return path_of(name[2:] if name.startswith(("a/", "b/")) else name)
+
+
+def _hunks(lines: Sequence[str], at: int) -> tuple[tuple[Hunk, ...], int]:
+    """The hunks from line `at` on, and where they end."""
+    hunks: list[Hunk] = []
+    while at < len(lines) and lines[at].startswith("@@"):
+        hunk, at = _hunk(lines, at)
+        hunks.append(hunk)
+    return tuple(hunks), at
+
+
+def _hunk(lines: Sequence[str], at: int) -> tuple[Hunk, int]:
+    head = _HUNK.match(lines[at])
+    if head is None:
+        raise ToolError(f"line {at + 1}: {lines[at]!r} is no head of a hunk such as @@ -1,2 +1,3 @@")
+    begin, counts = at, [1 if head[n] is None else int(head[n]) for n in (2, 3)]
+    sides: tuple[list[str], list[str]] = ([], [])
+    at += 1
+    while at < len(lines) and (len(sides[0]), len(sides[1])) != (counts[0], counts[1]):
+        sign, text = (lines[at][0], lines[at][1:]) if lines[at] else (" ", "")
+        if sign not in " -+":
+            break
+        taking = [sides[side] for side in {" ": (0, 1), "-": (0,), "+": (1,)}[sign]]
+        for side in taking:
+            side.append(f"{text}\n")
+        at = _end_of(lines, at + 1, taking)
+    if (len(sides[0]), len(sides[1])) != (counts[0], counts[1]):
+        raise ToolError(
+            f"line {begin + 1}: the hunk says {counts[0]} old and {counts[1]} new lines, "
+            f"and has {len(sides[0])} and {len(sides[1])}"
+        )
+    return Hunk(int(head[1]), tuple(sides[0]), tuple(sides[1])), at
+
+
+def _end_of(lines: Sequence[str], at: int, sides: Sequence[list[str]]) -> int:
+    """Take the newline away where the next line of the patch says that there is none."""
+    if at >= len(lines) or not lines[at].startswith("\\"):
+        return at
+    for side in sides:
+        side[-1] = side[-1].removesuffix("\n")
+    return at + 1
+
+
+def patched(text: str, hunks: Sequence[Hunk], path: str) -> str:
+    """The text with all hunks applied, in their order. Raises ToolError for one that does not fit."""
+    parts: list[str] = []
+    starts = _line_starts(text)
+    offset, shift = 0, 0  # the characters that are done, and by how many lines the last hunk was moved
+    for number, hunk in enumerate(hunks, 1):
+        old = "".join(hunk.old)
+        line = hunk.line - bool(old) + shift
+        place = starts[line] if 0 <= line < len(starts) else -1
+        if place < offset or not _stands(text, old, place):
+            place = _only_place(text, old, offset, f"hunk {number} of {path} (line {hunk.line})")
+            shift += bisect_left(starts, place) - line
+        parts += [text[offset:place], "".join(hunk.new)]
+        offset = place + len(old)
+    return "".join([*parts, text[offset:]])
+
+
+def _line_starts(text: str) -> list[int]:
+    """Where each line begins, and after the last one where the text ends."""
+    starts = [0]
+    for line in text.split("\n")[:-1]:
+        starts.append(starts[-1] + len(line) + 1)
+    return starts if starts[-1] == len(text) else [*starts, len(text)]
+
+
+def _stands(text: str, old: str, place: int) -> bool:
+    """Whether whole lines `old` stand there."""
+    ends = old.endswith("\n") or not old or place + len(old) == len(text)
+    return ends and text.startswith(old, place)
+
+
+def _only_place(text: str, old: str, offset: int, what: str) -> int:
+    """The only place after `offset` where the lines `old` stand. Raises ToolError."""
+    if not old:
+        raise ToolError(f"{what} adds lines at a place that the file does not have")
+    places = [0] if offset == 0 and _stands(text, old, 0) else []
+    at = text.find(f"\n{old}", max(offset - 1, 0))
+    while at >= 0 and len(places) < 2:
+        places += [at + 1] if _stands(text, old, at + 1) else []
+        at = text.find(f"\n{old}", at + 1) if old.endswith("\n") else -1
+    if len(places) == 1:
+        return places[0]
+    if places:
+        raise ToolError(f"{what} fits at several places: correct its line number or give more context")
+    raise ToolError(
+        f"{what} does not fit: its lines are not in the file as they stand in the patch:\n{old[:500]}"
+    )
+
+
+def patched_files(snapshot: Snapshot, patches: Sequence[FilePatch]) -> Snapshot:
+    """The files after a patch. Raises ToolError; nothing is half done then."""
+    files, executable = dict(snapshot.files), set(snapshot.executable)
+    for patch in patches:
+        before = "" if patch.source is None else text_of(files, patch.source)
+        name = patch.source or patch.target or ""
+        if patch.target is not None and patch.target != patch.source and patch.target in files:
+            raise ToolError(f"{patch.target} is there already, and the patch makes it anew")
+        after = patched(before, patch.hunks, name)
+        if patch.source is not None and patch.source != patch.target:
+            del files[patch.source]
+            if patch.source in executable:
+                executable.remove(patch.source)
+                executable |= {patch.target} if patch.target is not None else set()
+        if patch.target is not None:
+            files[patch.target] = after.encode("utf-8", "replace")
+        elif after:
+            raise ToolError(f"the patch removes {name}, and does not hold all of its lines")
+    return Snapshot(files, frozenset(executable))
+
+
+def apply_patch_tool(workspace: Workspace) -> Tool:
+    """The tool `apply_patch(patch)` on the files of a workspace."""
+
+    async def apply_patch(patch: str) -> str:
+        """Apply a unified diff to files here: all of it or, where a part does not fit, nothing.
+
+        Args:
+            patch: the diff, with `--- a/FILE`, `+++ b/FILE` and `@@ -1,2 +1,3 @@`; /dev/null is no file.
+        """
+        patches = read_patch(patch)
+        await workspace.change(lambda snapshot: patched_files(snapshot, patches))
+        return "\n".join(map(_said, patches))
+
+    return tool(timeout_s=workspace.timeout_s)(apply_patch)
+
+
+def _said(patch: FilePatch) -> str:
+    if patch.source is None:
+        return f"made {patch.target}"
+    if patch.target is None:
+        return f"removed {patch.source}"
+    return (
+        f"changed {patch.target}"
+        if patch.source == patch.target
+        else f"moved {patch.source} to {patch.target}"
+    )
