@@ -21,6 +21,7 @@ from ludus.rewards.base import check_rewards
 WORLDS: Mapping[str, str] = {
     "functions": "ludus.envs.functions.world:make_functions_world",
     "guess": "ludus.envs.guess:make_guess_world",
+    "math": "ludus.envs.math.world:make_math_world",
     "search": "ludus.envs.search.world:make_search_world",
 }
 """Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
