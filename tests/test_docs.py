@@ -76,6 +76,7 @@ BUDGETS = {
     "train --from-scratch": TRAINING | SCRATCH,
     "train guess": TRAINING | SCRATCH,
     "train functions": TRAINING | SCRATCH,
+    "train math": TRAINING | SCRATCH,
     "rl": TRAINING,
     "eval": EVALUATION,
     "rft": TRAINING | ROUNDS,

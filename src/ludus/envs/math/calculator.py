@@ -60,7 +60,7 @@ def _value(node: ast.expr) -> Fraction:
 
 def _constant(node: ast.Constant) -> Fraction:
     text = ast.unparse(node)
-    if len(text) > MAX_CHARACTERS or "inf" in text:
+    if isinstance(node.value, float) and math.isinf(node.value):
         raise CalculationError("a number is too large")
     return Fraction(text)
 
@@ -146,7 +146,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.Div: operator.truediv,
-    ast.FloorDiv: operator.floordiv,  # type: ignore[dict-item]
+    ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
 }
 FUNCTIONS: Mapping[str, tuple[Callable[..., Fraction | int], int, int]] = {

@@ -1,7 +1,7 @@
 """Problems of the package reasoning-gym (the extra `gym`), which also judges their answers.
 
-Not all of its generators can be trusted: some store no answer, some refuse their own, some raise, and some pay
-for any text. Each generator is tried before it is used.
+Not all of its generators can be trusted: some store no answer, some refuse their own, some raise, and some
+pay for any text. Each generator is tried before it is used.
 """
 
 from __future__ import annotations

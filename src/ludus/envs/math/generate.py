@@ -91,10 +91,10 @@ _PARTS: Mapping[str, Sequence[Named]] = {
 
 
 def split_of_problem(problem: Problem) -> str:
-    """`composition` for what is held out, otherwise by a hash of kind and steps: 7 : 1 : 2."""
+    """`composition` for what is held out, otherwise by a hash of the steps: 7 : 1 : 2."""
     if problem.kind in HELD_OUT_KINDS or problem.links & HELD_OUT_LINKS:
         return "composition"
-    digest = hashlib.sha256(f"{problem.kind}/{problem.steps}".encode()).digest()[0] / 256
+    digest = hashlib.sha256("\n".join(problem.steps).encode()).digest()[0] / 256
     return "train" if digest < 0.7 else "validation" if digest < 0.8 else "test"
 
 
@@ -106,10 +106,11 @@ def make_problems(
     Raises ConfigError where the levels and topics do not have that many, or have none in the split.
     """
     streams = []
+    seen: set[tuple[str, ...]] = set()
     for level in levels:
         maker = Maker(level, split, tuple(topics))
         if maker.open_topics():
-            streams.append(_stream(maker, random.Random(f"{seed}/{split}/{level}")))
+            streams.append(_stream(maker, random.Random(f"{seed}/{split}/{level}"), seen))
     problems: list[Problem] = []
     while streams and len(problems) < num:
         given = [(stream, next(stream, None)) for stream in streams]
@@ -117,15 +118,14 @@ def make_problems(
         problems += [problem for _, problem in given if problem is not None]
     if len(problems) < num and split == "train":
         raise ConfigError(
-            f"The levels and topics have only {len(problems)} different problems for training, {num} are asked for.",
+            f"The levels and topics have {len(problems)} different problems for training, not {num}.",
             "Lower env.settings.num_tasks, or add levels or topics.",
         )
     return tuple(problems[:num])
 
 
-def _stream(maker: Maker, rng: random.Random) -> Iterator[Problem]:
-    """New problems, topics in turn, until no topic has any."""
-    seen: set[tuple[str, ...]] = set()
+def _stream(maker: Maker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[Problem]:
+    """Problems with steps that are not in `seen`, topics in turn, until no topic has any."""
     topics = list(maker.open_topics())
     while topics:
         for topic in tuple(topics):

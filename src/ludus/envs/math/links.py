@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Mapping, Sequence
@@ -37,7 +38,7 @@ def link(
         told.append(f"Let {name} be {text}.")
         made.append((mark, value))
     asked, found = _end(rng, work, made)
-    return f"{' '.join(told)} {asked}", found, frozenset(zip(topics, topics[1:], strict=False))
+    return f"{' '.join(told)} {asked}", found, frozenset(itertools.pairwise(topics))
 
 
 def _built(

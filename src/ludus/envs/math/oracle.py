@@ -30,7 +30,7 @@ def guess(problem: Problem, tool: ToolName, rng: random.Random) -> list[Message]
 
 
 def _calls(problem: Problem, tool: ToolName) -> Sequence[Message]:
-    """Calls with their results, which are worked out here and not run: a test compares them with the tools."""
+    """Calls with their results, worked out here and not run (a test compares them with the tools)."""
     messages: list[Message] = []
     for number, (expression, value) in enumerate(worked(problem.steps)):
         given = {"expression": expression} if tool == "calculator" else {"code": as_program(expression)}

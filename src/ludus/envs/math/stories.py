@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -123,4 +124,4 @@ def tell(rng: random.Random, level: int, work: Work) -> tuple[str, Fraction, fro
         EVENTS[names[-1]](story)
     told = " ".join([f"{story.who} has {start} {story.things}.", *story.told])
     question = f"{told} How many {story.things} does {story.who} have now?"
-    return question, story.value, frozenset(zip(names, names[1:], strict=False))
+    return question, story.value, frozenset(itertools.pairwise(names))

@@ -21,7 +21,13 @@ class ProgramError(Exception):
 
 def make_tools(name: ToolName) -> tuple[Tool, ...]:
     """The tools of an episode."""
-    return {"python": lambda: (python_tool(),), "calculator": lambda: (CALCULATOR,), "none": tuple}[name]()
+    match name:
+        case "python":
+            return (python_tool(),)
+        case "calculator":
+            return (CALCULATOR,)
+        case "none":
+            return ()
 
 
 @tool(name="calculator")
@@ -29,7 +35,7 @@ def _calculator(expression: str) -> str:
     """Work out an expression exactly, like (3 + 4) * 5 / 2.
 
     Args:
-        expression: numbers, + - * / // % **, brackets; gcd, lcm, comb, perm, factorial, sqrt, abs, min, max, primes.
+        expression: numbers, + - * / // % **, brackets, and functions like gcd, comb, factorial, sqrt, primes.
     """
     return show(calculate(expression))
 

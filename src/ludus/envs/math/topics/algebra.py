@@ -155,7 +155,7 @@ def nth_term(rng: random.Random, level: int, work: Work) -> Draft:
     return Draft(f"The sequence {shown}, ... has a {kind}. What is its term number {n}?", value)
 
 
-KINDS: tuple[Kind | Named, ...] = (
+KINDS: tuple[Kind, ...] = (
     Kind("added", (1,), added),
     Kind("multiplied", (1,), multiplied),
     Kind("linear", (2, 3, 4), linear),

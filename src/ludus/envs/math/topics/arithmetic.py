@@ -80,7 +80,7 @@ def missing_value(rng: random.Random, level: int, work: Work) -> Draft:
     work.do(f"{total} - {have}")
     listed = ", ".join(map(str, known))
     return Draft(
-        f"The mean of {level + 1} numbers is {average}. All but one of them are {listed}. What is the other one?",
+        f"The mean of {level + 1} numbers is {average}. All but one are {listed}. What is the other one?",
         missing,
     )
 

@@ -55,7 +55,7 @@ def _joined(terms: list[str]) -> str:
     return " ".join([terms[0], *(f"- {t[1:]}" if t[0] == "-" else f"+ {t}" for t in terms[1:])])
 
 
-KINDS: tuple[Kind | Named, ...] = (
+KINDS: tuple[Kind, ...] = (
     Kind("circle", (2, 3), circle),
     Kind("derivative", (2, 3, 4, 5), derivative),
     Kind("composed", (3, 4), composed),
