@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import re
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
@@ -15,9 +17,13 @@ from ludus.rewards.maths import Expression, is_equal
 from ludus.rewards.numbers import Quantity, is_close
 from ludus.types import Message, Task, Trajectory
 
-SYSTEM = "Solve the problem. End with the answer alone: a number, a fraction like 3/4, or an expression."
+SYSTEM = "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, or an expression."
 _CLOSE = 1e-9
 """How far off, relatively, an answer may be that is no whole number."""
+
+
+_FRACTION = re.compile(r"(\d{1,400})\s*(?:/|\}\s*\{)\s*(\d{1,400})", re.ASCII)
+"""Of whole numbers, plain or in LaTeX."""
 
 
 class Judge(Protocol):
@@ -49,11 +55,17 @@ def is_right(answer: str, right: object) -> bool:
     raise TypeError(f"{type(right).__name__} is no truth of this world")
 
 
+def is_reduced(answer: str) -> bool:
+    """Whether all fractions of the answer are in lowest terms: 435/15 is a problem, and no answer to one."""
+    found = [(int(up), int(down)) for one in candidates(answer) for up, down in _FRACTION.findall(one)]
+    return all(down > 1 and math.gcd(up, down) == 1 for up, down in found)
+
+
 def solved(task: Task, trajectory: Trajectory) -> float:
     """1 if the final answer is right, else 0."""
     truth = task.truth
     if isinstance(truth, Solution):
-        return float(is_right(trajectory.answer, truth.right))
+        return float(is_reduced(trajectory.answer) and is_right(trajectory.answer, truth.right))
     if isinstance(truth, Foreign):
         return float(truth.judge.accepts(trajectory.answer))
     return float(is_right(trajectory.answer, truth))
