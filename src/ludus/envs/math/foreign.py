@@ -10,7 +10,7 @@ import importlib
 import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 from ludus.envs.math.grading import Foreign, opening
 from ludus.errors import ConfigError, UserError
@@ -28,9 +28,9 @@ _WRONG = ("", "no idea", "The answer is unknown", "-987654321", "?")
 class Dataset(Protocol):
     """What a generator of the package is."""
 
-    def __getitem__(self, index: int) -> dict[str, Any]: ...
+    def __getitem__(self, index: int) -> dict[str, object]: ...
 
-    def score_answer(self, answer: str | None, entry: dict[str, Any]) -> float: ...
+    def score_answer(self, answer: str | None, entry: dict[str, object]) -> float: ...
 
 
 @dataclass(frozen=True)
@@ -38,7 +38,7 @@ class GymJudge:
     """Judges answers to one problem."""
 
     dataset: Dataset
-    entry: Mapping[str, Any]
+    entry: Mapping[str, object]
 
     def accepts(self, answer: str) -> bool:
         """Whether the answer, or what it gives as one, has the full score; what raises has not."""
@@ -106,7 +106,7 @@ def _dataset(name: str, size: int, seed: int) -> Dataset:
     return made
 
 
-def _try(name: str, dataset: Dataset, entry: Mapping[str, Any]) -> None:
+def _try(name: str, dataset: Dataset, entry: Mapping[str, object]) -> None:
     judge = GymJudge(dataset, entry)
     if entry["answer"] is None:
         raise ConfigError(f"The generator {name!r} stores no answers.", "Leave it out of env.settings.gym.")

@@ -17,7 +17,10 @@ from ludus.rewards.maths import Expression, is_equal
 from ludus.rewards.numbers import Quantity, is_close
 from ludus.types import Message, Task, Trajectory
 
-SYSTEM = "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, or an expression."
+SYSTEM = (
+    "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, "
+    "or an expression."
+)
 _CLOSE = 1e-9
 """How far off, relatively, an answer may be that is no whole number."""
 

@@ -42,24 +42,28 @@ class Story:
 
 
 def gain(s: Story) -> None:
+    """Some more come."""
     n = s.rng.randint(2, 60)
     s.told.append(s.rng.choice((f"{s.who} buys {n} more.", f"{s.who} finds {n} more.")))
     s.mark, s.value = s.work.do(f"{s.mark} + {n}"), s.value + n
 
 
 def lose(s: Story) -> None:
+    """Some go."""
     n = s.rng.randint(1, int(s.value) - 1)
     s.told.append(s.rng.choice((f"{s.who} gives {n} away.", f"{s.who} loses {n} of them.")))
     s.mark, s.value = s.work.do(f"{s.mark} - {n}"), s.value - n
 
 
 def multiply(s: Story) -> None:
+    """All of them several times."""
     n = s.rng.randint(2, 5)
     s.told.append(f"Then {s.who} gets so many more that there are {n} times as many as before.")
     s.mark, s.value = s.work.do(f"{s.mark} * {n}"), s.value * n
 
 
 def packs(s: Story) -> None:
+    """Some bags of some each come."""
     n, size = s.rng.randint(2, 9), s.rng.randint(3, 12)
     s.told.append(f"{s.who} buys {n} bags of {size} {s.things} each.")
     bought = s.work.do(f"{n} * {size}")
@@ -67,6 +71,7 @@ def packs(s: Story) -> None:
 
 
 def share(s: Story) -> None:
+    """All are shared, and one share stays."""
     n = _divisor(s, (2, 3, 4, 5, 6))
     s.told.append(
         f"{s.who} shares them equally among {n} people, of whom {s.who} is one, and keeps one share."
@@ -75,6 +80,7 @@ def share(s: Story) -> None:
 
 
 def percent(s: Story) -> None:
+    """A share in percent goes."""
     down = _divisor(s, (2, 4, 5, 10))
     p = 100 // down
     s.told.append(f"{s.who} sells {p}% of them.")
@@ -83,6 +89,7 @@ def percent(s: Story) -> None:
 
 
 def fraction(s: Story) -> None:
+    """A fraction goes."""
     down = _divisor(s, (3, 4, 5, 6, 7, 8))
     up = s.rng.randint(1, down - 1)
     s.told.append(f"{s.who} uses {up}/{down} of them.")

@@ -13,12 +13,14 @@ def _name(rng: random.Random) -> str:
 
 
 def added(rng: random.Random, level: int, work: Work) -> Draft:
+    """x + a = b."""
     x, a, name = rng.randint(2, 60 * level), nonzero(rng, 60), _name(rng)
     work.do(f"{x + a} - {a}" if a > 0 else f"{x + a} + {-a}")
     return Draft(f"Solve for {name}: {name} {signed(a)} = {x + a}", x)
 
 
 def multiplied(rng: random.Random, level: int, work: Work) -> Draft:
+    """a x = b."""
     x, a, name = nonzero(rng, 30 * level), rng.randint(2, 15), _name(rng)
     work.do(f"{a * x} / {a}")
     return Draft(f"Solve for {name}: {a}{name} = {a * x}", x)
@@ -60,6 +62,7 @@ def quadratic(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def discriminant(rng: random.Random, level: int, work: Work) -> Draft:
+    """That of a quadratic polynomial."""
     a, b, c = rng.randint(2, 5 * level), rng.randint(2, 20), nonzero(rng, 15)
     square, rest = work.do(f"{b} ** 2"), work.do(f"4 * {a} * ({c})")
     work.do(f"{square} - {rest}")
@@ -99,6 +102,7 @@ def system(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def three_unknowns(rng: random.Random, level: int, work: Work) -> Draft:
+    """Three sums of two unknowns each."""
     x, y, z = (rng.randint(1, 9 * level) for _ in range(3))
     names = ["x", "y", "z"]
     rng.shuffle(names)
@@ -112,6 +116,7 @@ def three_unknowns(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def polynomial(rng: random.Random, level: int, work: Work) -> Draft:
+    """The value of a polynomial at a place."""
     factors, x = [nonzero(rng, 9) for _ in range(level + 1)], nonzero(rng, 3 + level)
     factors = [f + (abs(f) == 1) * f for f in factors]
     text = " ".join([str(factors[0])] + [f"{signed(f)}x^{i + 1}" for i, f in enumerate(factors[1:])])
@@ -124,6 +129,7 @@ def polynomial(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def nested(rng: random.Random, level: int, work: Work) -> Draft:
+    """Two linear functions in each other."""
     a, b, c, d, x = (rng.randint(2, 9) for _ in range(5))
     functions = {"f": (a, b), "g": (c, d)}
     order = [rng.choice("fg") for _ in range(level - 1)]
@@ -136,6 +142,7 @@ def nested(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def nth_term(rng: random.Random, level: int, work: Work) -> Draft:
+    """A term of a sequence with a constant difference, or from level 3 on a constant ratio."""
     first, gap, n = rng.randint(1, 30), nonzero(rng, 12), rng.randint(8, 40)
     if level < 3 or rng.random() < 0.5:
         listed = [first + gap * i for i in range(3)]

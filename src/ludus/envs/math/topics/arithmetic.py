@@ -13,18 +13,21 @@ def _largest(level: int) -> int:
 
 
 def plus(rng: random.Random, level: int, work: Work) -> Phrase:
+    """A sum."""
     a, b = (rng.randint(2, _largest(level)) for _ in range(2))
     text = rng.choice((f"{a} + {b}", f"the sum of {a} and {b}", f"{a} plus {b}"))
     return phrase(text, work.do(f"{a} + {b}"), sum((a, b)))
 
 
 def minus(rng: random.Random, level: int, work: Work) -> Phrase:
+    """A difference."""
     a, b = (rng.randint(2, _largest(level)) for _ in range(2))
     text = rng.choice((f"{a} - {b}", f"the result of taking {b} from {a}", f"{a} minus {b}"))
     return phrase(text, work.do(f"{a} - {b}"), a + -b)
 
 
 def times(rng: random.Random, level: int, work: Work) -> Phrase:
+    """A product."""
     a, b = rng.randint(2, _largest(level)), rng.randint(2, 30)
     text = rng.choice((f"{a} * {b}", f"the product of {a} and {b}", f"{a} times {b}"))
     return phrase(text, work.do(f"{a} * {b}"), sum([a] * b))
@@ -56,6 +59,7 @@ def _tree(rng: random.Random, operations: int, level: int) -> tuple[str, Fractio
 
 
 def difference_of_products(rng: random.Random, level: int, work: Work) -> Draft:
+    """By how much one product is larger than another."""
     a, b, c, d = (rng.randint(3, 12 * level) for _ in range(4))
     (a, b), (c, d) = sorted(((a, b), (c, d)), key=lambda pair: -pair[0] * pair[1])
     first, second = work.do(f"{a} * {b}"), work.do(f"{c} * {d}")
@@ -64,6 +68,7 @@ def difference_of_products(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def mean(rng: random.Random, level: int, work: Work) -> Phrase:
+    """The mean of several numbers."""
     values = [rng.randint(2, 40 * level) for _ in range(level + 1)]
     total = work.do(" + ".join(map(str, values)))
     text = f"the mean of {', '.join(map(str, values[:-1]))} and {values[-1]}"
@@ -71,6 +76,7 @@ def mean(rng: random.Random, level: int, work: Work) -> Phrase:
 
 
 def missing_value(rng: random.Random, level: int, work: Work) -> Draft:
+    """A number, given the others and the mean."""
     known = [rng.randint(2, 60) for _ in range(level)]
     missing = rng.randint(2, 60)
     whole = sum(known) + missing
@@ -86,6 +92,7 @@ def missing_value(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def series(rng: random.Random, level: int, work: Work) -> Draft:
+    """The sum of an arithmetic sequence."""
     first, gap, num = rng.randint(1, 20), rng.randint(2, 9), rng.randint(6, 8 * level)
     last = work.do(f"{first} + {num - 1} * {gap}")
     ends = work.do(f"{first} + {last}")

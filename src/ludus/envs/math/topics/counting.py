@@ -15,6 +15,7 @@ _THINGS = ("books", "songs", "flags", "stamps", "lamps", "tiles", "photos", "car
 
 
 def orders(rng: random.Random, level: int, work: Work) -> Phrase:
+    """All orders of different things."""
     n = rng.randint(3, 5 + level)
     things = rng.choice(_THINGS)
     text = f"the number of ways to put {n} different {things} in a row"
@@ -22,6 +23,7 @@ def orders(rng: random.Random, level: int, work: Work) -> Phrase:
 
 
 def choices(rng: random.Random, level: int, work: Work) -> Phrase:
+    """Choices without order."""
     n, things = rng.randint(5, 9 + level), rng.choice(_THINGS)
     k = rng.randint(2, min(n - 2, 4))
     found = sum(1 for _ in itertools.combinations(range(n), k))
@@ -29,6 +31,7 @@ def choices(rng: random.Random, level: int, work: Work) -> Phrase:
 
 
 def places(rng: random.Random, level: int, work: Work) -> Phrase:
+    """Choices with order."""
     n, things = rng.randint(4, 10 + 3 * level), rng.choice(_THINGS)
     k = rng.randint(2, 3)
     text = f"the number of ways to put {k} of {n} different {things} in a row"
@@ -36,6 +39,7 @@ def places(rng: random.Random, level: int, work: Work) -> Phrase:
 
 
 def handshakes(rng: random.Random, level: int, work: Work) -> Draft:
+    """Pairs of people."""
     n = rng.randint(4, 40 * level)
     work.do(f"comb({n}, 2)")
     return Draft(
@@ -44,6 +48,7 @@ def handshakes(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def outfits(rng: random.Random, level: int, work: Work) -> Draft:
+    """One of each kind."""
     numbers = [rng.randint(2, 18 // level) for _ in range(2 + (level > 1))]
     words = [f"{n} {w}" for n, w in zip(numbers, ("shirts", "hats", "scarves"), strict=False)]
     work.do(" * ".join(map(str, numbers)))

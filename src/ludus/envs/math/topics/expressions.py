@@ -10,6 +10,7 @@ from ludus.rewards.maths import Expression
 
 
 def derivative(rng: random.Random, level: int, work: Work) -> Draft:
+    """That of a polynomial."""
     powers = sorted(rng.sample(range(2, 4 + level), level - 1), reverse=True)
     factors = [rng.choice((-1, 1)) * rng.randint(2, 9) for _ in powers]
     made = [work.do(f"{f} * {p}") for f, p in zip(factors, powers, strict=True)]
@@ -20,6 +21,7 @@ def derivative(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def composed(rng: random.Random, level: int, work: Work) -> Draft:
+    """One linear function in another."""
     a, b, c, d = (rng.randint(2, 5 * level) for _ in range(4))
     work.do(f"{a} * {c}")
     work.do(f"{a} * {d} + {b}")
@@ -28,6 +30,7 @@ def composed(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def circle(rng: random.Random, level: int, work: Work) -> Draft:
+    """Area or circumference of a circle."""
     r = rng.randint(2, 40 * level)
     if rng.random() < 0.5:
         work.do(f"{r} ** 2")
@@ -41,6 +44,7 @@ def circle(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def line(rng: random.Random, level: int, work: Work) -> Draft:
+    """The line through two points."""
     x, y, gap = nonzero(rng, 9), nonzero(rng, 9), rng.randint(1, 6)
     rise = nonzero(rng, 4 * level)
     slope = Fraction(rise, gap)

@@ -17,24 +17,28 @@ CM, CM2, CM3, DEGREES = (
 
 
 def rectangle_area(rng: random.Random, level: int, work: Work) -> Phrase:
+    """Area of a rectangle."""
     a, b = rng.randint(2, 30 * level), rng.randint(2, 30)
     text = f"the area in cm^2 of a rectangle with sides of {a} cm and {b} cm"
     return Phrase(text, work.do(f"{a} * {b}"), Fraction(sum([a] * b)), CM2)
 
 
 def rectangle_rim(rng: random.Random, level: int, work: Work) -> Phrase:
+    """Perimeter of a rectangle."""
     a, b = rng.randint(2, 50 * level), rng.randint(2, 50)
     text = f"the perimeter in cm of a rectangle with sides of {a} cm and {b} cm"
     return Phrase(text, work.do(f"2 * ({a} + {b})"), Fraction(a + b + a + b), CM)
 
 
 def triangle_area(rng: random.Random, level: int, work: Work) -> Phrase:
+    """Area of a triangle."""
     a, b = rng.randint(3, 30 * level), rng.randint(3, 30)
     text = f"the area in cm^2 of a triangle with base {a} cm and height {b} cm"
     return Phrase(text, work.do(f"{a} * {b} / 2"), Fraction(a, 2) * b, CM2)
 
 
 def third_angle(rng: random.Random, level: int, work: Work) -> Draft:
+    """The third angle of a triangle."""
     a = rng.randint(15, 100)
     b = rng.randint(15, 160 - a)
     work.do(f"180 - {a} - {b}")
@@ -43,6 +47,7 @@ def third_angle(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def regular_angle(rng: random.Random, level: int, work: Work) -> Draft:
+    """Angles of a polygon, together or each."""
     n = rng.randint(5, 30 * level)
     total = work.do(f"({n} - 2) * 180")
     if rng.random() < 0.5:
@@ -91,6 +96,7 @@ def right_triangle(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def trapezoid(rng: random.Random, level: int, work: Work) -> Draft:
+    """Area of a trapezoid."""
     a, b, h = (rng.randint(2, 12 * level) for _ in range(3))
     both = work.do(f"{a} + {b}")
     work.do(f"{both} * {h} / 2")
@@ -99,6 +105,7 @@ def trapezoid(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def similar(rng: random.Random, level: int, work: Work) -> Draft:
+    """A side, or from level 4 on the area, of a similar triangle."""
     a, b, k = rng.randint(2, 10 * level), rng.randint(2, 10 * level), rng.randint(2, 9)
     times = work.do(f"{a * k} / {a}")
     question = f"Two triangles are similar. A side of {a} cm in one is {a * k} cm in the other. "
@@ -112,6 +119,7 @@ def similar(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def frame(rng: random.Random, level: int, work: Work) -> Draft:
+    """Area of a frame around a rectangle."""
     a, b, w = rng.randint(10, 30 * level), rng.randint(10, 80), rng.randint(1, 6)
     inner = work.do(f"{a} * {b}")
     outer = work.do(f"({a} + 2 * {w}) * ({b} + 2 * {w})")

@@ -23,6 +23,7 @@ def common_divisor(rng: random.Random, level: int, work: Work) -> Phrase:
 
 
 def common_multiple(rng: random.Random, level: int, work: Work) -> Phrase:
+    """Of two numbers, from level 3 on of three."""
     values = [rng.randint(3, 12 * level) for _ in range(2 if level < 3 else 3)]
     listed = ", ".join(map(str, values[:-1]))
     found = values[0]
@@ -33,6 +34,7 @@ def common_multiple(rng: random.Random, level: int, work: Work) -> Phrase:
 
 
 def remainder(rng: random.Random, level: int, work: Work) -> Phrase:
+    """What a division leaves."""
     divisor = rng.randint(3, 40)
     left, times = rng.randrange(divisor), rng.randint(2, 50 * level)
     value = divisor * times + left
@@ -40,12 +42,14 @@ def remainder(rng: random.Random, level: int, work: Work) -> Phrase:
 
 
 def digit_sum(rng: random.Random, level: int, work: Work) -> Phrase:
+    """The sum of the digits."""
     digits = [rng.randint(1, 9), *(rng.randint(0, 9) for _ in range(level + 1))]
     value = int("".join(map(str, digits)))
     return phrase(f"the sum of the digits of {value}", work.do(" + ".join(map(str, digits))), sum(digits))
 
 
 def power_remainder(rng: random.Random, level: int, work: Work) -> Phrase:
+    """What the division of a power leaves."""
     base, exponent = rng.randint(2, 15 * level), rng.randint(4, 60 * level)
     divisor = rng.choice(_MODULI)
     found = 1
@@ -56,6 +60,7 @@ def power_remainder(rng: random.Random, level: int, work: Work) -> Phrase:
 
 
 def last_digits(rng: random.Random, level: int, work: Work) -> Draft:
+    """The last digit or two of a power."""
     base, exponent, many = rng.randint(3, 99), rng.randint(5, 80 * level), rng.choice((1, 2))
     work.do(f"{base} ** {exponent} % {10**many}")
     what = "last digit" if many == 1 else "number formed by the last two digits"
@@ -97,6 +102,7 @@ def num_divisors(rng: random.Random, level: int, work: Work) -> Phrase:
 
 
 def num_primes(rng: random.Random, level: int, work: Work) -> Phrase:
+    """How many primes lie between two numbers."""
     low, wide = rng.randint(2, 60 * level), rng.randint(20, 60 * level)
     high = low + wide
     upper, lower = work.do(f"primes({high})"), work.do(f"primes({low - 1})")
@@ -110,6 +116,7 @@ def _is_prime(n: int) -> bool:
 
 
 def in_base(rng: random.Random, level: int, work: Work) -> Phrase:
+    """The value of digits in another base."""
     base = rng.choice([b for b in range(2, 10) if b != 8] if level < 4 else range(3, 10))
     digits = [rng.randint(1, base - 1), *(rng.randrange(base) for _ in range(level))]
     text = "".join(map(str, digits))

@@ -12,12 +12,14 @@ PERCENT = {"%": 1.0}
 
 
 def percent_of(rng: random.Random, level: int, work: Work) -> Phrase:
+    """A share in percent."""
     share, whole = 5 * rng.randint(1, 19), 20 * rng.randint(1, 15 * level)
     text = rng.choice((f"{share}% of {whole}", f"{share} percent of {whole}"))
     return phrase(text, work.do(f"{share} * {whole} / 100"), Fraction(share, 100) * whole)
 
 
 def fraction_of(rng: random.Random, level: int, work: Work) -> Phrase:
+    """A fraction of a whole."""
     down = rng.randint(3, 9)
     up, whole = rng.randint(1, down - 1), down * rng.randint(2, 20 * level)
     return phrase(f"{up}/{down} of {whole}", work.do(f"{up} * {whole} / {down}"), whole // down * up)
@@ -41,6 +43,7 @@ def _fraction(rng: random.Random) -> Fraction:
 
 
 def what_percent(rng: random.Random, level: int, work: Work) -> Draft:
+    """Which share in percent a part is."""
     whole = 4 * rng.randint(5, 25 * level)
     part = whole * rng.randrange(25, 200, 25) // 100
     work.do(f"100 * {part} / {whole}")
@@ -48,6 +51,7 @@ def what_percent(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def change(rng: random.Random, level: int, work: Work) -> Draft:
+    """A change in percent."""
     before, share = 20 * rng.randint(2, 20 * level), 5 * rng.randint(1, 16)
     after = before + rng.choice((-1, 1)) * before * share // 100
     gap = work.do(f"{after} - {before}")
@@ -58,6 +62,7 @@ def change(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def before_change(rng: random.Random, level: int, work: Work) -> Draft:
+    """The value before a change in percent."""
     before, share = 20 * rng.randint(2, 15 * level), 5 * rng.randint(1, 12)
     up = rng.random() < 0.5
     after = before + (before * share // 100 if up else -(before * share // 100))
@@ -68,6 +73,7 @@ def before_change(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def several_changes(rng: random.Random, level: int, work: Work) -> Draft:
+    """Changes in percent, one after the other."""
     price, told = 100 * rng.randint(2, 30), []
     mark, value = str(price), Fraction(price)
     for _ in range(level - 1):
@@ -79,6 +85,7 @@ def several_changes(rng: random.Random, level: int, work: Work) -> Draft:
 
 
 def share_in_ratio(rng: random.Random, level: int, work: Work) -> Draft:
+    """One share of several in a ratio."""
     parts = [rng.randint(1, 9) for _ in range(min(level, 4))]
     total, index = sum(parts) * rng.randint(2, 30), rng.randrange(len(parts))
     whole = work.do(" + ".join(map(str, parts)))
