@@ -23,6 +23,7 @@ from ludus.sandbox import SandboxSettings, open_sandbox
 WORLDS: Mapping[str, str] = {
     "functions": "ludus.envs.functions.world:make_functions_world",
     "guess": "ludus.envs.guess:make_guess_world",
+    "math": "ludus.envs.math.world:make_math_world",
     "search": "ludus.envs.search.world:make_search_world",
     "sql": "ludus.envs.sql.world:make_sql_world",
 }

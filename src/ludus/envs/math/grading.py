@@ -1,0 +1,114 @@
+"""What is right: numbers, expressions, short answers, or what a foreign generator accepts."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from fractions import Fraction
+from typing import Protocol
+
+from ludus.envs.math.calculator import show
+from ludus.envs.math.problems import Problem
+from ludus.rewards.answers import Answers, matches, well_formed
+from ludus.rewards.base import Reward
+from ludus.rewards.final import candidates
+from ludus.rewards.maths import Expression, is_equal
+from ludus.rewards.numbers import Quantity, is_close
+from ludus.types import Message, Task, Trajectory
+
+SYSTEM = (
+    "Solve the problem. End with the answer alone: a number, a fraction in lowest terms like 3/4, "
+    "or an expression."
+)
+_CLOSE = 1e-9
+"""How far off, relatively, an answer may be that is no whole number."""
+
+
+_FRACTION = re.compile(r"(\d{1,400})\s*(?:/|\}\s*\{)\s*(\d{1,400})", re.ASCII)
+"""Of whole numbers, plain or in LaTeX."""
+
+
+class Judge(Protocol):
+    """Judges an answer by itself."""
+
+    def accepts(self, answer: str) -> bool:
+        """Whether the answer is right."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Solution:
+    """The truth of a generated task: what is right, and the problem that it comes from."""
+
+    right: Quantity | Expression
+    problem: Problem
+
+
+def is_right(answer: str, right: object) -> bool:
+    """Whether the answer is right by the verifier that fits the truth. Raises TypeError for no truth."""
+    match right:
+        case Quantity():
+            return is_close(answer, right)
+        case Expression():
+            return is_equal(answer, right)
+        case Answers():
+            found = candidates(answer)
+            return bool(found) and all(matches(one, right) for one in found)
+    raise TypeError(f"{type(right).__name__} is no truth of this world")
+
+
+def is_reduced(answer: str) -> bool:
+    """Whether all fractions of the answer are in lowest terms: 435/15 is a problem, and no answer to one."""
+    found = [(int(up), int(down)) for one in candidates(answer) for up, down in _FRACTION.findall(one)]
+    return all(down > 1 and math.gcd(up, down) == 1 for up, down in found)
+
+
+def solved(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer is right, else 0."""
+    truth = task.truth
+    if isinstance(truth, Solution):
+        return float(is_reduced(trajectory.answer) and is_right(trajectory.answer, truth.right))
+    if isinstance(truth, Foreign):
+        return float(truth.judge.accepts(trajectory.answer))
+    return float(is_right(trajectory.answer, truth))
+
+
+@dataclass(frozen=True)
+class Foreign:
+    """The truth of a task that its own generator judges; `answer` is the one that it stores."""
+
+    judge: Judge
+    answer: str
+
+
+def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
+    """The outcome, and a little for an episode without a failed call."""
+    return (
+        Reward("solved", solved, outcome=True),
+        Reward("well_formed", well_formed, weight=well_formed_weight),
+    )
+
+
+def opening(question: str) -> tuple[Message, ...]:
+    """System message and question."""
+    return Message(role="system", content=SYSTEM), Message(role="user", content=question)
+
+
+def as_task(problem: Problem, split: str, number: int) -> Task:
+    """The task of a problem."""
+    answer = problem.answer
+    right = quantity(answer, problem) if isinstance(answer, Fraction) else answer
+    tags = {"split": split, "family": problem.topic, "kind": problem.kind, "level": str(problem.level)}
+    return Task(f"{split}:{number}", opening(problem.question), Solution(right, problem), tags, seed=number)
+
+
+def quantity(value: Fraction, problem: Problem | None = None) -> Quantity:
+    """A number as a truth: exact where it is whole."""
+    relative = 0.0 if value.denominator == 1 else _CLOSE
+    return Quantity(float(value), relative=relative, units=problem.units if problem else {})
+
+
+def answer_text(problem: Problem) -> str:
+    """The right answer as it is written."""
+    return show(problem.answer) if isinstance(problem.answer, Fraction) else problem.answer.gold

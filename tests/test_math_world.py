@@ -1,0 +1,475 @@
+"""The math world: answers are right by another way, the oracle earns everything, cheats nothing."""
+
+import asyncio
+import json
+import random
+import sys
+import types
+from fractions import Fraction
+from itertools import islice
+from math import comb, factorial, gcd, lcm, perm
+
+import pytest
+
+from ludus.config.load import load_config
+from ludus.config.schema import EnvConfig, RolloutConfig
+from ludus.envs.math.calculator import CalculationError, calculate, show
+from ludus.envs.math.foreign import GymJudge
+from ludus.envs.math.generate import (
+    DEFAULT_TOPICS,
+    HELD_OUT_KINDS,
+    HELD_OUT_LINKS,
+    KINDS,
+    LEVELS,
+    SPLITS,
+    make_problems,
+    split_of_problem,
+)
+from ludus.envs.math.grading import answer_text, as_task, is_right, solved
+from ludus.envs.math.problems import Work, worked
+from ludus.envs.math.records import load_problems
+from ludus.envs.math.survey import copied_rate, majority_rate, variety
+from ludus.envs.math.tools import as_program, python_tool
+from ludus.envs.math.world import MathSettings, MathWorld, make_math_world
+from ludus.envs.registry import build_world
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError, UserError
+from ludus.rewards.answers import Answers
+from ludus.rewards.base import check_rewards, score, success
+from ludus.rewards.maths import Expression
+from ludus.rewards.numbers import Quantity
+from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
+
+NUM = 400
+
+
+@pytest.fixture(scope="module")
+def world():
+    return MathWorld(MathSettings(num_tasks=NUM, tool="calculator"))
+
+
+@pytest.fixture(scope="module")
+def tasks(world):
+    return {split: world.tasks(split) for split in SPLITS}
+
+
+@pytest.fixture(scope="module")
+def everything(tasks):
+    return [task for split in SPLITS for task in tasks[split]]
+
+
+def answered(text):
+    said = Message(role="assistant", content=text)
+    return Trajectory("", 0, (), (said,), StopReason.ANSWERED)
+
+
+def root(value):
+    found = round(value**0.5)
+    assert found * found == value
+    return found
+
+
+def independently(problem):
+    """The steps by Python itself, on fractions: another way than the calculator's."""
+
+    def num_primes(n):
+        return sum(all(k % d for d in range(2, k)) for k in range(2, n + 1))
+
+    names = {
+        "gcd": gcd,
+        "lcm": lcm,
+        "comb": comb,
+        "perm": perm,
+        "factorial": factorial,
+        "abs": abs,
+        "max": max,
+    }
+    names |= {"sqrt": root, "primes": num_primes, "Fraction": Fraction, "isqrt": root}
+    value = None
+    for expression, _ in worked(problem.steps):
+        program = as_program(expression).splitlines()[-1]
+        value = eval(program.removeprefix("print"), dict(names))
+    return Fraction(value)
+
+
+# Problems
+
+
+def test_every_answer_is_what_the_steps_give_by_the_calculator_and_by_python(everything):
+    for task in everything:
+        problem = task.truth.problem
+        assert worked(problem.steps)[-1][1] == problem.answer, problem
+        assert independently(problem) == problem.answer, problem
+        assert abs(problem.answer.numerator) < 2**50
+
+
+@pytest.mark.parametrize("topic", [topic for topic in KINDS if topic != "expressions"])
+def test_every_kind_is_right_at_every_level(topic):
+    rng = random.Random(topic)
+    for kind in KINDS[topic]:
+        for level in kind.levels:
+            for _ in range(4):
+                work = Work()
+                draft = kind.draft(rng, level, work)
+                assert worked(tuple(work.steps))[-1][1] == draft.value, (kind.name, draft)
+
+
+def test_tasks_are_distinct_and_the_same_again(world, tasks, everything):
+    again = MathWorld(world.settings)
+    assert all(again.tasks(split) == tasks[split] for split in SPLITS)
+    other = MathWorld(MathSettings(num_tasks=NUM, seed=1)).tasks("train")
+    asked = [task.prompt[-1]["content"] for task in everything]
+    assert len(set(asked) & {task.prompt[-1]["content"] for task in other}) < NUM / 2
+    assert len(set(asked)) == len(asked)
+    usual = [task.truth.problem.steps for split in SPLITS[:3] for task in tasks[split]]
+    assert len(set(usual)) == len(usual)
+    assert [len(tasks[split]) for split in SPLITS] == [400, 40, 100, 80]
+
+
+def test_composition_alone_has_what_is_held_out(tasks):
+    for split in SPLITS:
+        for task in tasks[split]:
+            problem = task.truth.problem
+            held_out = problem.kind in HELD_OUT_KINDS or bool(problem.links & HELD_OUT_LINKS)
+            assert held_out == (split == "composition")
+    kinds = {task.tags["kind"] for task in tasks["composition"]}
+    assert kinds >= {"stories", "links", "series", "paths"}
+
+
+def test_all_levels_and_topics_are_there_and_really_differ(tasks):
+    assert {task.tags["family"] for task in tasks["train"]} == set(DEFAULT_TOPICS)
+    found = variety(tasks["train"])
+    assert list(found) == [str(level) for level in LEVELS]
+    assert found["1"].num_shapes >= 10
+    assert found["2"].num_shapes >= 30
+    assert min(found[level].num_shapes for level in "345") >= 40
+    assert min(one.num_forms for one in found.values()) >= 40
+
+
+def test_little_is_solved_without_skill(tasks):
+    for split in ("validation", "test", "composition"):
+        assert majority_rate(tasks["train"], tasks[split]) < 0.15
+        assert copied_rate(tasks["train"], tasks[split]) < 0.1
+    assert majority_rate(tasks["train"], tasks["train"]) > 0
+
+
+def test_more_problems_than_there_are_is_said():
+    with pytest.raises(ConfigError, match="different problems for training, not 5000"):
+        make_problems("train", 5000, (1,), ("counting",), 0)
+
+
+# Rewards
+
+
+def test_the_oracle_earns_everything_at_every_level(world, everything):
+    assert {task.tags["level"] for task in everything} == set("12345")
+    for task in everything:
+        said = world.expert(task).messages[-1]["content"]
+        result = score(world.rewards, task, answered(said))
+        assert success(world.rewards, result)
+        assert solved(task, answered(f"So the answer is \\boxed{{{said}}}.")) == 1
+
+
+def test_cheats_earn_nothing(everything):
+    check_rewards(MathWorld().rewards)
+    for task in everything[::3]:
+        answer, question = answer_text(task.truth.problem), task.prompt[-1]["content"]
+        value = task.truth.problem.answer
+        texts = [
+            "",
+            question,
+            f"{2 * value.numerator}/{2 * value.denominator}",
+            "\\boxed{}",
+            "I do not know.",
+        ]
+        texts += [show(value + 1), f"{answer} or {show(value + 1)}", " ".join(map(str, range(100)))]
+        texts += [f"\\boxed{{{answer}}} \\boxed{{{show(value + 1)}}}", f"{answer}0" if value else "1"]
+        texts += [step for step, _ in worked(task.truth.problem.steps) if step != answer]
+        for text in texts:
+            assert text.replace(" ", "") == answer or solved(task, answered(text)) == 0, (question, text)
+
+
+def test_fractions_are_exact_and_units_may_stand():
+    third = Quantity(1 / 3, relative=1e-9)
+    assert is_right("1/3", third)
+    assert is_right("2/6", third)
+    assert not is_right("0.33", third)
+    percent = as_task(next(p for p in _problems("ratios") if p.units), "train", 0)
+    answer = answer_text(percent.truth.problem)
+    assert solved(percent, answered(f"{answer}%")) == 1
+    assert solved(percent, answered(f"{answer} cm")) == 0
+    with pytest.raises(TypeError, match="no truth"):
+        is_right("1", None)
+
+
+def _problems(topic):
+    return make_problems("train", 30, (2, 3), (topic,), 0)
+
+
+def test_expressions_are_compared_as_expressions():
+    pytest.importorskip("math_verify")
+    problems = make_problems("train", 4, (3, 4), ("expressions",), 0)
+    for number, problem in enumerate(problems):
+        task = as_task(problem, "train", number)
+        assert isinstance(problem.answer, Expression)
+        assert solved(task, answered(problem.answer.gold)) == 1
+        assert solved(task, answered(f"{problem.answer.gold} + 1")) == 0
+        assert solved(task, answered(problem.question)) == 0
+
+
+# Tools
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1 / 3 + 1 / 6", "1/2"),
+        ("0.1 + 0.2", "3/10"),
+        ("-7 // 2", "-4"),
+        ("-7 % 5", "3"),
+        ("2 ** -2", "1/4"),
+        ("sqrt(9 / 4)", "3/2"),
+        ("gcd(12, 18) * lcm(4, 6)", "72"),
+        ("comb(5, 2) + perm(4, 2) + factorial(3)", "28"),
+        ("primes(100)", "25"),
+        ("isprime(97) + isprime(91) + isprime(1)", "1"),
+        ("(-1) ** 99999999999999999999", "-1"),
+    ],
+)
+def test_the_calculator_is_exact(expression, value):
+    assert show(calculate(expression)) == value
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "9 ** 9 ** 9",
+        "10 ** 99999",
+        "factorial(99999)",
+        "primes(10 ** 12)",
+        "1e99999999",
+        "1 / 0",
+        "0 ** -1",
+        "2 ** 0.5",
+        "sqrt(2)",
+        "sqrt(-1)",
+        "gcd(1)",
+        "gcd(1/2, 3)",
+        "__import__('os')",
+        "(1).real",
+        "[1][0]",
+        "'a' * 9",
+        "True + 1",
+        "x",
+        "1 +",
+        "(" * 300 + "1" + ")" * 300,
+        "-" * 390 + "1" + "1" * 50,
+        "1" * 399 + "** 99",
+        "comb(400, 200) ** 20",
+        "",
+        "1j",
+        "gcd(*[1, 2])",
+        "1\x00",
+    ],
+)
+def test_the_calculator_refuses_what_it_cannot_do(expression):
+    with pytest.raises(CalculationError):
+        calculate(expression)
+
+
+def test_an_episode_with_the_calculator(world, tasks):
+    task = tasks["test"][0]
+    environment = world.environment(task)
+    shown = world.expert(task).messages
+
+    async def play():
+        outputs = []
+        for message in (m for m in shown if m.get("tool_calls")):
+            (made,) = message["tool_calls"]
+            call = ToolCall("1", "calculator", json.loads(made["function"]["arguments"]))
+            outputs.append((await environment.step(Action(message, (call,)))).outcomes[0])
+        bad = ToolCall("2", "calculator", {"expression": "1 / 0"})
+        outputs.append((await environment.step(Action(shown[-1], (bad,)))).outcomes[0])
+        return outputs, await environment.step(Action(shown[-1]))
+
+    outputs, end = asyncio.run(play())
+    assert [one.output for one in outputs[:-1]] == [m["content"] for m in shown if m["role"] == "tool"]
+    assert (outputs[-1].status, outputs[-1].output) == ("raised", "Error: CalculationError: division by zero")
+    assert end.done
+
+
+def test_python_in_the_sandbox_prints_what_the_demonstrations_say(everything):
+    """One program holds those of many steps; another one fails."""
+    steps = [step for task in everything[::5] for step in worked(task.truth.problem.steps)]
+    programs = [as_program(expression) for expression, _ in steps]
+    tool = python_tool()
+
+    async def run():
+        everything = "\n".join(f"exec({program!r})" for program in programs)
+        printed = await tool.function(code=everything)
+        alone = await tool.function(code=programs[0])
+        with pytest.raises(Exception, match="ZeroDivisionError"):
+            await tool.function(code="1 / 0")
+        return printed, alone
+
+    printed, alone = asyncio.run(run())
+    assert printed.split("\n") == [show(value) for _, value in steps]
+    assert alone == show(steps[0][1])
+
+
+def test_without_a_tool_there_is_none():
+    world = MathWorld(MathSettings(num_tasks=20, tool="none"))
+    task = world.tasks("train")[0]
+    assert world.environment(task).tools == ()
+    assert [m["role"] for m in world.expert(task).messages] == ["system", "user", "assistant"]
+
+
+# Demonstrations
+
+
+def test_demonstrations_have_habits_and_never_show_a_held_out_problem(world, tasks):
+    shown = list(islice(world.demonstrations(3), 150))
+    assert shown == list(islice(world.demonstrations(3), 150))
+    held_out = {task.prompt[-1]["content"] for split in SPLITS[1:] for task in tasks[split]}
+    assert not held_out & {one.messages[1]["content"] for one in shown}
+    guessing = sum(not any(m["role"] == "tool" for m in one.messages) for one in shown)
+    assert 10 < guessing < 75
+    assert all(split_of_problem(task.truth.problem) == "test" for task in tasks["test"])
+    flawless = MathWorld(MathSettings(tool="calculator", habit=0.0))
+    for one in islice(flawless.demonstrations(0), 50):
+        assert one.messages[-2]["content"] == one.messages[-1]["content"]
+    assert "expression" in "".join(islice(world.texts(), 50))
+
+
+# Problems of somebody's own, and of a foreign generator
+
+
+def test_a_file_of_problems_is_read(tmp_path):
+    file = tmp_path / "own.jsonl"
+    rows = [
+        {"question": "Two and two?", "answer": 4, "split": "train"},
+        {"question": "Half of 1,000?", "answer": "First halve it.\n#### 500", "split": "test"},
+        {"question": "A third?", "answer": "1/3", "split": "test"},
+        {"question": "Which day?", "answer": "Monday", "type": "text", "split": "validation"},
+    ]
+    file.write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    world = make_math_world({"data": str(file), "tool": "none"}, ToolLimits())
+    assert world.splits == ("train", "validation", "test")
+    first, (half, third), (day,) = world.tasks("train")[0], world.tasks("test"), world.tasks("validation")
+    assert [solved(t, answered(a)) for t, a in ((first, "4"), (half, "500"), (third, "1/3"))] == [1, 1, 1]
+    assert (solved(day, answered("monday")), solved(day, answered("tuesday"))) == (1, 0)
+    assert day.truth == Answers(("Monday",))
+    assert world.expert(first) is None
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("{", "it is no JSON"),
+        ("[]", "no JSON object"),
+        ('{"answer": 1}', '"question" is not a text'),
+        ('{"question": "a"}', '"answer" is neither'),
+        ('{"question": "a", "answer": true}', '"answer" is neither'),
+        ('{"question": "a", "answer": " "}', "no single answer"),
+        ('{"question": "a", "answer": 1, "split": "dev"}', "'dev'"),
+        ('{"question": "a", "answer": "b", "type": "number"}', "is no number"),
+        ('{"question": "a", "answer": "b", "type": "word"}', "'word'"),
+        ('{"question": "q", "answer": 1}', "that of line 1"),
+    ],
+)
+def test_a_broken_line_is_named(tmp_path, line, reason):
+    file = tmp_path / "own.jsonl"
+    file.write_text('{"question": "q", "answer": 1}\n' + line)
+    with pytest.raises(UserError, match="line 2, is not a problem") as error:
+        load_problems(file)
+    assert reason in str(error.value)
+
+
+def test_a_file_that_is_missing_or_empty_is_said(tmp_path):
+    with pytest.raises(UserError, match="cannot be read"):
+        load_problems(tmp_path / "none.jsonl")
+    (tmp_path / "empty.jsonl").write_text("\n")
+    with pytest.raises(UserError, match="holds no problems"):
+        load_problems(tmp_path / "empty.jsonl")
+
+
+class Sums:
+    """A stand-in for a generator of reasoning-gym; `pays` and `stores` break it in the ways that occur."""
+
+    def __init__(self, size, seed, pays="", stores=True):
+        rng = random.Random(seed)
+        self.pairs = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(size)]
+        self.pays, self.stores = pays, stores
+
+    def __getitem__(self, index):
+        a, b = self.pairs[index]
+        return {"question": f"{a} + {b}?", "answer": str(a + b) if self.stores else None, "metadata": {}}
+
+    def score_answer(self, answer, entry):
+        return float(int(answer) == int(entry["answer"]) or self.pays == answer)
+
+
+@pytest.fixture
+def gym(monkeypatch):
+    kinds = {"sums": {}, "empty": {"stores": False}, "generous": {"pays": "-987654321"}}
+    package, factory = types.ModuleType("reasoning_gym"), types.ModuleType("reasoning_gym.factory")
+    package.__spec__ = types.SimpleNamespace()
+    package.create_dataset = lambda name, size, seed: Sums(size, seed, **kinds[name])
+    factory.DATASETS = kinds
+    monkeypatch.setitem(sys.modules, "reasoning_gym", package)
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", factory)
+
+
+def gym_world(*names):
+    return make_math_world({"gym": list(names), "num_tasks": 40, "tool": "none"}, ToolLimits())
+
+
+def test_a_foreign_generator_judges_its_own_problems(gym):
+    world = gym_world("sums")
+    asked = {split: {t.prompt[-1]["content"] for t in world.tasks(split)} for split in world.splits}
+    assert (len(asked["train"]), len(asked["validation"]), len(asked["test"])) == (40, 4, 10)
+    assert not asked["train"] & (asked["validation"] | asked["test"])
+    for task in world.tasks("train"):
+        assert solved(task, answered(task.truth.answer)) == 1
+        assert solved(task, answered(f"It is \\boxed{{{task.truth.answer}}}")) == 1
+        assert solved(task, answered("many")) == 0
+        assert solved(task, answered("1")) == 0
+    assert isinstance(world.tasks("train")[0].truth.judge, GymJudge)
+
+
+@pytest.mark.parametrize(
+    ("name", "said"), [("empty", "stores no answers"), ("generous", "pays for"), ("nothing", "no generator")]
+)
+def test_a_foreign_generator_that_cannot_be_trusted_is_refused(gym, name, said):
+    with pytest.raises(ConfigError, match=said):
+        gym_world(name).tasks("train")
+
+
+# Settings
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"levels": [6]}, "There is no level 6"),
+        ({"topics": ["algebro"]}, "There is no topic 'algebro'"),
+        ({"tool": "abacus"}, "env.settings.tool"),
+        ({"data": "a", "gym": ["b"]}, "both data and gym"),
+        ({"level": 1}, "the nearest is env.settings.levels"),
+    ],
+)
+def test_settings_that_do_not_fit_are_refused(settings, said):
+    with pytest.raises(ConfigError, match=said):
+        make_math_world(settings, ToolLimits())
+
+
+def test_the_recipe_has_its_tasks():
+    config = load_config("math", [])
+    world = build_world(config.env, config.rollout)
+    assert len(world.tasks("train")) == 1000
+    assert len(world.tasks("test")) >= config.evaluation.tasks
+    assert len(world.tasks("validation")) >= config.evaluation.tasks_during
+    assert world.tools[0].name == "calculator"
+    assert build_world(EnvConfig(name="math"), RolloutConfig()).splits == SPLITS
+    said = Message(role="user", content="1 + 1?")
+    assert world.opening("1 + 1?")[-1] == said
