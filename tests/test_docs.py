@@ -77,7 +77,7 @@ BUDGETS = {
     "train guess": TRAINING | SCRATCH,
     "train functions": TRAINING | SCRATCH | {"env.settings.num_tasks": "60"},
     "train sql": TRAINING | SCRATCH | {"env.settings.tasks": "60"},
-    "train math": TRAINING | SCRATCH,
+    "train math": TRAINING | SCRATCH | {"env.settings.num_tasks": "60"},
     "rl": TRAINING,
     "eval": EVALUATION,
     "rft": TRAINING | ROUNDS,
