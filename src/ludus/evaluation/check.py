@@ -28,7 +28,7 @@ from ludus.evaluation.agents import (
 )
 from ludus.evaluation.stats import Interval, wilson
 from ludus.rewards.base import Reward, success
-from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.episode import EpisodeLimits, fresh_environment, run_episode
 from ludus.types import Action, StopReason, Task, Trajectory
 
 NULL_TAG = "null"
@@ -244,12 +244,12 @@ async def play_all(
 
 async def play(world: World, task: Task, agent: Agent, limits: EpisodeLimits) -> Play | None:
     """An episode of an agent; None where it has nothing to do in it."""
-    environment = world.environment(task)
-    actions = agent.plan(task, environment.tools)
-    if not actions:
-        return None
-    conversation = ScriptedConversation(actions)
     try:
+        environment = fresh_environment(world, task)
+        actions = agent.plan(task, environment.tools)
+        if not actions:
+            return None
+        conversation = ScriptedConversation(actions)
         trajectory = await run_episode(task, 0, environment, conversation, limits)
     except LudusError as error:
         return Play(task, None, failure=str(error))

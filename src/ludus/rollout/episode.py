@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from ludus.envs.base import Anchored, Environment
+from ludus.envs.base import Anchored, Environment, World
 from ludus.envs.toolbox import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import score
@@ -66,6 +66,16 @@ def is_being_cancelled() -> bool:
     """Whether someone asked for the running task to be cancelled, whatever its own code raises."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0
+
+
+def fresh_environment(world: World, task: Task) -> Environment:
+    """The world's environment for one episode. Raises WorldError with the words of what the world raises."""
+    try:
+        return world.environment(task)
+    except LudusError:
+        raise
+    except Exception as error:  # boundary: foreign code; the cause travels in the failure
+        raise WorldError(f"No environment for task {task.id}: {describe_error(error)}") from error
 
 
 async def run_episode(

@@ -14,11 +14,10 @@ import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
-from ludus.envs.base import Environment, World
-from ludus.envs.toolbox import describe_error
-from ludus.errors import EngineError, LudusError, WorldError
+from ludus.envs.base import World
+from ludus.errors import EngineError, WorldError
 from ludus.rollout.conversation import Conversation
-from ludus.rollout.episode import EpisodeLimits, is_being_cancelled, run_episode
+from ludus.rollout.episode import EpisodeLimits, fresh_environment, is_being_cancelled, run_episode
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.lockstep import LockstepEngine
 from ludus.types import Failure, StopReason, Task, ToolStatus, Trajectory
@@ -133,7 +132,7 @@ class Scheduler:
 
     async def _play(self, job: Job) -> Trajectory:
         conversation = self.converse(job)
-        environment = self._environment(job.task)
+        environment = fresh_environment(self.world, job.task)
         trajectory = await run_episode(
             job.task, job.key.sample, environment, conversation, self.episode_limits
         )
@@ -141,14 +140,6 @@ class Scheduler:
         if late or trajectory.stop_reason is StopReason.TIMEOUT:
             self.ledger.note_clock_limit(job.key.step)
         return trajectory
-
-    def _environment(self, task: Task) -> Environment:
-        try:
-            return self.world.environment(task)
-        except LudusError:
-            raise
-        except Exception as error:  # boundary: foreign code; the cause travels in the failure
-            raise WorldError(f"No environment for task {task.id}: {describe_error(error)}") from error
 
     def _note_failure(self, key: RolloutKey, error: InfrastructureError) -> None:
         self.ledger.finish(key, Outcome.FAILED, error.part)
