@@ -94,6 +94,7 @@ algorithms-table: $(VENV)/.ready
 	$(PY) benchmarks/algorithms.py table --game guess
 	$(PY) benchmarks/algorithms.py ladder
 	$(PY) benchmarks/algorithms.py credit
+	$(PY) benchmarks/algorithms.py stages
 	$(PY) benchmarks/algorithms.py table --game search
 
 # TRL's latest release, in an environment of its own: the benchmark leaves it out where this is missing.

@@ -3,6 +3,7 @@
     python benchmarks/algorithms.py table --game guess     # ten algorithms that stand for the mechanisms
     python benchmarks/algorithms.py ladder --game guess    # GRPO, then one part of DAPO after the other
     python benchmarks/algorithms.py credit                # turn by turn against the whole trajectory
+    python benchmarks/algorithms.py stages                # as many demonstrations as RL has episodes
 
 Every arm has the same cold start, tasks, steps, group size and learning rates: each rate of --rates is tried
 with the first seed, and the one that does best on `validation`, which no table shows, with the others. A run
@@ -38,27 +39,33 @@ SPLITS = ("validation", "test", "composition")
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train: a name and the settings that make it."""
+    """One way to train: a name, the settings that make it, and the command."""
 
     name: str
     settings: tuple[str, ...]
+    stage: str = "train"
 
 
 @dataclass(frozen=True)
 class Game:
-    """What all arms of a table play: a recipe, its changes, training steps, tasks of an evaluation."""
+    """What all arms of a table play: a recipe, its changes, training steps, tasks of an evaluation.
+
+    A step of training has as many `episodes`, one of SFT as many `demonstrations`.
+    """
 
     recipe: str
     steps: int
     tasks: int
     words: tuple[str, ...] = ()
     sft_steps: int | None = None
+    episodes: int = 192
+    demonstrations: int = 32
 
 
 GAMES = {
     "guess": Game("guess", 50, 90),
     "guess-long": Game("guess", 50, 180, LONG, sft_steps=4000),
-    "search": Game("search", 30, 256),
+    "search": Game("search", 30, 256, episodes=96, demonstrations=24),
 }
 
 
@@ -104,6 +111,7 @@ LADDER = (
         for i, (name, _) in enumerate(PARTS)
     ),
 )
+STAGES = (preset("grpo"), Arm("more SFT", (), "sft"))
 CREDIT = (preset("grpo"), preset("turn_grpo", "--algorithm.kl_coef", "0"), preset("turn_return"))
 
 
@@ -126,17 +134,21 @@ def cold_start(name: str, folder: Path) -> tuple[str, ...]:
     return ("--model.path", str(newest), "--model.from_scratch", "false")
 
 
-def train(folder: Path, recipe: str, words: tuple[str, ...]) -> Path:
+def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train") -> Path:
     """One run, under the hash of what it is."""
-    key = hashlib.sha256(json.dumps([recipe, *words]).encode()).hexdigest()[:16]
+    kind = () if stage == "train" else (stage,)
+    key = hashlib.sha256(json.dumps([*kind, recipe, *words]).encode()).hexdigest()[:16]
     path = folder / key
-    command = [sys.executable, "-m", "ludus", "train"]
+    command = [sys.executable, "-m", "ludus", stage]
     if (path / "config.toml").is_file():
         command += ["--resume", str(path)]
     else:
         command += [recipe, "--run.folder", str(path), "--run.threads", "1", *words]
     if not (path / "done").is_file():
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+        if stage != "train":
+            evaluate = [sys.executable, "-m", "ludus", "eval", "--run", str(path)]
+            subprocess.run(evaluate, check=True, stdout=subprocess.DEVNULL)
         (path / "settings.json").write_text(json.dumps([recipe, *words]))
         (path / "done").touch()
     return path
@@ -152,18 +164,24 @@ def last(path: Path, split: str) -> Evaluation:
 def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, list[Path]]]:
     """All arms; for each its best rate on `validation` with the first seed, and its runs at that rate."""
     game = GAMES[args.game]
+    start = (*cold_start(args.game, args.folder), *game.words)
     common = (
-        *cold_start(args.game, args.folder),
-        *game.words,
-        *("--training.steps", str(args.steps or game.steps), "--run.save_rollouts", "false"),
         *("--evaluation.splits", json.dumps(SPLITS), "--evaluation.temperatures", "[0.0]"),
         *("--evaluation.tasks", str(game.tasks), "--evaluation.every", "1000"),
     )
 
+    steps = args.steps or game.steps
+    budgets = {
+        "train": ("--training.steps", str(steps), "--run.save_rollouts", "false"),
+        "sft": ("--sft.steps", str(steps * game.episodes // game.demonstrations)),
+    }
+    sections = {"train": "training", "sft": "sft"}
+
     def one(job: tuple[Arm, str, int]) -> Path:
         arm, rate, seed = job
-        own = ("--run.seed", str(seed), "--training.learning_rate", rate)
-        return train(args.folder, game.recipe, (*common, *arm.settings, *own))
+        own = ("--run.seed", str(seed), f"--{sections[arm.stage]}.learning_rate", rate)
+        words = (*start, *budgets[arm.stage], *common, *arm.settings, *own)
+        return train(args.folder, game.recipe, words, arm.stage)
 
     first, *others = args.seeds
     with ThreadPoolExecutor(args.parallel) as pool:
@@ -200,7 +218,12 @@ def table(found: dict[str, tuple[str, list[Path]]], baseline: str) -> str:
 def main() -> None:
     """Run what is asked for, and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    arms = {"table": (TEN, "grpo"), "ladder": (LADDER, "GRPO"), "credit": (CREDIT, "grpo")}
+    arms = {
+        "table": (TEN, "grpo"),
+        "ladder": (LADDER, "GRPO"),
+        "credit": (CREDIT, "grpo"),
+        "stages": (STAGES, "grpo"),
+    }
     parser.add_argument("what", choices=tuple(arms))
     parser.add_argument("--game", choices=tuple(GAMES), help="default: guess, and guess-long for credit")
     parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
