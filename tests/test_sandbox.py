@@ -177,6 +177,7 @@ def test_a_cell_that_is_killed_is_replaced():
 
 def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
     monkeypatch.setattr(cell, "GRACE_S", 0.5)
+    foreign = descendants()
 
     async def act(box):
         await box.run("print(1)")
@@ -184,7 +185,7 @@ def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
         running = asyncio.create_task(box.run("import time; time.sleep(20)", limits=Limits(wall_s=1)))
         while len(descendants() - others) < 1:
             await asyncio.sleep(0.02)
-        for pid in descendants():
+        for pid in descendants() - foreign:
             os.kill(pid, signal.SIGSTOP)
         stuck = await running
         monkeypatch.undo()
@@ -197,10 +198,11 @@ def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
 @pytest.mark.security
 def test_a_session_whose_guard_does_not_answer_is_over(monkeypatch):
     monkeypatch.setattr(namespace_session, "GRACE_S", 0.3)
+    foreign = descendants()
 
     async def act(box):
         session = await box.session("shell", limits=Limits(wall_s=1))
-        for pid in descendants():
+        for pid in descendants() - foreign:
             os.kill(pid, signal.SIGSTOP)
         assert (await session.run("echo 1")).timed_out
         assert not box._open
