@@ -20,6 +20,7 @@ BUDGET = {
     "evaluation.tasks_during": "4",
     "rollout.concurrency": "16",
     "run.threads": "1",
+    "env.check": "false",
 }
 
 

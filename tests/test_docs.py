@@ -56,6 +56,7 @@ TRAINING = EVALUATION | {
     "training.tasks_per_step": "2",
     "algorithm.group_size": "2",
     "rollout.concurrency": "16",
+    "env.check": "false",
 }
 SCRATCH = {
     "model.scratch.vocab_size": "400",
