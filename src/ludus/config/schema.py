@@ -94,8 +94,9 @@ class EnvConfig(Section):
 
     name: str = "search"
     """A registered world, or `path/to/file.py` whose module registers one."""
-    rendering: Literal["chat", "tags"] = "chat"
-    """`chat`: the model's chat template with tool calls. `tags`: the text protocol of Search-R1."""
+    rendering: Literal["chat", "tags", "code"] = "chat"
+    """`chat`: the model's chat template with tool calls. Without a template: `tags`, the text protocol of
+    Search-R1, for a world with a tool `search`, or `code`, that of ReTool, for one with a tool `python`."""
     tool_parser: Literal["auto", "hermes", "llama3", "pythonic"] = "auto"
     """How tool calls are written in `chat`; `auto` reads it off the chat template."""
     settings: dict[str, Any] = Field({})
