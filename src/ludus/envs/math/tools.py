@@ -5,9 +5,9 @@ from __future__ import annotations
 import ast
 from typing import Literal
 
-from ludus.envs.math.calculator import calculate, show
 from ludus.sandbox import Limits, Sandbox
-from ludus.tools.base import Tool, tool
+from ludus.tools.base import Tool
+from ludus.tools.calculator import exact_calculator_tool
 from ludus.tools.python import python_tool
 
 ToolName = Literal["python", "calculator", "none"]
@@ -22,22 +22,9 @@ def make_tools(name: ToolName, sandbox: Sandbox) -> tuple[Tool, ...]:
         case "python":
             return (python_tool(sandbox, _LIMITS),)
         case "calculator":
-            return (CALCULATOR,)
+            return (exact_calculator_tool(),)
         case "none":
             return ()
-
-
-@tool(name="calculator")
-def _calculator(expression: str) -> str:
-    """Work out an expression exactly, like (3 + 4) * 5 / 2.
-
-    Args:
-        expression: numbers, + - * / // % **, brackets, and functions like gcd, comb, factorial, sqrt, primes.
-    """
-    return show(calculate(expression))
-
-
-CALCULATOR = _calculator
 
 
 def as_program(expression: str) -> str:
