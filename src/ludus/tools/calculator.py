@@ -158,9 +158,12 @@ def _root(value: Number) -> Number:
 
 
 def _round(value: Number, digits: Number = Fraction(0)) -> Number:
-    if digits != int(digits) or abs(digits) > MOST_CHARACTERS:
+    if digits != int(digits) or not -MOST_CHARACTERS <= digits <= MOST_CHARACTERS:
         raise ToolError("round takes a small whole number of digits")
-    return round(value, int(digits)) if digits else Fraction(round(value))
+    places = int(digits)
+    if not places:
+        return Fraction(round(value))
+    return round(value, places) if isinstance(value, float) else round(value, places)
 
 
 def _float_of(function: Callable[..., float]) -> Callable[..., Number]:
