@@ -31,11 +31,12 @@ from ludus.envs.math.generate import (
 from ludus.envs.math.grading import SYSTEM, answer_text, as_task, is_right, solved
 from ludus.envs.math.problems import Work, worked
 from ludus.envs.math.records import load_problems
-from ludus.envs.math.survey import copied_rate, majority_rate, variety
+from ludus.envs.math.survey import copied_rate, looks, majority_rate
 from ludus.envs.math.tools import as_program
 from ludus.envs.math.world import MathSettings, MathWorld, make_math_world
 from ludus.envs.registry import build_world, closing
 from ludus.envs.toolbox import ToolLimits
+from ludus.envs.variety import variety
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.answers import Answers
 from ludus.rewards.base import check_rewards, score, success
@@ -143,7 +144,7 @@ def test_composition_alone_has_what_is_held_out(tasks):
 
 def test_all_levels_and_topics_are_there_and_really_differ(tasks):
     assert {task.tags["family"] for task in tasks["train"]} == set(DEFAULT_TOPICS)
-    found = variety(tasks["train"])
+    found = variety(looks(tasks["train"]))
     assert list(found) == [str(level) for level in LEVELS]
     assert found["1"].num_shapes >= 10
     assert found["2"].num_shapes >= 30
