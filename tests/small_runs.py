@@ -82,3 +82,20 @@ class Silent:
 
     def alarm(self, text: str) -> None:
         self.alarms.append(text)
+
+
+class Cut(Exception):
+    """What a cut run ends with."""
+
+
+class Cutting(Silent):
+    """A reporter that ends the run when it hears that a step is done."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.at = at
+
+    def step(self, step, metrics, timings) -> None:
+        super().step(step, metrics, timings)
+        if step == self.at:
+            raise Cut

@@ -179,7 +179,7 @@ def test_every_key_of_an_unknown_section_is_named(tmp_path):
         ("rollout.temperature", '"hot"', "a number"),
         ("run.save_rollouts", '"yes"', "true or false"),
         ("run.save_rollouts", "1", "true or false"),
-        ("env.rendering", '"chta"', 'one of "chat", "tags"'),
+        ("env.rendering", '"chta"', 'one of "chat", "tags", "code"'),
         ("algorithm.std_ddof", "2", "one of 0, 1 or none"),
         ("run.trackers", '"jsonl"', 'a list of text such as ["a", "b"]'),
         ("run.trackers", "[1]", 'a list of text such as ["a", "b"]'),

@@ -21,7 +21,7 @@ from ludus.training.refine import refine
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import open_session
 from ludus.training.start import train
-from small_runs import SMALLEST, Silent, config, lasting_files
+from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group, real_group
 from test_learner import random_rows, tiny_model
 
@@ -161,17 +161,9 @@ def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_p
     reporter = run(whole)
     assert {"critic/loss", "critic/explained_variance", "policy/ratio_mean"} <= set(reporter.steps[-1][1])
 
-    class Stop(Exception):
-        pass
-
-    class Cutting(Silent):
-        def step(self, step, metrics, timings):
-            if step == 2:
-                raise Stop
-
     settings = config(cut, **PPO)
-    with locked(new_run(settings, "search", "rl")), pytest.raises(Stop):
-        train(open_session(settings), RunFolder(cut), Cutting())
+    with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
+        train(open_session(settings), RunFolder(cut), Cutting(2))
     assert main(["train", "--resume", str(cut)]) == 0
     first, second = lasting_files(whole), lasting_files(cut)
     assert any(name.endswith("trainer/critic.safetensors") for name in first)

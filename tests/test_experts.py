@@ -22,7 +22,7 @@ from ludus.training.refine import refine
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import open_session
 from ludus.training.start import train
-from small_runs import SMALLEST, Silent, config, lasting_files
+from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import real_group, trajectory
 from test_learner import gradients, largest_difference, learner, tiny_model
 from test_terms import plain_logprobs
@@ -141,16 +141,8 @@ def test_a_run_with_experts_that_is_cut_and_resumed_equals_the_uninterrupted_one
     records = list(read_rollouts(whole / "rollouts" / "step-000001.jsonl.gz"))
     assert len(records) == 4
 
-    class Stop(Exception):
-        pass
-
-    class Cutting(Silent):
-        def step(self, step, metrics, timings):
-            if step == 2:
-                raise Stop
-
-    with pytest.raises(Stop):
-        run(cut, Cutting())
+    with pytest.raises(Cut):
+        run(cut, Cutting(2))
     assert main(["train", "--resume", str(cut)]) == 0
     one, other = lasting_files(whole), lasting_files(cut)
     assert [name for name in one if one[name] != other.get(name)] == []

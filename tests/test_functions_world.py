@@ -21,14 +21,15 @@ from ludus.envs.functions.offers import Scene, changed_offer, plain_offer
 from ludus.envs.functions.oracle import DONE, Attempt, Flaws, play
 from ludus.envs.functions.plans import HELD_OUT_DOMAIN, HELD_OUT_LINKS, LOOKALIKES, looks_like
 from ludus.envs.functions.state import Known, State
-from ludus.envs.functions.survey import majority_rate, no_tool_rate, variety
+from ludus.envs.functions.survey import looks, majority_rate, no_tool_rate
 from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
 from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
+from ludus.envs.variety import variety
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success
-from ludus.rewards.published import PUBLISHED, ExpectedCall, toolrl
+from ludus.rewards.published import PUBLISHED, ExpectedCall, tool_correctness, toolrl
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
@@ -178,9 +179,11 @@ def test_no_request_is_in_two_splits(everything):
 
 
 def test_solutions_are_many_once_values_are_taken_away(tasks):
-    print("\n" + "\n".join(f"level {level}: {found}" for level, found in variety(tasks["train"]).items()))
+    print(
+        "\n" + "\n".join(f"level {level}: {found}" for level, found in variety(looks(tasks["train"])).items())
+    )
     least = {"1": 60, "2": 70, "3": 90, "4": 90, "5": 100}
-    found = variety(tasks["train"])
+    found = variety(looks(tasks["train"]))
     assert {level: found[level].num_shapes >= least[level] for level in least} == dict.fromkeys(least, True)
     assert all(one.num_forms >= one.num_shapes * 0.9 for one in found.values())
 
@@ -383,8 +386,18 @@ def test_toolrl_gives_the_oracle_its_most_and_others_less(everything):
     for task in everything[::7]:
         right = play(task, NO_FLAWS, random.Random(0)).trajectory()
         assert score(toolrl(), task, right).reward == pytest.approx(4.0)
-        if task.truth.right == "call":
-            assert score(toolrl(), task, say(task, DONE)).reward == pytest.approx(-2.0)
+        nothing_to_do = task.tags["null"] == "true"
+        assert score(toolrl(), task, say(task, DONE)).reward == pytest.approx(4.0 if nothing_to_do else -2.0)
+
+
+def test_toolrl_pays_no_text_at_random_where_no_call_is_right(everything):
+    quiet = [task for task in everything if task.truth.right in ("ask", "answer")]
+    assert {task.truth.right for task in quiet} == {"ask", "answer"}
+    for task in quiet:
+        for text in (DONE, "No tool fits.", "?", "Which?", "What do you mean?", task.prompt[-1]["content"]):
+            assert tool_correctness(task, say(task, text)) == -1.0, (task.prompt[-1], text)
+    null = next(task for task in everything if task.truth.right == "decline")
+    assert [tool_correctness(null, say(null, text)) for text in ("No.", " ")] == [1.0, -1.0]
 
 
 def rate(tasks, attempt):

@@ -20,7 +20,7 @@ from ludus.training.session import open_session
 from ludus.training.skipping import SETTINGS, Draw, after_visits, choose
 from ludus.training.start import train
 from ludus.types import Failure, Task
-from small_runs import SMALLEST, Silent, config, lasting_files
+from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group
 from tiny_run import WORLD
 
@@ -88,23 +88,13 @@ CHANGES = {
 
 @pytest.mark.fault
 def test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks(tmp_path):
-    class Stop(Exception):
-        pass
-
-    class Cutting(Silent):
-        def step(self, step, metrics, timings):
-            super().step(step, metrics, timings)
-            if step == 3 and self.cut:
-                raise Stop
-
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     for folder in (whole, cut):
-        reporter = Cutting()
-        reporter.cut = folder == cut
+        reporter = Cutting(3) if folder == cut else Silent()
         settings = config(folder, **(SMALLEST | CHANGES))
         with locked(new_run(settings, "search", "rl")):
-            if reporter.cut:
-                with pytest.raises(Stop):
+            if folder == cut:
+                with pytest.raises(Cut):
                     train(open_session(settings), RunFolder(folder), reporter)
             else:
                 train(open_session(settings), RunFolder(folder), reporter)

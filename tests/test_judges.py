@@ -25,7 +25,7 @@ from ludus.training.refine import refine
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import open_session, with_adapters
 from ludus.training.start import train
-from small_runs import SMALLEST, Silent, config, lasting_files
+from small_runs import SMALLEST, Cut, Cutting, config, lasting_files
 from test_baselines import run
 from test_credit import REWARDS, real_group, same, table
 from test_learner import learner, random_rows, tiny_model
@@ -241,17 +241,9 @@ def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one_and_its_judg
     first, second = (metrics[metric] for _, metrics in reporter.steps)
     assert second < first
 
-    class Stop(Exception):
-        pass
-
-    class Cutting(Silent):
-        def step(self, step, metrics, timings):
-            if step == 2:
-                raise Stop
-
     settings = config(cut, **(SMALLEST | changes))
-    with locked(new_run(settings, "search", "rl")), pytest.raises(Stop):
-        train(open_session(settings), RunFolder(cut), Cutting())
+    with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
+        train(open_session(settings), RunFolder(cut), Cutting(2))
     assert main(["train", "--resume", str(cut)]) == 0
     one, two = lasting_files(whole), lasting_files(cut)
     part = "process_reward" if name == "prime" else "critic"

@@ -23,7 +23,7 @@ from ludus.training.checkpoint import list_checkpoints
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import open_session
 from ludus.training.start import train
-from small_runs import SMALLEST, Silent, config, lasting_files
+from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 
 HELD = SMALLEST | {
     "algorithm__advantage": "raw",
@@ -148,16 +148,8 @@ def test_a_run_with_a_controller_that_is_cut_and_resumed_equals_the_uninterrupte
         assert term > 0
         assert after["loss/total"] == pytest.approx(after["loss/policy"] + term, abs=1e-7)
 
-    class Stop(Exception):
-        pass
-
-    class Cutting(Silent):
-        def step(self, step, metrics, timings):
-            if step == 3:
-                raise Stop
-
-    with pytest.raises(Stop):
-        run(cut, Cutting())
+    with pytest.raises(Cut):
+        run(cut, Cutting(3))
     assert main(["train", "--resume", str(cut)]) == 0
     first, second = lasting_files(whole), lasting_files(cut)
     state = next(name for name in first if name.endswith("step-000002/trainer/state.json"))

@@ -11,9 +11,12 @@ from math import comb, factorial, gcd, lcm, perm
 
 import pytest
 
+from chat_families import byte_level
+from ludus.chat.parse_tags import RETOOL
+from ludus.chat.render import render_dialogue
+from ludus.chat.tags import TagsRenderer
 from ludus.config.load import load_config
 from ludus.config.schema import EnvConfig, RolloutConfig
-from ludus.envs.math.calculator import CalculationError, calculate, show
 from ludus.envs.math.foreign import GymJudge
 from ludus.envs.math.generate import (
     DEFAULT_TOPICS,
@@ -25,19 +28,22 @@ from ludus.envs.math.generate import (
     make_problems,
     split_of_problem,
 )
-from ludus.envs.math.grading import answer_text, as_task, is_right, solved
+from ludus.envs.math.grading import SYSTEM, answer_text, as_task, is_right, solved
 from ludus.envs.math.problems import Work, worked
 from ludus.envs.math.records import load_problems
-from ludus.envs.math.survey import copied_rate, majority_rate, variety
-from ludus.envs.math.tools import as_program, python_tool
+from ludus.envs.math.survey import copied_rate, looks, majority_rate
+from ludus.envs.math.tools import as_program
 from ludus.envs.math.world import MathSettings, MathWorld, make_math_world
-from ludus.envs.registry import build_world
+from ludus.envs.registry import build_world, closing
 from ludus.envs.toolbox import ToolLimits
+from ludus.envs.variety import variety
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.answers import Answers
 from ludus.rewards.base import check_rewards, score, success
 from ludus.rewards.maths import Expression
 from ludus.rewards.numbers import Quantity
+from ludus.tools.base import ToolError
+from ludus.tools.calculator import calculate, show
 from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
 
 NUM = 400
@@ -138,7 +144,7 @@ def test_composition_alone_has_what_is_held_out(tasks):
 
 def test_all_levels_and_topics_are_there_and_really_differ(tasks):
     assert {task.tags["family"] for task in tasks["train"]} == set(DEFAULT_TOPICS)
-    found = variety(tasks["train"])
+    found = variety(looks(tasks["train"]))
     assert list(found) == [str(level) for level in LEVELS]
     assert found["1"].num_shapes >= 10
     assert found["2"].num_shapes >= 30
@@ -263,7 +269,7 @@ def test_the_calculator_is_exact(expression, value):
         "x",
         "1 +",
         "(" * 300 + "1" + ")" * 300,
-        "-" * 390 + "1" + "1" * 50,
+        "-" * 490 + "1" + "1" * 50,
         "1" * 399 + "** 99",
         "comb(400, 200) ** 20",
         "",
@@ -273,7 +279,7 @@ def test_the_calculator_is_exact(expression, value):
     ],
 )
 def test_the_calculator_refuses_what_it_cannot_do(expression):
-    with pytest.raises(CalculationError):
+    with pytest.raises(ToolError):
         calculate(expression)
 
 
@@ -294,27 +300,77 @@ def test_an_episode_with_the_calculator(world, tasks):
 
     outputs, end = asyncio.run(play())
     assert [one.output for one in outputs[:-1]] == [m["content"] for m in shown if m["role"] == "tool"]
-    assert (outputs[-1].status, outputs[-1].output) == ("raised", "Error: CalculationError: division by zero")
+    assert (outputs[-1].status, outputs[-1].output) == ("raised", "Error: division by zero")
     assert end.done
 
 
+def python_world(*overrides):
+    words = ["--env.settings.tool", "python", "--env.settings.num_tasks", "20", *overrides]
+    config = load_config("math", words)
+    return build_world(config.env, config.rollout, config.sandbox)
+
+
 def test_python_in_the_sandbox_prints_what_the_demonstrations_say(everything):
-    """One program holds those of many steps; another one fails."""
+    """One program holds those of many steps; another one fails, which is an output."""
     steps = [step for task in everything[::5] for step in worked(task.truth.problem.steps)]
     programs = [as_program(expression) for expression, _ in steps]
-    tool = python_tool()
+    world = python_world()
+    (tool,) = world.tools
 
     async def run():
         everything = "\n".join(f"exec({program!r})" for program in programs)
-        printed = await tool.function(code=everything)
-        alone = await tool.function(code=programs[0])
-        with pytest.raises(Exception, match="ZeroDivisionError"):
-            await tool.function(code="1 / 0")
-        return printed, alone
+        async with closing(world):
+            return [await tool.function(code=code) for code in (everything, programs[0], "1 / 0", "1")]
 
-    printed, alone = asyncio.run(run())
+    printed, alone, failed, silent = asyncio.run(run())
     assert printed.split("\n") == [show(value) for _, value in steps]
     assert alone == show(steps[0][1])
+    assert "ZeroDivisionError: division by zero\n[exit code 1]" in failed
+    assert "print what you want to see" in silent
+
+
+def test_programs_run_in_the_sandbox_of_the_settings_which_is_closed():
+    world = python_world("--sandbox.concurrency", "3")
+    assert world.sandbox.concurrency == 3
+
+    async def run():
+        async with closing(world):
+            await world.tools[0].function(code="print(1)")
+            return len(world.sandbox._open)
+
+    assert asyncio.run(run()) == 1
+    assert not world.sandbox._open
+    assert python_world("--sandbox.backend", "process", "--sandbox.unsafe", "true").sandbox.name == "process"
+
+
+def test_an_episode_in_the_tags_of_retool():
+    world = python_world()
+    renderer = TagsRenderer(byte_level(), RETOOL)
+    task = world.tasks("train")[0]
+    expert = world.expert(task)
+    steps = render_dialogue(renderer, expert.messages, expert.tools)
+    asked, *said = [renderer.tokenizer.decode(step.tokens) for step in steps]
+    assert asked.endswith(f"</answer>.\n{SYSTEM}\n{task.prompt[-1]['content']}\n")
+    assert said[0].startswith("<code>\n")
+    assert said[-1] == f"<answer>{answer_text(task.truth.problem)}</answer>"
+
+    async def play(texts):
+        environment = world.environment(task)
+        async with closing(world):
+            for turn, text in enumerate(texts):
+                action = renderer.parse(renderer.tokenizer.encode(text), turn, "stop")
+                result = await environment.step(action)
+                yield result.done or renderer.tokenizer.decode(renderer.observation(result.messages))
+
+    async def played(texts):
+        return [found async for found in play(texts)]
+
+    assert asyncio.run(played(said[::2])) == [*said[1::2], True]
+    program = "So: <code>```python\nfor n in range(2):\n    print('</interpreter>', n)\n```</code>"
+    shown, refused = asyncio.run(played([program, "<code>print(1)"]))
+    assert shown.count("</interpreter>") == 1
+    assert shown.endswith(" 1</interpreter>\n")
+    assert refused.startswith("\n<interpreter>Error: The tag <code> is not closed.")
 
 
 def test_without_a_tool_there_is_none():

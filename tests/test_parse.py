@@ -391,6 +391,55 @@ def test_search_r1_refuses_the_whole_text(text, reason):
     check("search_r1", text, text, calls=[], errors=[(text, reason)])
 
 
+TO_RUN = "between <code> and </code>"
+RETOOL = [
+    ("", "", None, [], []),
+    ("Let me see. <code>print(1)</code>", "Let me see.", None, [("python", {"code": "print(1)"})], []),
+    ("<code>\n```python\nprint(1)\n```\n</code>", "", None, [("python", {"code": "print(1)"})], []),
+    ("<code>```py\nif 1:\n    x = 2```</code>", "", None, [("python", {"code": "if 1:\n    x = 2"})], []),
+    ("<code>\n\n  a = 1\n  b = 2\n\n</code>", "", None, [("python", {"code": "  a = 1\n  b = 2"})], []),
+    ("<code>  print(1) </code>", "", None, [("python", {"code": "print(1)"})], []),
+    (
+        "<code>print('<answer>2</answer>')</code>",
+        "",
+        None,
+        [("python", {"code": "print('<answer>2</answer>')"})],
+        [],
+    ),
+    ("<code>a</code><answer>1</answer>", "<answer>1</answer>", None, [("python", {"code": "a"})], []),
+    ("So <answer>\\boxed{東}</answer> <code>a</code>", "\\boxed{東}", None, [], []),
+    ("<think>hm</think><code>a</code>", "", "hm", [("python", {"code": "a"})], []),
+    ("<think><code>a</code></think><answer>b</answer>", "b", "<code>a</code>", [], []),
+    ("<interpreter>1</interpreter><answer>1</answer>", "1", None, [], []),
+    ("<code>if a <answer> b</code>", "", None, [("python", {"code": "if a <answer> b"})], []),
+]
+
+
+@pytest.mark.parametrize(("text", "content", "reasoning", "calls", "errors"), RETOOL)
+def test_retool(text, content, reasoning, calls, errors):
+    check("retool", text, content, calls, errors, reasoning)
+
+
+RETOOL_REFUSED = [
+    ("42", TO_RUN),
+    ("42", "between <answer> and </answer>"),
+    ("<code>print(1)", "<code> is not closed"),
+    ("<code>print(1)</answer>", "<code> is not closed"),
+    ("print(1)</code>", TO_RUN),
+    ("```python\nprint(1)\n```", TO_RUN),
+    ("<search>a</search>", TO_RUN),
+    ("<interpreter>1</interpreter>", TO_RUN),
+    ("<code>\n \n</code>", "program is empty"),
+    ("<code>```python\n```</code>", "program is empty"),
+    ("<CODE>1</CODE>", TO_RUN),
+]
+
+
+@pytest.mark.parametrize(("text", "reason"), RETOOL_REFUSED)
+def test_retool_refuses_the_whole_text(text, reason):
+    check("retool", text, text, calls=[], errors=[(text, reason)])
+
+
 TEMPLATES = [
     ('{{ \'<tool_call>\\n{"name": "\' + tool_call.name }} "parameters":', "hermes"),
     ('Respond in the format {"name": function name, "parameters": dictionary of argument name}', "llama3"),
@@ -413,7 +462,7 @@ def test_detect_reads_the_parser_off_the_template(template, name):
 
 def test_parsers_are_registered_under_their_own_names():
     assert {name: parser.name for name, parser in PARSERS.items()} == {
-        name: name for name in ("hermes", "llama3", "pythonic", "search_r1")
+        name: name for name in ("hermes", "llama3", "pythonic", "search_r1", "retool")
     }
 
 

@@ -82,7 +82,12 @@ def test_toolrl_by_hand():
     cut = trajectory(BUY, stop=StopReason.TRUNCATED)
     assert reward("toolrl", truth, cut) == pytest.approx(6 * 2.5 / 6 - 3)
     none = ExpectedCalls(())
-    assert [tool_correctness(Task("t", (), none), given) for given in (trajectory(), part)] == [1.0, -1.0]
+    quiet = trajectory(answer="No tool fits.", statuses=())
+    tried = trajectory(answer="No tool fits.", statuses=(MALFORMED,))
+    cut = trajectory(answer="No tool fits.", statuses=(), stop=StopReason.TRUNCATED)
+    silent = trajectory(statuses=())
+    found = [tool_correctness(Task("t", (), none), given) for given in (quiet, part, tried, cut, silent)]
+    assert found == [1.0, -1.0, -1.0, -1.0, -1.0]
 
 
 def test_toolrl_reports_the_single_aspects():

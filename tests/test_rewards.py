@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 from ludus.errors import ConfigError
 from ludus.rewards.answers import Answers, exact_match, f1, matches, normalise, token_f1, well_formed
 from ludus.rewards.base import Reward, check_rewards, score, success
+from ludus.rewards.published import accuracy, calls_of_the_wrong, wrong_and_ill_formed
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
+from tables.answer_pairs import ACCEPTED, REJECTED
 
 
 def episode(answer="", stop=StopReason.ANSWERED, statuses=(), rewards=None):
@@ -21,53 +23,6 @@ def episode(answer="", stop=StopReason.ANSWERED, statuses=(), rewards=None):
 
 def task(*accepted):
     return Task("t", (), Answers(accepted))
-
-
-ACCEPTED = [
-    ("Paris", ["Paris"]),
-    ("  paris.\n", ["Paris"]),
-    ("The Netherlands", ["Netherlands"]),
-    ("an apple a day", ["apple day"]),
-    ("Sao Paulo", ["São Paulo"]),
-    ("SÃO PAULO", ["Sao Paulo"]),
-    ("Sa\u0303o Paulo", ["São Paulo"]),
-    ("Strasse", ["Straße"]),
-    ("Cote dIvoire", ["Côte d’Ivoire"]),
-    ("Côte d'Ivoire", ["Côte d’Ivoire"]),
-    ("“Paris”", ["Paris"]),
-    ("Saint Denis…", ["Saint-Denis", "Saint Denis"]),
-    ("1,234,567", ["1234567"]),
-    ("1234567", ["1,234,567"]),
-    ("3.5.", ["3.5"]),
-    ("−5", ["-5"]),
-    ("(-5)", ["-5"]),
-    ("-.5", ["-.5"]),
-    ("No.5", ["No 5", "no5"]),
-    ("USA", ["United States", "USA"]),
-    ("America/Sao_Paulo", ["America/Sao_Paulo"]),
-    ("東京", ["東京"]),
-    ("ﬁji", ["Fiji"]),
-]
-REJECTED = [
-    ("", ["Paris"]),
-    ("", [""]),
-    ("...", ["!?"]),
-    ("the", ["a"]),
-    ("Paris, France", ["Paris"]),
-    ("It is Paris", ["Paris"]),
-    ("Pari", ["Paris"]),
-    ("1,234,56", ["1234567"]),
-    ("3.5", ["35"]),
-    ("35", ["3.5"]),
-    ("0.5", ["5"]),
-    (".5", ["5"]),
-    ("-.5", [".5"]),
-    ("-5", ["5"]),
-    ("5", ["-5"]),
-    ("Theodore", ["odore"]),
-    ("Paris", []),
-    ("Paris Rome", ["Paris", "Rome"]),
-]
 
 
 @pytest.mark.parametrize(("answer", "accepted"), ACCEPTED)
@@ -82,6 +37,18 @@ def test_exact_match_rejects(answer, accepted):
     assert not matches(answer, Answers(tuple(accepted)))
     assert exact_match(task(*accepted), episode(answer)) == 0.0
     assert f1(answer, Answers(tuple(accepted))) < 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "accepted", "right"),
+    [*((*pair, True) for pair in ACCEPTED), *((*pair, False) for pair in REJECTED)],
+)
+def test_published_rewards_of_answers_follow_the_exact_match(answer, accepted, right):
+    bad, called = episode(answer, statuses=[ToolStatus.RAISED]), episode(answer, statuses=[ToolStatus.OK] * 3)
+    assert accuracy(task(*accepted), bad) == (1 if right else -1)
+    assert calls_of_the_wrong(task(*accepted), called) == (0 if right else 0.75)
+    assert wrong_and_ill_formed(task(*accepted), bad) == float(not right and bool(answer))
+    assert wrong_and_ill_formed(task(*accepted), called) == 0
 
 
 @pytest.mark.parametrize(

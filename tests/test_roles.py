@@ -26,7 +26,7 @@ from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.selection import as_one_batch, with_role_baselines
 from ludus.training.session import open_session
 from ludus.training.start import train
-from small_runs import SMALLEST, Silent, config, lasting_files
+from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_baselines import run
 from test_credit import group, same, table
 from tiny_run import WORLD
@@ -68,17 +68,9 @@ def test_a_run_of_rae_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_p
     changes = {"algorithm__preset": "rae", "rollout__temperature": "2"}
     run(whole, **changes)
 
-    class Stop(Exception):
-        pass
-
-    class Cutting(Silent):
-        def step(self, step, metrics, timings):
-            if step == 2:
-                raise Stop
-
     settings = config(cut, **(SMALLEST | changes))
-    with locked(new_run(settings, "search", "rl")), pytest.raises(Stop):
-        train(open_session(settings), RunFolder(cut), Cutting())
+    with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
+        train(open_session(settings), RunFolder(cut), Cutting(2))
     assert main(["train", "--resume", str(cut)]) == 0
     first, second = lasting_files(whole), lasting_files(cut)
     assert [name for name in first if first[name] != second.get(name)] == []

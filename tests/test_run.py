@@ -24,7 +24,7 @@ from ludus.training.checkpoint import checkpoint_path
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import make_engine, model_path, open_session
 from ludus.training.start import doubts, train
-from small_runs import Silent, config, lasting_files, words
+from small_runs import Cut, Cutting, Silent, config, lasting_files, words
 
 
 def run(folder: Path, **changes: str) -> Silent:
@@ -148,17 +148,9 @@ def test_another_seed_gives_other_rollouts(finished, tmp_path):
 def test_a_run_cut_in_the_middle_and_resumed_equals_the_uninterrupted_one(finished, tmp_path):
     folder = tmp_path / "cut"
 
-    class Stop(Exception):
-        pass
-
-    class Cutting(Silent):
-        def step(self, step, metrics, timings):
-            if step == 3:
-                raise Stop
-
     settings = config(folder)
-    with locked(new_run(settings, "search", "rl")), pytest.raises(Stop):
-        train(open_session(settings), RunFolder(folder), Cutting())
+    with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
+        train(open_session(settings), RunFolder(folder), Cutting(3))
     assert main(["train", "--resume", str(folder)]) == 0
     first, second = lasting_files(finished), lasting_files(folder)
     assert [name for name in first if first[name] != second.get(name)] == []

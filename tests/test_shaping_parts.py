@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 
-from ludus.rewards.published import ExpectedCall, ExpectedCalls, tool_correctness
+from ludus.rewards.answers import well_formed
+from ludus.rewards.published import (
+    ExpectedCall,
+    ExpectedCalls,
+    format_kept,
+    right_argument_names,
+    right_argument_values,
+    right_names,
+    tool_correctness,
+    valid_calls,
+)
 from ludus.rewards.shaping import (
     citation_support,
     extra_calls,
@@ -19,7 +30,7 @@ from ludus.rewards.shaping import (
     share_in_script,
 )
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
-from tables import call_pairs, shaping_pairs
+from tables import call_pairs, episode_pairs, shaping_pairs
 
 TASK = Task("t", (), None)
 STATUS = {
@@ -59,9 +70,28 @@ CALLS = [
 def test_calls_are_right_only_if_all_of_them_are(made, expected, right):
     assert len(CALLS) >= 40
     truth = ExpectedCalls(tuple(ExpectedCall(name, arguments) for name, arguments in expected))
-    value = tool_correctness(Task("t", (), truth), episode(calls=made))
+    value = tool_correctness(Task("t", (), truth), episode("Done.", calls=made))
     assert (value == 1) == right
     assert -1 <= value <= 1
+
+
+@pytest.mark.parametrize(("made", "expected", "right"), CALLS)
+def test_the_aspects_of_calls_are_all_full_where_the_calls_are_right(made, expected, right):
+    wanted = tuple(ExpectedCall(name, arguments) for name, arguments in expected)
+    one = Task("t", (), ExpectedCalls(wanted)), episode(calls=made)
+    full = right_names(*one) == 1
+    if wanted:
+        full &= right_argument_names(*one) == 1
+    if any(call.arguments for call in wanted):
+        full &= right_argument_values(*one) == 1
+    assert full == right
+
+
+@pytest.mark.parametrize(("letters", "stop", "fine", "kept", "valid"), episode_pairs.EPISODES)
+def test_the_form_of_an_episode(letters, stop, fine, kept, valid):
+    one = replace(episode("x", [outcome(STATUS[letter]) for letter in letters]), stop_reason=stop)
+    assert (well_formed(TASK, one), format_kept(TASK, one)) == (fine, kept)
+    assert valid_calls(TASK, one) == pytest.approx(valid)
 
 
 @pytest.mark.parametrize(("answer", "output"), shaping_pairs.SUPPORT_ACCEPTED)
@@ -108,6 +138,16 @@ def test_calls_that_were_made_before_are_counted_up_to_a_cap(letters, value):
     turned = [(name, dict(reversed(arguments.items()))) for name, arguments in calls]
     assert repeated_calls(4)(TASK, episode(calls=calls)) == pytest.approx(value)
     assert repeated_calls(4)(TASK, episode(calls=[*calls, *turned])) <= value
+
+
+@pytest.mark.parametrize(("calls", "value"), shaping_pairs.REPEATED_CALLS)
+def test_a_repeat_is_the_same_call_and_no_other(calls, value):
+    assert repeated_calls(4)(TASK, episode(calls=calls)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("text", "value"), shaping_pairs.LONG_TEXTS)
+def test_words_are_what_blanks_separate(text, value):
+    assert long_answer(10, 20)(TASK, episode(text)) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("num", "value"), shaping_pairs.LENGTHS)

@@ -20,7 +20,7 @@ from ludus.envs.sql.domains import DOMAINS, Kind
 from ludus.envs.sql.expert import Expert, Flaws, blind_query, forgetful
 from ludus.envs.sql.query import Attribute, Listing, Order, Plan, Test, Versus, level_of, points
 from ludus.envs.sql.render import to_sql, to_words
-from ludus.envs.sql.report import answer_text, majority, no_tool, report, success_by_level
+from ludus.envs.sql.report import answer_text, looks, majority, no_tool, report, success_by_level
 from ludus.envs.sql.tasks import (
     HELD_OUT,
     LEVELS,
@@ -28,12 +28,12 @@ from ludus.envs.sql.tasks import (
     SPLITS,
     features,
     shape_of,
-    shapes_by_level,
     weakened,
 )
 from ludus.envs.sql.verdict import gives, is_right, make_truth
 from ludus.envs.sql.world import SqlSettings, SqlWorld, make_sql_world
 from ludus.envs.toolbox import ToolLimits
+from ludus.envs.variety import variety
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, success
@@ -43,6 +43,10 @@ from ludus.types import Action, Message, StopReason, ToolCall
 Test.__test__ = False
 WORLD = SqlWorld()
 README = recipe_folder("sql") / "README.md"
+
+
+def shapes_by_level(questions):
+    return {int(level): found.num_shapes for level, found in variety(looks(questions)).items()}
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +109,6 @@ def test_the_hidden_database_has_the_same_tables_and_other_rows():
 
 
 def test_there_are_many_tasks_of_every_level_and_domain_and_no_two_have_a_shape_in_common(questions):
-    print(shapes_by_level(questions))
     assert len(questions) >= 500
     assert len({q.shape for q in questions}) == len(questions)
     assert all(number >= 100 for number in shapes_by_level(questions).values())

@@ -28,7 +28,7 @@ from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import open_session
 from ludus.training.start import check, doubts, train
 from ludus.training.teacher import load_teacher
-from small_runs import SMALLEST, Silent, config, lasting_files
+from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import real_group, trajectory
 from test_critic import critic
 from test_learner import gradients, largest_difference, learner, random_rows, tiny_model
@@ -212,16 +212,8 @@ def test_a_run_of_vapo_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_
     assert "loss/total" not in first
     assert second["loss/positive_nll"] > 0
 
-    class Stop(Exception):
-        pass
-
-    class Cutting(Silent):
-        def step(self, step, metrics, timings):
-            if step == 2:
-                raise Stop
-
-    with pytest.raises(Stop):
-        run(cut, Cutting(), **vapo)
+    with pytest.raises(Cut):
+        run(cut, Cutting(2), **vapo)
     assert main(["train", "--resume", str(cut)]) == 0
     one, other = lasting_files(whole), lasting_files(cut)
     assert [name for name in one if one[name] != other.get(name)] == []

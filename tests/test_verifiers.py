@@ -144,6 +144,11 @@ def test_the_share_of_tests_that_passed(text, suite, which, share):
     assert share_passed(final_answer, which)(task(suite), episode(text)) == pytest.approx(share)
 
 
+@pytest.mark.parametrize(("text", "suite", "value"), suite_pairs.THRIFT)
+def test_what_a_solution_leaves_of_its_limits(text, suite, value):
+    assert thrift(final_answer)(task(suite), episode(text)) == pytest.approx(value)
+
+
 def test_among_solutions_the_thrifty_one_is_ahead():
     suite = Suite(("a",), seconds=10, memory_bytes=100)
 

@@ -26,7 +26,7 @@ from typing import Protocol
 from ludus.chat.parse_hermes import HermesParser
 from ludus.chat.parse_llama3 import Llama3Parser
 from ludus.chat.parse_pythonic import PythonicParser
-from ludus.chat.parse_search_r1 import SearchR1Parser
+from ludus.chat.parse_tags import RETOOL, SEARCH_R1, TagsParser
 from ludus.types import Action
 
 _PYTHONIC_EXAMPLE = re.compile(r"\[\w+\(\w+\s*=|\bname \+ ['\"]\(['\"]")
@@ -45,7 +45,16 @@ class ToolCallParser(Protocol):
 
 
 PARSERS: Mapping[str, ToolCallParser] = MappingProxyType(
-    {parser.name: parser for parser in (HermesParser(), Llama3Parser(), PythonicParser(), SearchR1Parser())}
+    {
+        parser.name: parser
+        for parser in (
+            HermesParser(),
+            Llama3Parser(),
+            PythonicParser(),
+            TagsParser(SEARCH_R1),
+            TagsParser(RETOOL),
+        )
+    }
 )
 """The parsers by name."""
 

@@ -1,50 +1,68 @@
-"""The text protocol of Search-R1 and ReSearch, for base models: tags instead of a chat template.
+"""Text protocols for base models: tags instead of a chat template.
+
+Of Search-R1 and ReSearch (`env.rendering` is `tags`), for a world with a tool `search` whose only required
+argument is a string `query`:
 
     <think> ... </think> <search> query </search>   the model
     <information> ... </information>                the environment
     <answer> ... </answer>                          the model, at the end
 
-The world needs a tool `search` whose only required argument is a string `query`. Special tokens in what users
-and tools say, and information tags in tool output, are broken (`ludus.chat.control`).
+Of ReTool and ToRL (`code`), for a world with a tool `python` whose only required argument is a string `code`:
+
+    ... <code> program </code>                      the model
+    <interpreter> what it prints </interpreter>     the environment
+    ... <answer> ... </answer>                      the model, at the end
+
+Special tokens in what users and tools say, and the tags of results in tool output, are broken
+(`ludus.chat.control`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.chat.control import ControlGuard, make_guard
 from ludus.chat.guides import GUIDES_EXIST
-from ludus.chat.parse import PARSERS
+from ludus.chat.parse_tags import ANSWER, RETOOL, SEARCH_R1, TagProtocol, TagsParser
 from ludus.chat.render import Tokenizer, decode_exactly
 from ludus.errors import ConfigError, UserError
 from ludus.tools.base import Tool
-from ludus.types import Action, FinishReason, Guide, Message
+from ludus.types import JSON, Action, FinishReason, Guide, Message
 
-_HOW = (
-    "Think inside <think> and </think>. To look something up, write <search> query </search>; what is "
-    "found comes back inside <information> and </information>. Give the answer inside <answer> and "
-    "</answer>."
-)
-_HOW_WITHOUT_TOOLS = "Give the answer inside <answer> and </answer>."
+_TO_ANSWER = "Give the answer inside <answer> and </answer>."
+_HOW: Mapping[str, str] = {
+    SEARCH_R1.name: (
+        "Think inside <think> and </think>. To look something up, write <search> query </search>; what is "
+        f"found comes back inside <information> and </information>. {_TO_ANSWER}"
+    ),
+    RETOOL.name: (
+        "Think step by step. To run a Python program, write <code> program </code>; what it prints comes "
+        f"back inside <interpreter> and </interpreter>. {_TO_ANSWER}"
+    ),
+}
+PROTOCOLS: Mapping[str, TagProtocol] = {"tags": SEARCH_R1, "code": RETOOL}
+"""The protocols by their value of `env.rendering`."""
 
 
 @dataclass(frozen=True)
 class TagsRenderer:
-    """Renders with tags; stop strings end an action."""
+    """Renders with the tags of a protocol; stop strings end an action."""
 
     tokenizer: Tokenizer
+    protocol: TagProtocol = SEARCH_R1
     guard: ControlGuard = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        guard = make_guard(self.tokenizer, wrappers=("<information>", "</information>"))
+        result = self.protocol.result
+        guard = make_guard(self.tokenizer, wrappers=(f"<{result}>", f"</{result}>"))
         object.__setattr__(self, "guard", guard)
 
     @property
     def stop(self) -> tuple[str, ...]:
-        """The closing tags of a search and of the answer."""
-        return ("</search>", "</answer>")
+        """The closing tags of a call and of the answer."""
+        return (f"</{self.protocol.call}>", f"</{ANSWER}>")
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -53,53 +71,62 @@ class TagsRenderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """Instructions and question as plain text."""
-        if tools and "search" not in {tool.name for tool in tools}:
+        known = self.protocol.tool
+        if tools and known not in {tool.name for tool in tools}:
             raise ConfigError(
-                "The tags protocol knows one tool, search, and this world has none of that name.",
+                f"The tags protocol knows one tool, {known}, and this world has none of that name.",
                 "Set env.rendering to 'chat'.",
             )
-        how = _HOW if tools else _HOW_WITHOUT_TOOLS
+        how = _HOW[self.protocol.name] if tools else _TO_ANSWER
         said = "\n".join(self.guard.message(message)["content"] for message in messages)
         return tuple(self.tokenizer.encode(f"{how}\n{said}\n", add_special_tokens=True))
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
         """Raises UserError: the tags hold free text, so that nothing is left to guide."""
-        raise UserError("There are no guided tool calls in the tags of Search-R1.", GUIDES_EXIST)
+        raise UserError("There are no guided tool calls in tags.", GUIDES_EXIST)
 
     def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
-        """The first search or answer after the thinking."""
+        """The first call or answer after the thinking."""
         text = decode_exactly(self.tokenizer, tokens, skip_special=True)
-        parsed = PARSERS["search_r1"].parse(text, turn=turn)
+        parsed = TagsParser(self.protocol).parse(text, turn=turn)
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
     def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
-        """Tool output in information tags; what a user says as it is."""
+        """Tool output in the tags of results; what a user says as it is."""
+        result = self.protocol.result
         texts = [
-            f"<information>{message['content']}</information>"
-            if message["role"] == "tool"
-            else message["content"]
+            f"<{result}>{message['content']}</{result}>" if message["role"] == "tool" else message["content"]
             for message in map(self.guard.message, messages)
         ]
         return tuple(self.tokenizer.encode("\n" + "\n".join(texts) + "\n", add_special_tokens=False))
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
-        """Thought and search, or the answer. Of the call's arguments only the query is written.
+        """Thought and call, or the answer. Of the call's arguments only the protocol's is written.
 
-        Raises `UserError` for several calls in one turn.
+        Raises `UserError` for several calls in one turn, and for a call that holds its own closing tag.
         """
         del history, tools
         thought = message.get("reasoning_content", "")
         calls = message.get("tool_calls", [])
         if len(calls) > 1:
             raise UserError(
-                "The tags protocol writes one search a turn, and this turn has several calls.",
+                f"The tags protocol writes one {self.protocol.call} a turn, and this turn has several calls.",
                 "Set env.rendering to 'chat', or split the turn.",
             )
         if calls:
-            query = json.loads(calls[0]["function"]["arguments"])["query"]
             before = f"{message['content']}\n" if message["content"] else ""
-            said = f"{before}<search>{query}</search>"
+            said = before + self._call(json.loads(calls[0]["function"]["arguments"]))
         else:
-            said = f"<answer>{message['content']}</answer>"
+            said = f"<{ANSWER}>{message['content']}</{ANSWER}>"
         opening = f"<think>{thought}</think>\n" if thought else ""
         return tuple(self.tokenizer.encode(opening + said, add_special_tokens=False))
+
+    def _call(self, arguments: Mapping[str, JSON]) -> str:
+        tag, given = self.protocol.call, str(arguments[self.protocol.argument])
+        if f"</{tag}>" in given:
+            raise UserError(
+                f"A call holds </{tag}>, at which the tags protocol ends it.",
+                "Set env.rendering to 'chat', or leave the dialogue out.",
+            )
+        around = "\n" if self.protocol.is_program else ""
+        return f"<{tag}>{around}{given}{around}</{tag}>"

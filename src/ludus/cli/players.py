@@ -81,6 +81,7 @@ def endpoint_player(config: Config, world: World, settings: EndpointSettings) ->
     """A player at an endpoint. Raises ConfigError for a rendering that an endpoint does not have."""
     if config.env.rendering != "chat":
         raise ConfigError(
-            "An endpoint takes chat messages, and env.rendering is 'tags'.", "Add --env.rendering chat."
+            f"An endpoint takes chat messages, and env.rendering is {config.env.rendering!r}.",
+            "Add --env.rendering chat.",
         )
     return EndpointPlayer(config, world, Endpoint(settings))

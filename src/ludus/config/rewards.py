@@ -6,7 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ludus.config.section import Section
+from ludus.config.section import OptimiserSection, Section
 
 
 class RewardsConfig(Section):
@@ -47,7 +47,7 @@ class RewardsConfig(Section):
         return self == RewardsConfig()
 
 
-class RewardModelConfig(Section):
+class RewardModelConfig(OptimiserSection):
     """Training of a reward model: the policy's body with one number in place of the output layer."""
 
     kind: Literal["pairwise", "pointwise", "process"] = "pairwise"
@@ -65,18 +65,6 @@ class RewardModelConfig(Section):
     """Share of the tasks that is kept aside to measure on; 0 measures nothing."""
     learning_rate: float = Field(1e-4, gt=0)
     """Of AdamW, after the warm-up."""
-    warmup_steps: int = Field(0, ge=0)
-    """Optimiser steps in which the learning rate rises from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Of AdamW."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Of AdamW: decay of the mean of gradients."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """Of AdamW: decay of the mean of squared gradients."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """The gradient is scaled down to this norm."""
     epochs: int = Field(1, ge=1)
     """Passes over all examples, where `steps` is none."""
     steps: int | None = Field(None, ge=1)

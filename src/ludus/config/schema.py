@@ -13,7 +13,7 @@ from pydantic import Field, model_validator
 
 from ludus.config.rewards import RewardModelConfig, RewardsConfig
 from ludus.config.sandbox import SandboxConfig
-from ludus.config.section import Section, Why
+from ludus.config.section import OptimiserSection, Section, Why
 
 
 class LoraConfig(Section):
@@ -94,8 +94,9 @@ class EnvConfig(Section):
 
     name: str = "search"
     """A registered world, or `path/to/file.py` whose module registers one."""
-    rendering: Literal["chat", "tags"] = "chat"
-    """`chat`: the model's chat template with tool calls. `tags`: the text protocol of Search-R1."""
+    rendering: Literal["chat", "tags", "code"] = "chat"
+    """`chat`: the model's chat template with tool calls. Without a template: `tags`, the text protocol of
+    Search-R1, for a world with a tool `search`, or `code`, that of ReTool, for one with a tool `python`."""
     tool_parser: Literal["auto", "hermes", "llama3", "pythonic"] = "auto"
     """How tool calls are written in `chat`; `auto` reads it off the chat template."""
     settings: dict[str, Any] = Field({})
@@ -289,7 +290,7 @@ class LearnerConfig(Section):
     """Where memory runs out, do the update again with half of training.microbatch_tokens, and go on so."""
 
 
-class TrainingConfig(Section):
+class TrainingConfig(OptimiserSection):
     """Training and its loop."""
 
     steps: int = Field(40, ge=1)
@@ -302,20 +303,6 @@ class TrainingConfig(Section):
     """Optimiser steps in one pass."""
     microbatch_tokens: int = Field(8192, ge=1)
     """Padded tokens per forward pass; the gradient does not depend on it."""
-    learning_rate: float = Field(3e-4, gt=0)
-    """Of AdamW, after the warm-up."""
-    warmup_steps: int = Field(0, ge=0)
-    """Optimiser steps in which the learning rate rises from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Of AdamW."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Of AdamW: decay of the mean of gradients."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """Of AdamW: decay of the mean of squared gradients."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """The gradient is scaled down to this norm."""
     mask_observations: bool = True
     """False trains on tool output as if the model had written it: for comparison only; it warns."""
     report_kl: bool = True
@@ -351,7 +338,7 @@ class PrimeConfig(Section):
     """Passes over the rollouts of one step."""
 
 
-class SftConfig(Section):
+class SftConfig(OptimiserSection):
     """Supervised fine-tuning on demonstrations."""
 
     steps: int = Field(2000, ge=1)
@@ -368,12 +355,8 @@ class SftConfig(Section):
     """How the learning rate goes on after the warm-up."""
     weight_decay: float = Field(0.01, ge=0)
     """Of AdamW."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Of AdamW: decay of the mean of gradients."""
     beta2: float = Field(0.98, ge=0, lt=1)
     """Of AdamW: decay of the mean of squared gradients."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """The gradient is scaled down to this norm."""
     checkpoint_every: int = Field(250, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(1, ge=1)
@@ -382,7 +365,7 @@ class SftConfig(Section):
     """A JSON-lines file of dialogues (`{"messages": [...]}`); None uses the world's own demonstrations."""
 
 
-class PreferenceConfig(Section):
+class PreferenceConfig(OptimiserSection):
     """Training on pairs of a better and a worse trajectory."""
 
     loss: Literal["dpo", "simpo", "ipo", "kto"] = "dpo"
@@ -396,18 +379,6 @@ class PreferenceConfig(Section):
     """Share of pairs that are taken to be the wrong way round (dpo, simpo)."""
     learning_rate: float = Field(1e-4, gt=0)
     """Of AdamW, after the warm-up."""
-    warmup_steps: int = Field(0, ge=0)
-    """Optimiser steps in which the learning rate rises from 0."""
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the learning rate goes on after the warm-up."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Of AdamW."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Of AdamW: decay of the mean of gradients."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """Of AdamW: decay of the mean of squared gradients."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """The gradient is scaled down to this norm."""
     epochs: int = Field(1, ge=1)
     """Passes over all pairs, where `steps` is none."""
     steps: int | None = Field(None, ge=1)
@@ -438,7 +409,7 @@ class PreferenceConfig(Section):
         return self
 
 
-class RftConfig(Section):
+class RftConfig(OptimiserSection):
     """Rejection-sampling fine-tuning: rounds of sampling, keeping what succeeded, and training on it."""
 
     rounds: int = Field(3, ge=1)
@@ -461,14 +432,6 @@ class RftConfig(Section):
     """Optimiser steps of each round in which the learning rate rises from 0."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
     """How the learning rate goes on after the warm-up, to the end of the round."""
-    weight_decay: float = Field(0.0, ge=0)
-    """Of AdamW."""
-    beta1: float = Field(0.9, ge=0, lt=1)
-    """Of AdamW: decay of the mean of gradients."""
-    beta2: float = Field(0.95, ge=0, lt=1)
-    """Of AdamW: decay of the mean of squared gradients."""
-    max_grad_norm: float = Field(1.0, gt=0)
-    """The gradient is scaled down to this norm."""
     keep_checkpoints: int = Field(2, ge=1)
     """The newest ones that are kept; each round ends with one."""
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, Field
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,3 +19,22 @@ class Section(BaseModel):
     """A frozen part of the configuration that refuses unknown keys, infinities and NaN."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
+
+
+class OptimiserSection(Section):
+    """What every section that trains a model with AdamW has. A section may set other defaults."""
+
+    learning_rate: float = Field(3e-4, gt=0)
+    """Of AdamW, after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Optimiser steps in which the learning rate rises from 0."""
+    schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """How the learning rate goes on after the warm-up."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Of AdamW."""
+    beta1: float = Field(0.9, ge=0, lt=1)
+    """Of AdamW: decay of the mean of gradients."""
+    beta2: float = Field(0.95, ge=0, lt=1)
+    """Of AdamW: decay of the mean of squared gradients."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """The gradient is scaled down to this norm."""

@@ -27,9 +27,16 @@ class ExpectedCall:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedCalls:
-    """The truth of a task that asks for certain calls, in any order."""
+    """The truth of a task that asks for certain calls, in any order.
+
+    Without any, no call is right. A truth that knows what is to be said then says so in `is_said`.
+    """
 
     calls: tuple[ExpectedCall, ...]
+
+    def is_said(self, answer: str) -> bool:
+        """Whether a text without calls is right where no call is; here any text that says something is."""
+        return bool(answer.strip())
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,8 +112,15 @@ def format_kept(task: Task, trajectory: Trajectory) -> float:
 def tool_correctness(task: Task, trajectory: Trajectory) -> float:
     """`2 R / S - 1` in [-1, 1]: with weight 3 ToolRL's `6 R / S - 3` (arXiv:2504.13958, section 3.3).
 
-    `R` and `S` are the sum of `match_calls` and its largest value.
+    `R` and `S` are the sum of `match_calls` and its largest value. Where no call is expected, the comparison
+    is full for whoever calls nothing: there it is 1 only for an answer without anything that was meant as a
+    call, which says what the task can tell to be right, and else -1.
     """
+    truth = truth_of(task, ExpectedCalls)
+    if not truth.calls:
+        quiet = trajectory.stop_reason is StopReason.ANSWERED and not trajectory.outcomes
+        right = quiet and not calls_made(trajectory) and truth.is_said(trajectory.answer)
+        return 1.0 if right else -1.0
     return 2 * _match(task, trajectory).share - 1
 
 

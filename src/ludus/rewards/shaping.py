@@ -12,7 +12,7 @@ from functools import lru_cache
 from ludus.rewards.answers import normalise
 from ludus.rewards.base import RewardFunction
 from ludus.rewards.published import calls_made
-from ludus.types import Task, ToolStatus, Trajectory
+from ludus.types import JSON, Task, ToolStatus, Trajectory
 
 _INVALID = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
 
@@ -41,13 +41,17 @@ def extra_calls(free: int, limit: int) -> RewardFunction:
 def repeated_calls(cap: int = 4) -> RewardFunction:
     """`-repeats / cap`, at least -1: calls of a tool with the very arguments of an earlier one.
 
-    The order of arguments does not matter. For tools whose answer changes between calls this is no fault.
+    The order of arguments does not matter, and 1 is 1.0. For tools whose answer changes between calls this is
+    no fault.
     """
     _check(cap)
 
     def repeats(task: Task, trajectory: Trajectory) -> float:
         del task
-        made = [(call.name, json.dumps(call.arguments, sort_keys=True)) for call in calls_made(trajectory)]
+        made = [
+            (call.name, json.dumps(_plain(dict(call.arguments)), sort_keys=True))
+            for call in calls_made(trajectory)
+        ]
         return -_held((len(made) - len(set(made))) / cap)
 
     return repeats
@@ -131,6 +135,15 @@ def citation_support(task: Task, trajectory: Trajectory) -> float:
     del task
     fine = (outcome.output for outcome in trajectory.outcomes if outcome.status is ToolStatus.OK)
     return float(any(is_supported(trajectory.answer, output) for output in fine))
+
+
+def _plain(value: JSON) -> JSON:
+    """The value with whole floats as integers."""
+    if isinstance(value, dict):
+        return {name: _plain(inner) for name, inner in value.items()}
+    if isinstance(value, list):
+        return [_plain(inner) for inner in value]
+    return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _held(value: float) -> float:

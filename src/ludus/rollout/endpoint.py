@@ -67,6 +67,7 @@ _TOO_LONG = re.compile(
 _AROUND_RESULTS = {
     "hermes": ("<tool_response>\n", "\n</tool_response>"),
     "search_r1": ("<information>", "</information>"),
+    "retool": ("<interpreter>", "</interpreter>"),
 }
 """How a tool's output looks in a user message, for the formats that give it a look of its own."""
 

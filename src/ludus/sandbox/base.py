@@ -171,6 +171,23 @@ class Sandbox(Protocol):
         ...
 
 
+class RunsOnly:
+    """The part of a backend that has no sessions and keeps nothing between runs. For backends to inherit."""
+
+    async def session(
+        self,
+        kind: SessionKind = "python",
+        *,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+    ) -> Session:
+        """Raises UserError: this backend has no sessions."""
+        raise UserError("This sandbox backend has no sessions.", "Use the namespaces or the remote backend.")
+
+    async def close(self) -> None:
+        """Nothing is kept between runs."""
+
+
 @dataclass(frozen=True, slots=True)
 class Order:
     """One run, checked: `source` (Python) or `argv`, exactly one of which is given."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Limits, Outcome, Session, SessionKind, make_order
+from ludus.sandbox.base import Limits, Outcome, RunsOnly, make_order
 from ludus.sandbox.cell import GRACE_S, given, most_bytes, outcome_of, sources
 from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 from ludus.sandbox.job import Job
@@ -52,7 +52,7 @@ class ContainerSettings:
 
 
 @dataclass(eq=False)
-class ContainerSandbox:
+class ContainerSandbox(RunsOnly):
     """See the module. Raises UserError where the engine or the runtime is missing."""
 
     settings: ContainerSettings = field(default_factory=ContainerSettings)
@@ -98,19 +98,6 @@ class ContainerSandbox:
         if done.timed_out:
             raise WorldError(f"{self.settings.engine} gave no answer within {wall_s:g} s.")
         return _read(done.stdout, done.stderr)
-
-    async def session(
-        self,
-        kind: SessionKind = "python",
-        *,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-    ) -> Session:
-        """Raises UserError: this backend has no sessions."""
-        raise UserError("The container backend has no sessions.", "Use the namespaces or the remote backend.")
-
-    async def close(self) -> None:
-        """Nothing is kept between runs."""
 
     def _remove(self, label: str) -> None:
         """End the container itself: to kill the engine's client alone would leave it running."""

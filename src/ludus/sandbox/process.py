@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Limits, Outcome, Session, SessionKind, make_order
+from ludus.sandbox.base import Limits, Outcome, RunsOnly, make_order
 from ludus.sandbox.guest.files import collect, put
 from ludus.sandbox.guest.kernel import Bounds
 from ludus.sandbox.job import Done, Job
@@ -37,7 +37,7 @@ except OSError as error:
 
 
 @dataclass(eq=False)
-class ProcessSandbox:
+class ProcessSandbox(RunsOnly):
     """See the module. `unsafe` says that the caller knows it."""
 
     unsafe: bool = False
@@ -78,19 +78,6 @@ class ProcessSandbox:
                 raise WorldError(f"A process cannot be started: {error}.") from error
             made, _, cut = collect(Bounds(asdict(order.limits)), given, str(box))
         return outcome_of_child(done, made, cut, order.source is not None)
-
-    async def session(
-        self,
-        kind: SessionKind = "python",
-        *,
-        files: Mapping[str, bytes] | None = None,
-        limits: Limits | None = None,
-    ) -> Session:
-        """Raises UserError: this backend has no sessions."""
-        raise UserError("The process backend has no sessions.", "Use the namespaces or the remote backend.")
-
-    async def close(self) -> None:
-        """Nothing is kept between runs."""
 
 
 def _resources(limits: Limits) -> list[tuple[int, int]]:

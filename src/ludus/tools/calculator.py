@@ -1,4 +1,9 @@
-"""`calculator`: arithmetic without `eval`. Numbers stay small, so that a call always ends at once."""
+"""`calculator`: arithmetic without `eval`, exact where it can be.
+
+Whole numbers and decimals are fractions, and stay so through `+ - * / // % **`, brackets and the functions of
+whole numbers: 0.1 + 0.2 is 3/10. What has no exact value (`sqrt(2)`, `log(3)`, `pi`) is a float, and so is
+what is made of it. Numbers stay small, so that a call always ends at once.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import ast
 import math
 import operator
 from collections.abc import Callable, Mapping
+from fractions import Fraction
 from typing import Final
 
 from ludus.tools.base import Tool, ToolError, Traits, tool
@@ -13,10 +19,15 @@ from ludus.tools.base import Tool, ToolError, Traits, tool
 MOST_CHARACTERS: Final = 500
 """Of an expression."""
 MOST_BITS: Final = 4096
-"""Of an integer on the way or at the end."""
-_MOST_FACTORIAL: Final = 400
+"""Of a numerator or denominator, on the way or at the end."""
+_MOST_ORDERED: Final = 400
+"""The largest argument of `factorial`, `comb` and `perm`."""
+_MOST_COUNTED: Final = 10_000
+"""The largest argument of `isprime` and `primes`."""
+_ANY: Final = 500
+_TOO_MANY_BITS = f"a number has more than {MOST_BITS} bits"
 
-Number = int | float
+Number = Fraction | float
 
 _BINARY: Final[Mapping[type[ast.operator], Callable[[Number, Number], Number]]] = {
     ast.Add: operator.add,
@@ -25,53 +36,17 @@ _BINARY: Final[Mapping[type[ast.operator], Callable[[Number, Number], Number]]] 
     ast.Div: operator.truediv,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+    ast.Pow: lambda base, exponent: _power(base, exponent),
 }
 _NAMES: Final[Mapping[str, float]] = {"pi": math.pi, "e": math.e}
 
 
-def _factorial(value: Number) -> Number:
-    if not isinstance(value, int) or not 0 <= value <= _MOST_FACTORIAL:
-        raise ToolError(f"factorial takes a whole number from 0 to {_MOST_FACTORIAL}")
-    return math.factorial(value)
-
-
-def _round(value: Number, digits: Number = 0) -> Number:
-    if not isinstance(digits, int) or abs(digits) > MOST_CHARACTERS:
-        raise ToolError("round takes a small whole number of digits")
-    return round(value, digits) if digits else round(value)
-
-
-def _whole(function: Callable[..., int]) -> Callable[..., Number]:
-    def of_whole(*values: Number) -> Number:
-        if not all(isinstance(value, int) for value in values):
-            raise ToolError("gcd and lcm take whole numbers")
-        return function(*values)
-
-    return of_whole
-
-
-_FUNCTIONS: Final[Mapping[str, Callable[..., Number]]] = {
-    "abs": abs,
-    "min": min,
-    "max": max,
-    "round": _round,
-    "floor": math.floor,
-    "ceil": math.ceil,
-    "sqrt": math.sqrt,
-    "exp": math.exp,
-    "log": math.log,
-    "log2": math.log2,
-    "log10": math.log10,
-    "sin": math.sin,
-    "cos": math.cos,
-    "tan": math.tan,
-    "asin": math.asin,
-    "acos": math.acos,
-    "atan": math.atan,
-    "gcd": _whole(math.gcd),
-    "lcm": _whole(math.lcm),
-    "factorial": _factorial,
-}
+def calculate(expression: str) -> Fraction:
+    """The exact value. Raises ToolError, in words for the model, for what is no expression or has none."""
+    value = evaluate(expression)
+    if isinstance(value, float):
+        raise ToolError(f"the value of {expression[:60]!r} is no fraction")
+    return value
 
 
 def evaluate(expression: str) -> Number:
@@ -93,44 +68,71 @@ def evaluate(expression: str) -> Number:
         raise ToolError("the expression is nested too deeply") from None
 
 
+def show(value: Fraction | int) -> str:
+    """A value as a fraction, as Python's `Fraction` writes it: 7, -7 or 7/3."""
+    return str(Fraction(value))
+
+
+def show_decimal(value: Number) -> str:
+    """A value as a whole number or a decimal of 15 digits. Raises OverflowError beyond what floats hold."""
+    if isinstance(value, Fraction) and value.denominator == 1:
+        return str(value)
+    return format(float(value), ".15g")
+
+
 def _value(node: ast.expr) -> Number:
     match node:
         case ast.Constant(value=int() | float() as number) if not isinstance(number, bool):
-            return _bounded(number)
+            if math.isinf(number):
+                raise ToolError("a number is too large")
+            return _bounded(Fraction(repr(number)))
         case ast.Name(id=name) if name in _NAMES:
             return _NAMES[name]
         case ast.UnaryOp(op=ast.USub(), operand=inner):
             return -_value(inner)
         case ast.UnaryOp(op=ast.UAdd(), operand=inner):
             return _value(inner)
-        case ast.BinOp(op=ast.Pow(), left=left, right=right):
-            return _power(_value(left), _value(right))
         case ast.BinOp(op=op, left=left, right=right) if type(op) in _BINARY:
             return _bounded(_BINARY[type(op)](_value(left), _value(right)))
-        case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in _FUNCTIONS:
-            return _bounded(_FUNCTIONS[name](*map(_value, given)))
+        case ast.Call(func=ast.Name(id=name), args=given, keywords=[]) if name in FUNCTIONS:
+            function, least, most = FUNCTIONS[name]
+            values = [_value(one) for one in given]
+            if not least <= len(values) <= most:
+                raise ToolError(f"{name} does not take {len(values)} values")
+            return _bounded(function(*values))
     raise ToolError(_refusal(node))
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    if isinstance(base, int) and isinstance(exponent, int) and exponent > 0:
-        if base.bit_length() * exponent > MOST_BITS and abs(base) > 1:
-            raise ToolError(f"a number has more than {MOST_BITS} bits")
-        return int(base**exponent)
-    result: object = base**exponent
-    if not isinstance(result, int | float):
+    if isinstance(base, Fraction) and isinstance(exponent, Fraction):
+        if exponent.denominator == 1:
+            return _whole_power(base, int(exponent))
+        if exponent == Fraction(1, 2):
+            return _root(base)
+    result: object = float(base) ** float(exponent)
+    if not isinstance(result, float):
         raise ToolError("a root of a negative number")
-    return _bounded(result)
+    return result
 
 
-def _bounded(value: Number) -> Number:
+def _whole_power(base: Fraction, exponent: int) -> Fraction:
+    bits = max(abs(base.numerator), base.denominator).bit_length()
+    if bits <= 1 and base:
+        return base ** (exponent % 2)
+    if abs(exponent) * bits > MOST_BITS and base:
+        raise ToolError(_TOO_MANY_BITS)
+    return Fraction(base**exponent)
+
+
+def _bounded(value: Number | int) -> Number:
     """The value, unless it is too large, infinite or no number."""
-    if isinstance(value, int):
-        if value.bit_length() > MOST_BITS:
-            raise ToolError(f"a number has more than {MOST_BITS} bits")
-    elif not math.isfinite(value):
-        raise ToolError("a number is too large or not a number")
-    return value
+    if isinstance(value, float):
+        if not math.isfinite(value):
+            raise ToolError("a number is too large or not a number")
+        return value
+    if max(value.numerator.bit_length(), value.denominator.bit_length()) > MOST_BITS:
+        raise ToolError(_TOO_MANY_BITS)
+    return Fraction(value)
 
 
 def _refusal(node: ast.expr) -> str:
@@ -140,12 +142,100 @@ def _refusal(node: ast.expr) -> str:
         case ast.Name(id=name):
             return f"there is no name {name!r}; names: {', '.join(_NAMES)}"
         case ast.Call():
-            return f"there is no function {ast.unparse(node.func)!r}; functions: {', '.join(_FUNCTIONS)}"
+            return f"there is no function {ast.unparse(node.func)!r}; functions: {', '.join(FUNCTIONS)}"
     return f"{ast.unparse(node)!r} is no arithmetic; use numbers, + - * / // % **, brackets and functions"
 
 
+def _root(value: Number) -> Number:
+    """Exact where it is a fraction."""
+    if value < 0:
+        raise ValueError("it is the root of a negative number")
+    if isinstance(value, Fraction):
+        up, down = math.isqrt(value.numerator), math.isqrt(value.denominator)
+        if (up * up, down * down) == (value.numerator, value.denominator):
+            return Fraction(up, down)
+    return math.sqrt(value)
+
+
+def _round(value: Number, digits: Number = Fraction(0)) -> Number:
+    if digits != int(digits) or not -MOST_CHARACTERS <= digits <= MOST_CHARACTERS:
+        raise ToolError("round takes a small whole number of digits")
+    places = int(digits)
+    if not places:
+        return Fraction(round(value))
+    if isinstance(value, float):
+        return round(value, places)
+    return round(value, places)
+
+
+def _float_of(function: Callable[..., float]) -> Callable[..., Number]:
+    """A function of floats; a whole number goes in as such, for `log` knows those beyond all floats."""
+    return lambda *given: function(
+        *(
+            int(value) if isinstance(value, Fraction) and value.denominator == 1 else float(value)
+            for value in given
+        )
+    )
+
+
+def _whole_of(name: str, function: Callable[..., int], most: int | None = None) -> Callable[..., Number]:
+    """A function of whole numbers: any, or those from 0 to `most`."""
+
+    def of_whole(*given: Number) -> Number:
+        for value in given:
+            is_whole = isinstance(value, Fraction) and value.denominator == 1
+            if not is_whole or (most is not None and not 0 <= value <= most):
+                between = "whole numbers" if most is None else f"whole numbers from 0 to {most}"
+                raise ToolError(f"{name} takes {between}")
+        return Fraction(function(*map(int, given)))
+
+    return of_whole
+
+
+def _is_prime(n: int) -> int:
+    return int(n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1)))
+
+
+def _num_primes(n: int) -> int:
+    return sum(map(_is_prime, range(2, n + 1)))
+
+
+FUNCTIONS: Final[Mapping[str, tuple[Callable[..., Number], int, int]]] = {
+    "abs": (abs, 1, 1),
+    "min": (min, 2, _ANY),
+    "max": (max, 2, _ANY),
+    "round": (_round, 1, 2),
+    "floor": (lambda value: Fraction(math.floor(value)), 1, 1),
+    "ceil": (lambda value: Fraction(math.ceil(value)), 1, 1),
+    "sqrt": (_root, 1, 1),
+    "exp": (_float_of(math.exp), 1, 1),
+    "log": (_float_of(math.log), 1, 2),
+    **{
+        name: (_float_of(function), 1, 1)
+        for name, function in {
+            "log2": math.log2,
+            "log10": math.log10,
+            "sin": math.sin,
+            "cos": math.cos,
+            "tan": math.tan,
+            "asin": math.asin,
+            "acos": math.acos,
+            "atan": math.atan,
+        }.items()
+    },
+    "gcd": (_whole_of("gcd", math.gcd), 2, _ANY),
+    "lcm": (_whole_of("lcm", math.lcm), 2, _ANY),
+    "factorial": (_whole_of("factorial", math.factorial, _MOST_ORDERED), 1, 1),
+    "comb": (_whole_of("comb", math.comb, _MOST_ORDERED), 2, 2),
+    "perm": (_whole_of("perm", math.perm, _MOST_ORDERED), 2, 2),
+    "isprime": (_whole_of("isprime", _is_prime, _MOST_COUNTED), 1, 1),
+    "primes": (_whole_of("primes", _num_primes, _MOST_COUNTED), 1, 1),
+}
+"""Name -> function, and how few and how many values it takes. `primes(n)` counts the primes up to n."""
+
+
 def calculator_tool() -> Tool:
-    """The tool `calculator(expression)`."""
+    """The tool `calculator(expression)`, which answers in decimals."""
 
     async def calculator(expression: str) -> str:
         """Compute an arithmetic expression such as `(3 + 4) * sqrt(2) ** 3`.
@@ -153,7 +243,24 @@ def calculator_tool() -> Tool:
         Args:
             expression: numbers, + - * / // % **, brackets, pi, e and functions such as sqrt, log and round.
         """
-        value = evaluate(expression)
-        return str(value) if isinstance(value, int) else format(value, ".15g")
+        try:
+            return show_decimal(evaluate(expression))
+        except OverflowError:
+            raise ToolError("a number is too large") from None
+
+    return tool(traits=Traits(latency="instant", idempotent=True))(calculator)
+
+
+def exact_calculator_tool() -> Tool:
+    """The tool `calculator(expression)`, which answers in fractions and refuses what is none."""
+
+    async def calculator(expression: str) -> str:
+        """Work out an expression exactly, like (3 + 4) * 5 / 2.
+
+        Args:
+            expression: numbers, + - * / // % **, brackets, and functions like gcd, comb, factorial, sqrt,
+                primes.
+        """
+        return show(calculate(expression))
 
     return tool(traits=Traits(latency="instant", idempotent=True))(calculator)

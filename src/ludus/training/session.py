@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ludus.chat.render import Renderer, TemplateRenderer
-from ludus.chat.tags import TagsRenderer
+from ludus.chat.tags import PROTOCOLS, TagsRenderer
 from ludus.config.schema import Config, EnvConfig, LoraConfig
 from ludus.engines.base import Engine
 from ludus.engines.loading import load_model, load_tokenizer
@@ -84,15 +84,15 @@ def model_path(config: Config) -> str:
     if config.env.rendering != "chat":
         raise UserError(
             "The packaged cold start speaks in its chat template, not in tags.",
-            "Make one that does: `ludus sft search --env.rendering tags`.",
+            f"Make one that does: `ludus sft {config.env.name} --env.rendering {config.env.rendering}`.",
         )
     return str(folder)
 
 
 def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (a transformers tokenizer)
     """The rendering that the settings name."""
-    if env.rendering == "tags":
-        return TagsRenderer(tokenizer)
+    if env.rendering != "chat":
+        return TagsRenderer(tokenizer, PROTOCOLS[env.rendering])
     return TemplateRenderer(tokenizer, env.tool_parser)
 
 

@@ -85,6 +85,12 @@ class Truth(ExpectedCalls):
     shape: str = ""
     form: str = ""
 
+    def is_said(self, answer: str) -> bool:
+        """Whether an answer says what is right where no call is: asks, answers, or says anything at all."""
+        if self.ask is not None:
+            return asks_for(answer, self.ask)
+        return bool(answer.strip()) and (self.answer is None or matches(answer, self.answer))
+
 
 def equal(given: JSON, wanted: JSON) -> bool:
     """Whether two values count as equal."""
@@ -154,11 +160,7 @@ def solved(task: Task, trajectory: Trajectory) -> float:
         return 0.0
     if truth.right == "call":
         return float(calls_agree(truth.gold, made_well(trajectory)))
-    if trajectory.outcomes:
-        return 0.0
-    if truth.ask is not None:
-        return float(asks_for(trajectory.answer, truth.ask))
-    return float(truth.answer is None or matches(trajectory.answer, truth.answer))
+    return float(not trajectory.outcomes and truth.is_said(trajectory.answer))
 
 
 def function_rewards(well_formed_weight: float) -> tuple[Reward, ...]:

@@ -10,36 +10,28 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.envs.functions.gold import Truth, solved, truth_of
+from ludus.envs.functions.gold import solved, truth_of
 from ludus.envs.functions.offers import Scene
 from ludus.envs.functions.oracle import DONE, NO_TOOL, Attempt
+from ludus.envs.variety import Look, rate_lines, variety_lines
 from ludus.rewards.published import ExpectedCall
 from ludus.types import JSON, Task
 
 
-@dataclass(frozen=True, slots=True)
-class Variety:
-    """Tasks, requests that differ without identifiers, names and numbers, and solutions without values."""
-
-    num_tasks: int
-    num_forms: int
-    num_shapes: int
-
-
-def variety(tasks: Sequence[Task]) -> dict[str, Variety]:
-    """The variety of each level."""
-    by_level: dict[str, list[Truth]] = defaultdict(list)
-    for task in tasks:
-        by_level[task.tags.get("level", "")].append(truth_of(task))
-    return {
-        level: Variety(len(found), len({t.form for t in found}), len({t.shape for t in found}))
-        for level, found in sorted(by_level.items())
-    }
+def looks(tasks: Sequence[Task]) -> list[Look]:
+    """What makes each task different."""
+    truths = [(task.tags.get("level", ""), truth_of(task)) for task in tasks]
+    return [Look(level, truth.form, truth.shape) for level, truth in truths]
 
 
 def no_tool_rate(tasks: Sequence[Task]) -> float:
     """Success of whoever never calls and always says that no tool fits."""
     return sum(_said(task, NO_TOOL) for task in tasks) / len(tasks)
+
+
+def null_share(tasks: Sequence[Task]) -> float:
+    """The share of tasks on which doing nothing is right."""
+    return sum(task.tags["null"] == "true" for task in tasks) / len(tasks)
 
 
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
@@ -98,17 +90,13 @@ def main() -> None:
     from ludus.envs.functions.world import FunctionsWorld
 
     world = FunctionsWorld()
-    print("split        level  tasks  requests  solutions")
-    for split in world.splits:
-        for level, found in variety(world.tasks(split)).items():
-            counts = f"{found.num_tasks:5}  {found.num_forms:8}  {found.num_shapes:9}"
-            print(f"{split:12} {level:5}  {counts}")
-    print("\nsplit        nothing to do  no tool  majority")
-    for split in world.splits:
-        tasks = world.tasks(split)
-        null = sum(task.tags["null"] == "true" for task in tasks) / len(tasks)
-        rates = f"{no_tool_rate(tasks):7.1%}  {majority_rate(world.tasks('train'), tasks):8.1%}"
-        print(f"{split:12} {null:13.1%}  {rates}")
+    splits = {split: world.tasks(split) for split in world.splits}
+    print("\n".join(variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "requests")))
+    rates = (
+        (split, (null_share(tasks), no_tool_rate(tasks), majority_rate(splits["train"], tasks)))
+        for split, tasks in splits.items()
+    )
+    print("\n" + "\n".join(rate_lines(("nothing to do", "no tool", "majority"), rates)))
 
 
 if __name__ == "__main__":

@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Protocol
 
-from ludus.envs.math.calculator import show
 from ludus.envs.math.problems import Problem
 from ludus.rewards.answers import Answers, matches, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.final import candidates
 from ludus.rewards.maths import Expression, is_equal
 from ludus.rewards.numbers import Quantity, is_close
+from ludus.tools.calculator import show
 from ludus.types import Message, Task, Trajectory
 
 SYSTEM = (

@@ -6,10 +6,10 @@ import json
 import random
 from collections.abc import Sequence
 
-from ludus.envs.math.calculator import show
 from ludus.envs.math.grading import answer_text
 from ludus.envs.math.problems import Problem, worked
 from ludus.envs.math.tools import ToolName, as_program
+from ludus.tools.calculator import show
 from ludus.types import FunctionCall, Message, MessageToolCall
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
-from ludus.envs.math.calculator import calculate, show
 from ludus.rewards.maths import Expression
+from ludus.tools.calculator import calculate, show
 
 Value = int | Fraction
 

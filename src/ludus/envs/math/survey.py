@@ -8,31 +8,17 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 from ludus.envs.math.grading import Solution, answer_text, is_right
+from ludus.envs.variety import Look, rate_lines, variety_lines
 from ludus.rewards.base import truth_of
 from ludus.types import Task
 
 
-@dataclass(frozen=True, slots=True)
-class Variety:
-    """Tasks, questions that differ without numbers and names, and solutions without numbers."""
-
-    num_tasks: int
-    num_forms: int
-    num_shapes: int
-
-
-def variety(tasks: Sequence[Task]) -> dict[str, Variety]:
-    """The variety of each level."""
-    by_level: dict[str, list[Solution]] = defaultdict(list)
-    for task in tasks:
-        by_level[task.tags["level"]].append(truth_of(task, Solution))
-    return {
-        level: Variety(len(all_), len({s.problem.form for s in all_}), len({s.problem.shape for s in all_}))
-        for level, all_ in sorted(by_level.items())
-    }
+def looks(tasks: Sequence[Task]) -> list[Look]:
+    """What makes each task different."""
+    problems = [truth_of(task, Solution).problem for task in tasks]
+    return [Look(str(one.level), str(one.form), str(one.shape)) for one in problems]
 
 
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
@@ -84,16 +70,13 @@ def main() -> None:
     from ludus.envs.math.world import MathWorld
 
     world = MathWorld()
-    print("split        level  tasks  questions  solutions")
-    for split in world.splits:
-        for level, found in variety(world.tasks(split)).items():
-            counts = f"{found.num_tasks:5}  {found.num_forms:9}  {found.num_shapes:9}"
-            print(f"{split:12} {level:5}  {counts}")
-    train = world.tasks("train")
-    print("\nsplit        majority  copied")
-    for split in world.splits:
-        tasks = world.tasks(split)
-        print(f"{split:12} {majority_rate(train, tasks):8.1%}  {copied_rate(train, tasks):6.1%}")
+    splits = {split: world.tasks(split) for split in world.splits}
+    print("\n".join(variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "questions")))
+    train = splits["train"]
+    rates = (
+        (split, (majority_rate(train, tasks), copied_rate(train, tasks))) for split, tasks in splits.items()
+    )
+    print("\n" + "\n".join(rate_lines(("majority", "copied"), rates)))
 
 
 if __name__ == "__main__":

@@ -5,66 +5,26 @@ from __future__ import annotations
 import ast
 from typing import Literal
 
-from ludus.envs.math.calculator import calculate, show
-from ludus.sandbox import Limits, Sandbox, open_sandbox
-from ludus.tools.base import Tool, tool
+from ludus.sandbox import Limits, Sandbox
+from ludus.tools.base import Tool
+from ludus.tools.calculator import exact_calculator_tool
+from ludus.tools.python import python_tool
 
 ToolName = Literal["python", "calculator", "none"]
-_LIMITS = Limits(wall_s=5.0, cpu_s=5.0)
+_LIMITS = Limits(wall_s=5.0, cpu_s=5.0, files_out=0)
 _IMPORTED = ("comb", "factorial", "gcd", "lcm", "perm")
 _PRIMES = "def primes(n):\n    return sum(all(k % d for d in range(2, k)) for k in range(2, n + 1))"
 
 
-class ProgramError(Exception):
-    """A program that failed; the text is the last line of what it wrote about that."""
-
-
-def make_tools(name: ToolName) -> tuple[Tool, ...]:
-    """The tools of an episode."""
+def make_tools(name: ToolName, sandbox: Sandbox) -> tuple[Tool, ...]:
+    """The tools of an episode. Programs run in the sandbox."""
     match name:
         case "python":
-            return (python_tool(),)
+            return (python_tool(sandbox, _LIMITS),)
         case "calculator":
-            return (CALCULATOR,)
+            return (exact_calculator_tool(),)
         case "none":
             return ()
-
-
-@tool(name="calculator")
-def _calculator(expression: str) -> str:
-    """Work out an expression exactly, like (3 + 4) * 5 / 2.
-
-    Args:
-        expression: numbers, + - * / // % **, brackets, and functions like gcd, comb, factorial, sqrt, primes.
-    """
-    return show(calculate(expression))
-
-
-CALCULATOR = _calculator
-
-
-def python_tool(sandbox: Sandbox | None = None) -> Tool:
-    """Runs each program afresh in a sandbox (the default backend) and gives what it prints."""
-    inside = sandbox or open_sandbox()
-
-    async def run(code: str) -> str:
-        outcome = await inside.run(code, limits=_LIMITS)
-        if outcome.timed_out or outcome.memory_exceeded:
-            raise ProgramError("the program ran out of time" if outcome.timed_out else "out of memory")
-        if not outcome.ok:
-            raise ProgramError((outcome.error_text.strip().splitlines() or ["no reason given"])[-1])
-        return outcome.text.rstrip("\n")
-
-    @tool
-    async def python(code: str) -> str:
-        """Run a Python program and see what it prints.
-
-        Args:
-            code: the program; it shares nothing with earlier ones.
-        """
-        return await run(code)
-
-    return python
 
 
 def as_program(expression: str) -> str:

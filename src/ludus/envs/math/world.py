@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -24,6 +24,7 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.maths import require_math
+from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.types import Message, Task
 
@@ -63,6 +64,7 @@ class MathWorld:
     settings: MathSettings = field(default_factory=MathSettings)
     limits: ToolLimits = field(default_factory=ToolLimits)
     name: str = "math"
+    sandbox: Sandbox = field(default_factory=open_sandbox, repr=False, compare=False)
     _tasks: dict[str, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -78,7 +80,15 @@ class MathWorld:
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
         """The tools of every episode. They keep nothing between calls."""
-        return make_tools(self.settings.tool)
+        return make_tools(self.settings.tool, self.sandbox)
+
+    def with_sandbox(self, sandbox: Sandbox) -> MathWorld:
+        """This world with that sandbox."""
+        return replace(self, sandbox=sandbox)
+
+    async def close(self) -> None:
+        """Close the sandbox."""
+        await self.sandbox.close()
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split."""

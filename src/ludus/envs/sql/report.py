@@ -12,9 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
 
 from ludus.envs.sql.expert import blind_query
-from ludus.envs.sql.tasks import LEVELS, Question, shapes_by_level
+from ludus.envs.sql.tasks import LEVELS, Question
 from ludus.envs.sql.verdict import is_right, make_truth
 from ludus.envs.sql.world import SqlWorld
+from ludus.envs.variety import Look, Variety, variety
 
 Guess = Callable[[Question], str]
 
@@ -22,6 +23,11 @@ Guess = Callable[[Question], str]
 def answer_text(question: Question) -> str:
     """The right answer as text."""
     return question.sql if question.kind == "query" else str(question.rows[0][0])
+
+
+def looks(questions: Sequence[Question]) -> list[Look]:
+    """What makes each question different."""
+    return [Look(str(one.level), one.text, one.shape) for one in questions]
 
 
 def majority(train: Sequence[Question]) -> Guess:
@@ -48,14 +54,15 @@ def report(world: SqlWorld) -> str:
     """A table by level: tasks, distinct shapes, and what the two baselines reach on the split `test`."""
     splits = world.questions
     every = list(chain.from_iterable(splits.values()))
-    counts, shapes = Counter(q.level for q in every), shapes_by_level(every)
+    found = variety(looks(every))
     blind = success_by_level(splits["test"], no_tool(splits["train"]))
     common = success_by_level(splits["test"], majority(splits["train"]))
     lines = ["level  tasks  shapes  no tool  majority"]
     for level in LEVELS:
         rates = f"{blind.get(level, 0.0):8.1%} {common.get(level, 0.0):9.1%}"
-        lines.append(f"{level:5} {counts[level]:6} {shapes[level]:7} {rates}")
-    lines.append(", ".join(f"{split} {len(found)}" for split, found in splits.items()))
+        own = found.get(str(level), Variety(0, 0, 0))
+        lines.append(f"{level:5} {own.num_tasks:6} {own.num_shapes:7} {rates}")
+    lines.append(", ".join(f"{split} {len(questions)}" for split, questions in splits.items()))
     return "\n".join(lines)
 
 

@@ -13,7 +13,7 @@ import random
 import re
 import sqlite3
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -366,9 +366,3 @@ def answer_kind(plan: Plan, shape: str, rows: Table, answers: str) -> AnswerKind
     if answers == "value":
         return "value" if telling else None
     return "value" if answers == "both" and telling and digest(shape) % 2 == 0 else "query"
-
-
-def shapes_by_level(questions: Sequence[Question]) -> Mapping[int, int]:
-    """The number of distinct shapes of gold queries at each level."""
-    shapes = {(question.level, question.shape) for question in questions}
-    return {level: sum(own == level for own, _ in shapes) for level in LEVELS}

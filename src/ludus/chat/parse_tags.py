@@ -1,0 +1,125 @@
+"""Text protocols in tags, for base models: Search-R1's and ReTool's.
+
+Search-R1 (Jin et al. 2025, arXiv:2503.09516) writes `<think>`, `<search>` and `<answer>`; ReTool (Feng et al.
+2025, arXiv:2504.11536) writes `<code>` and `<answer>`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ludus.chat.parse_draft import THINK_CLOSE, THINK_OPEN, Draft, split_thinking, unfence
+from ludus.types import Action
+
+ANSWER = "answer"
+"""The tag of the answer, in every protocol."""
+_TO_ANSWER = f"To answer, I write the answer between <{ANSWER}> and </{ANSWER}>."
+
+
+@dataclass(frozen=True, slots=True)
+class TagProtocol:
+    """A call is the text between the tags `call`: the `argument` of the `tool`, which is `said` to the model.
+
+    What comes back stands between the tags `result`. Where it `is_program`, the blanks that begin its first
+    line belong to it, and a Markdown fence around it does not.
+    """
+
+    name: str
+    call: str
+    result: str
+    tool: str
+    argument: str
+    said: str
+    advice: str
+    is_program: bool = False
+
+
+SEARCH_R1 = TagProtocol(
+    name="search_r1",
+    call="search",
+    result="information",
+    tool="search",
+    argument="query",
+    said="query",
+    advice="To search, I write the query between <search> and </search>.",
+)
+RETOOL = TagProtocol(
+    name="retool",
+    call="code",
+    result="interpreter",
+    tool="python",
+    argument="code",
+    said="program",
+    advice="To run a program, I write it between <code> and </code>.",
+    is_program=True,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class TagsParser:
+    """Reads `<search>query</search>`, say, as a call and `<answer>text</answer>` as the answer.
+
+    After the thinking, the first pair of tags that is complete counts, as in Search-R1; what follows it does
+    not act. The content of an answer is the text between its tags alone. The engine stops at the closing
+    tags and keeps them, so that a tag without its closing one is an error, as is a text with no pair at all,
+    or an empty call. An empty answer gives empty content and no error.
+    """
+
+    protocol: TagProtocol
+
+    @property
+    def name(self) -> str:
+        """The protocol's name."""
+        return self.protocol.name
+
+    def parse(self, text: str, *, turn: int) -> Action:
+        """Return the message, the calls and the errors of turn `turn`. Never raises."""
+        reasoning, rest = split_thinking(text, inside_call=lambda _: False)
+        draft = Draft(turn)
+        if text.strip():
+            _fill(draft, rest, text.strip(), self.protocol)
+        return draft.action(reasoning)
+
+
+def _fill(draft: Draft, rest: str, whole: str, protocol: TagProtocol) -> None:
+    advice = f"My action is not correct. {protocol.advice} {_TO_ANSWER}"
+    pairs = [pair for tag in (protocol.call, ANSWER) if (pair := _first_pair(rest, tag))]
+    if not pairs:
+        unclosed = _unclosed(whole, rest, protocol)
+        draft.fail(whole, f"The tag {unclosed} is not closed. {advice}" if unclosed else advice, content=rest)
+        return
+    start, end, tag = min(pairs)
+    inner = rest[start + len(f"<{tag}>") : end - len(f"</{tag}>")]
+    if tag == ANSWER:
+        draft.say(inner)
+        return
+    draft.say(rest[:start])
+    if given := _program(inner) if protocol.is_program else inner.strip():
+        draft.call(protocol.tool, {protocol.argument: given})
+    else:
+        draft.fail(rest[start:end], f"The {protocol.said} is empty. {advice}")
+    draft.say(rest[end:])
+
+
+def _program(text: str) -> str:
+    """A program without the empty lines and the fence around it."""
+    inner = unfence(text)
+    if inner != text.strip():
+        return inner
+    lines = text.rstrip().split("\n")
+    while len(lines) > 1 and not lines[0].strip():
+        del lines[0]
+    return "\n".join(lines) if len(lines) > 1 else inner
+
+
+def _first_pair(text: str, tag: str) -> tuple[int, int, str] | None:
+    """Return where the first opening tag and the closing tag after it begin and end, and the tag."""
+    start = text.find(f"<{tag}>")
+    close = text.find(f"</{tag}>", start) if start >= 0 else -1
+    return (start, close + len(f"</{tag}>"), tag) if close >= 0 else None
+
+
+def _unclosed(whole: str, rest: str, protocol: TagProtocol) -> str:
+    if whole.startswith(THINK_OPEN) and THINK_CLOSE not in whole:
+        return THINK_OPEN
+    return next((tag for tag in (f"<{protocol.call}>", f"<{ANSWER}>") if tag in rest), "")

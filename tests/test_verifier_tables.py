@@ -1,0 +1,85 @@
+"""Every verifier has a table of at least 40 pairs; one that is new and has none fails here."""
+
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+
+import ludus.rewards
+from tables import (
+    answer_pairs,
+    call_pairs,
+    choice_pairs,
+    episode_pairs,
+    json_pairs,
+    math_pairs,
+    number_pairs,
+    patch_pairs,
+    rows_pairs,
+    shaping_pairs,
+    suite_pairs,
+)
+
+LEAST = 40
+COMBINATORS = {"only_if"}
+"""Those that make a verifier of others."""
+_answers = (answer_pairs.ACCEPTED, answer_pairs.REJECTED)
+_calls = (call_pairs.ACCEPTED, call_pairs.REJECTED)
+TABLES = {
+    "exact_match": _answers,
+    "token_f1": _answers,
+    "accuracy": _answers,
+    "calls_of_the_wrong": _answers,
+    "wrong_and_ill_formed": _answers,
+    "tool_correctness": _calls,
+    "right_names": _calls,
+    "right_argument_names": _calls,
+    "right_argument_values": _calls,
+    "well_formed": (episode_pairs.EPISODES,),
+    "format_kept": (episode_pairs.EPISODES,),
+    "valid_calls": (episode_pairs.EPISODES,),
+    "multiple_choice": (choice_pairs.ACCEPTED, choice_pairs.REJECTED),
+    "mathematics": (math_pairs.ACCEPTED, math_pairs.REJECTED),
+    "number_close": (number_pairs.ACCEPTED, number_pairs.REJECTED),
+    "patch_similarity": (patch_pairs.ACCEPTED, patch_pairs.REJECTED, patch_pairs.BETWEEN),
+    "rows_match": (rows_pairs.ACCEPTED, rows_pairs.REJECTED),
+    "json_schema": (json_pairs.SCHEMA_ACCEPTED, json_pairs.SCHEMA_REJECTED),
+    "json_value": (json_pairs.VALUE_ACCEPTED, json_pairs.VALUE_REJECTED),
+    "same_state": (json_pairs.STATE_ACCEPTED, json_pairs.STATE_REJECTED),
+    "suite_passes": (suite_pairs.ACCEPTED, suite_pairs.REJECTED),
+    "share_passed": (suite_pairs.SHARES,),
+    "thrift": (suite_pairs.THRIFT,),
+    "extra_calls": (shaping_pairs.COUNTS,),
+    "invalid_calls": (shaping_pairs.COUNTS,),
+    "repeated_calls": (shaping_pairs.REPEATS, shaping_pairs.REPEATED_CALLS),
+    "long_answer": (shaping_pairs.LENGTHS, shaping_pairs.LONG_TEXTS),
+    "language_consistency": (shaping_pairs.SCRIPTS,),
+    "citation_support": (shaping_pairs.SUPPORT_ACCEPTED, shaping_pairs.SUPPORT_REJECTED),
+}
+
+
+def verifiers():
+    """The public functions that score an episode, or make one that does."""
+    found = set()
+    for info in pkgutil.iter_modules(ludus.rewards.__path__, "ludus.rewards."):
+        module = importlib.import_module(info.name)
+        for name, function in inspect.getmembers(module, inspect.isfunction):
+            if function.__module__ != info.name or name.startswith("_"):
+                continue
+            signature = inspect.signature(function)
+            scores = list(signature.parameters) == ["task", "trajectory"]
+            if scores or signature.return_annotation == "RewardFunction":
+                found.add(name)
+    return found - COMBINATORS
+
+
+def test_every_verifier_has_a_table():
+    assert verifiers() == TABLES.keys()
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_a_table_is_long_enough_and_repeats_nothing(name):
+    pairs = [repr(pair) for table in TABLES[name] for pair in table]
+    assert len(pairs) >= LEAST
+    assert len(set(pairs)) == len(pairs)
