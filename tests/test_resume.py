@@ -11,7 +11,7 @@ import pytest
 from ludus.config import load_config
 from ludus.errors import EngineError
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.training import rl
+from ludus.training import sampling
 from tiny_run import WORLD, copy_run, ludus, make_recipe, refused
 
 
@@ -130,7 +130,7 @@ def test_what_ends_a_run_inside_names_the_command_that_resumes_it(
 
     run = copy_run(tiny_run, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(rl.RlLoop, "sample", end)
+        patch.setattr(sampling.Sampler, "sample", end)
         said = ludus("train", "--resume", run, "--training.steps", "3")
     assert said.code == code
     assert "Traceback" not in said.err

@@ -12,10 +12,11 @@ import torch
 from ludus.algorithms import advantages
 from ludus.algorithms.filters import variance_top
 from ludus.algorithms.presets import PRESETS
+from ludus.config.load import load_config
 from ludus.rollout.ledger import Ledger, Outcome
 from ludus.tasks.order import TaskOrder
 from ludus.training.credit import assign_credit, settle
-from ludus.training.rl import RlLoop
+from ludus.training.sampling import Sampler
 from ludus.training.selection import as_one_batch, keep_most_varied
 from ludus.types import StopReason, Task
 from test_baselines import run
@@ -117,15 +118,11 @@ def test_a_round_more_replaces_the_groups_without_variance(rounds, played):
         asked.extend(task.id for task in tasks)
         return [group(EQUAL if names.index(t.id) in (0, 1, 3) else WIDE, t.id) for t in tasks]
 
-    loop = SimpleNamespace(
-        session=SimpleNamespace(config=SimpleNamespace(training=SimpleNamespace(tasks_per_step=2))),
-        algorithm=replace(PRESETS["dapo"], resample_rounds=rounds),
-        experts=None,
-        combiner=None,
-        _max_action_tokens=0,
-        roll_out=roll_out,
-    )
-    credits = asyncio.run(RlLoop.sample(loop, 1, order))
+    session = SimpleNamespace(config=load_config("search", ["--training.tasks_per_step", "2"]))
+    algorithm = replace(PRESETS["dapo"], resample_rounds=rounds, overlong_cache=0.0)
+    sampler = Sampler(session, None, algorithm, None, Ledger())
+    sampler.roll_out = roll_out
+    credits = asyncio.run(sampler.sample(1, order))
     assert asked == names[:played]
     kept = {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED}
     assert kept == {name for k, name in enumerate(names[:played]) if k in (2, 4)}

@@ -32,9 +32,12 @@ from ludus.algorithms.algorithm import (
 )
 from ludus.algorithms.combinations import check_corrections
 from ludus.algorithms.presets import PRESETS
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.schema import AlgorithmConfig, Config
 from ludus.config.schema import PartOptions as PartOptionsConfig
 from ludus.errors import ConfigError
+
+OFF_POLICY = ("dppo", "distill")
+"""Losses that need no correction: they divide by the behaviour policy, or by nothing."""
 
 
 def resolve(config: AlgorithmConfig) -> Algorithm:
@@ -66,6 +69,30 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     if algorithm.kl_coef > 0:
         check_placement(algorithm.kl, algorithm.kl_placement)
     return algorithm
+
+
+def algorithm_of(config: Config) -> Algorithm:
+    """The algorithm of a run: off policy it corrects by truncated importance sampling, unless told otherwise.
+
+    A correction or a loss that reads the behaviour policy by itself stays as it is; a loss with one term per
+    trajectory gets one weight per trajectory.
+    """
+    algorithm = resolve(config.algorithm)
+    given = config.algorithm.correction is not None
+    if (
+        config.training.mode == "sync"
+        or given
+        or algorithm.correction != "none"
+        or algorithm.loss in OFF_POLICY
+    ):
+        return algorithm
+    sequence = algorithm.loss in SEQUENCE_LOSSES
+    options = config.algorithm.options.model_copy(
+        update={
+            "correction": config.algorithm.options.correction | ({"level": "geometric"} if sequence else {})
+        }
+    )
+    return resolve(config.algorithm.model_copy(update={"correction": "tis", "options": options}))
 
 
 def _check_options(part: str, name: str, options: Options, known: Mapping[str, tuple[str, ...]]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from ludus.algorithms.algorithm import Algorithm
-from ludus.algorithms.resolve import resolve
+from ludus.algorithms.resolve import algorithm_of
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import Setting, is_section, list_settings, suggestion
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print("\n".join(key_lines(args.keys, load_config(source(args.recipe), overrides))))
         return 0
     config = load_config(source(args.recipe), overrides)
-    algorithm = resolve(config.algorithm)
+    algorithm = algorithm_of(config)
     print(to_toml(config))
     print("\n".join(algorithm_lines(algorithm, config)))
     return 0

@@ -14,6 +14,7 @@ from pydantic import Field, model_validator
 from ludus.config.rewards import RewardModelConfig, RewardsConfig
 from ludus.config.sandbox import SandboxConfig
 from ludus.config.section import OptimiserSection, Section, Why
+from ludus.config.staleness import StalenessConfig
 
 
 class LoraConfig(Section):
@@ -293,6 +294,9 @@ class LearnerConfig(Section):
 class TrainingConfig(OptimiserSection):
     """Training and its loop."""
 
+    mode: Literal["sync", "one_step", "async"] = "sync"
+    """`sync`: sample, then learn, bit for bit repeatable. `one_step`: sample the next batch while learning on
+    this one. `async`: episodes stream, and the learner takes a batch when one is ready."""
     steps: int = Field(40, ge=1)
     """Steps of the whole run: each samples, learns and sends the weights."""
     tasks_per_step: int = Field(12, ge=1)
@@ -485,6 +489,7 @@ class Config(Section):
     teacher: TeacherConfig = TeacherConfig()
     experts: ExpertsConfig = ExpertsConfig()
     training: TrainingConfig = TrainingConfig()
+    staleness: StalenessConfig = StalenessConfig()
     rewards: RewardsConfig = RewardsConfig()
     critic: CriticConfig = CriticConfig()
     prime: PrimeConfig = PrimeConfig()

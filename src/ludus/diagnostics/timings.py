@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,6 +13,9 @@ from pathlib import Path
 
 from ludus.errors import StorageError
 from ludus.types import Trajectory
+
+STRAGGLER = 5.0
+"""Times the median of a tool's calls in a step, beyond which a call is a straggler."""
 
 
 @dataclass
@@ -37,6 +41,9 @@ class StepTimings:
         metrics = {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
         metrics["time/step_s"] = total
         metrics |= self.engine
+        if training_s := total - self.phases.get("evaluate", 0.0):
+            metrics["idle/learner"] = max(0.0, 1 - self.phases.get("learn", 0.0) / training_s)
+            metrics["idle/engine"] = max(0.0, 1 - self.engine.get("engine/busy_s", 0.0) / training_s)
         if trajectories:
             for name, seconds in (
                 ("model", [t.timings.model_s for t in trajectories]),
@@ -54,14 +61,15 @@ class StepTimings:
         for tool, seconds_list in sorted(calls.items()):
             metrics[f"tools/{tool}/mean_s"] = sum(seconds_list) / len(seconds_list)
             metrics[f"tools/{tool}/slowest_s"] = max(seconds_list)
+            slow = STRAGGLER * statistics.median(seconds_list)
+            metrics[f"tools/{tool}/stragglers"] = float(sum(s > slow for s in seconds_list))
         return metrics
 
-    def write(self, path: Path, step: int, metrics: Mapping[str, float]) -> None:
-        """Append a JSON line. Raises StorageError where that fails."""
-        try:
-            with path.open("a", encoding="utf-8") as file:
-                file.write(json.dumps({"step": step, **metrics}) + "\n")
-        except OSError as error:
-            raise StorageError(
-                f"{path} could not be written: {error.strerror}.", "Free some space."
-            ) from error
+
+def write_timings(path: Path, step: int, metrics: Mapping[str, float]) -> None:
+    """Append a JSON line. Raises StorageError where that fails."""
+    try:
+        with path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, **metrics}) + "\n")
+    except OSError as error:
+        raise StorageError(f"{path} could not be written: {error.strerror}.", "Free some space.") from error

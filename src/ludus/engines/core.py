@@ -43,12 +43,16 @@ _STOP_TAIL = 512
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request on its way: `tokens` is its history and what has been sampled so far."""
+    """One request on its way: `tokens` is its history and what has been sampled so far.
+
+    Its history is looked for, and kept, on a `shelf` of the cache.
+    """
 
     request: Request
     limit: int
     done: Callable[[Sequence], None]
     adapter: str = ""
+    shelf: str = ""
     stops: StopStrings | None = None
     guide: GuideState | None = None
     scores: list[float] | None = None
@@ -145,6 +149,10 @@ class EngineCore:
         self.stats = EngineStats()
         self.block = ROW_BLOCK
 
+    def version_of(self, adapter: str) -> int:
+        """The version of tokens that are sampled with this adapter."""
+        return self.adapter_versions.get(adapter, self.version)
+
     @property
     def busy(self) -> bool:
         """Whether a step would do anything."""
@@ -217,9 +225,9 @@ class EngineCore:
             sequence.error = error
             sequence.done(sequence)
 
-    def forget(self, tokens: tuple[int, ...], adapter: str) -> None:
+    def forget(self, tokens: tuple[int, ...], shelf: str) -> None:
         """Drop what is kept at the end of a history and nowhere else used."""
-        self._tree.forget(tokens, adapter)
+        self._tree.forget(tokens, shelf)
 
     def new_weights(self, version: int, *, recompute: bool, adapter: str | None = None) -> None:
         """All tokens from here on (those of one adapter) are of `version`.
@@ -231,6 +239,7 @@ class EngineCore:
         else:
             self.adapter_versions[adapter] = version
         if not recompute:
+            self._tree.forget_empty()
             return
         self._tree.clear(adapter)
         self._slots.forget()
@@ -268,7 +277,7 @@ class EngineCore:
         """What the cache has; a sequence that is scored computes all, for it needs every row of logits."""
         if sequence.scores is not None:
             return Match([])
-        return self._tree.match(tuple(sequence.tokens), sequence.adapter)
+        return self._tree.match(tuple(sequence.tokens), sequence.shelf)
 
     def _reserve(self, sequence: Sequence, pages: int) -> bool:
         if self._tree.num_available - self._reserved < pages:
@@ -298,7 +307,7 @@ class EngineCore:
         """One more of the sequence's reserved pages; those of a prompt are announced to others."""
         at = len(sequence.path)
         tokens = tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]) if listed else ()
-        node = self._tree.take(sequence.path, tokens, listed=listed, adapter=sequence.adapter)
+        node = self._tree.take(sequence.path, tokens, listed=listed, adapter=sequence.shelf)
         sequence.reserved -= 1
         self._reserved -= 1
         self._table[sequence.slot, at] = node.page
@@ -338,8 +347,7 @@ class EngineCore:
                     sequence.top_logprobs.append(top)
             drawn = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
             for sequence, token, logprob, cut in zip(rows, *drawn, strict=True):
-                version = self.adapter_versions.get(sequence.adapter, self.version)
-                sequence.add(token, logprob, cut, version)
+                sequence.add(token, logprob, cut, self.version_of(sequence.adapter))
         at = len(rows)
         for sequence, chunk in plan:
             if sequence.scores is not None:

@@ -27,7 +27,7 @@ from ludus.engines.core import EngineCore
 from ludus.engines.fingerprint import fingerprint_adapted
 from ludus.engines.forward import RaggedForward
 from ludus.engines.guided import GuideCompiler
-from ludus.engines.pages import PAGE, PageTree
+from ludus.engines.pages import AT, PAGE, PageTree
 from ludus.engines.worker import Worker
 from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
@@ -59,8 +59,9 @@ class EngineSettings:
     max_requests: int = 0
     """Requests under way and waiting; more are refused with `EngineBusy`. 0 is no limit."""
     recompute_on_update: bool = True
-    """New weights: compute the histories of what runs again. Else their keys and values are kept, and the
-    log-probabilities are those of a mixture of versions."""
+    """New weights: compute the histories of episodes again. Else an episode goes on from its keys and values,
+    and its log-probabilities are those of a mixture of versions; it shares with no episode that began under
+    other weights."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +118,7 @@ class LocalEngine:
         elif not self._forward.invariant:
             self._core.block = max(settings.pass_tokens, settings.max_batch)
         self._histories: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._shelves: dict[str, str] = {}
         self._worker = Worker(self._core, settings.threads)
 
     @property
@@ -290,17 +292,24 @@ class LocalEngine:
         future: Future[Completion] = Future()
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
         adapter = self._default if request.adapter is None else request.adapter
-        sequence = core.Sequence(request, limit, partial(self._ended, future), adapter)
+        ended = partial(self._ended, future)
+        sequence = core.Sequence(request, limit, ended, adapter, self._shelf(request.episode, adapter))
         if request.params.guide is not None and self._tokenizer is not None:
             self._guides = self._guides or GuideCompiler(self._tokenizer)
             sequence.guide = self._guides.start(request.params.guide, request.params.stop_token_ids)
         self._open.add(future)
         return sequence, future
 
+    def _shelf(self, episode: str, adapter: str) -> str:
+        """Where the cache keeps an episode: where caches outlive weights, apart from those of others."""
+        if self._settings.recompute_on_update or not episode:
+            return adapter
+        return self._shelves.setdefault(episode, f"{adapter}{AT}{self._core.version_of(adapter)}")
+
     def _ended(self, future: Future[Completion], sequence: core.Sequence) -> None:
         self._open.discard(future)
         if sequence.error is None and sequence.scores is None:
-            self._histories[sequence.request.episode] = (sequence.adapter, tuple(sequence.tokens[:-1]))
+            self._histories[sequence.request.episode] = (sequence.shelf, tuple(sequence.tokens[:-1]))
         if not future.set_running_or_notify_cancel():
             return
         if sequence.error is not None:
@@ -318,8 +327,9 @@ class LocalEngine:
     def _set_version(self, version: int) -> None:
         self._core.version = version
 
-    def _pop_name(self, episode: str) -> None:
-        self._histories.pop(episode, None)
+    def _pop_name(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
+        self._shelves.pop(episode, None)
+        return self._histories.pop(episode, None)
 
     def _abort(self, episode: str) -> None:
         for sequence in [*self._core.running, *self._core.waiting]:
@@ -327,7 +337,7 @@ class LocalEngine:
                 self._core.abort(sequence)
 
     def _release(self, episode: str) -> None:
-        history = self._histories.pop(episode, None)
+        history = self._pop_name(episode)
         if history is not None:
             self._core.forget(history[1], history[0])
 

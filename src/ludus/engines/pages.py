@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 
 PAGE = 16
 """Tokens of one page; the compiled kernel has the same number."""
+AT = "@"
+"""What stands between an adapter and a version in the name of a beginning."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,7 +85,7 @@ class PageTree:
         return self.num_pages - self.num_available
 
     def root(self, adapter: str) -> Node:
-        """Where the prefixes begin that are computed with this adapter."""
+        """Where the prefixes begin that are computed with this adapter, or with a version of it."""
         return self._roots.setdefault(adapter, Node(-1, (), None, ready=True, listed=True))
 
     def match(self, tokens: tuple[int, ...], adapter: str = "") -> Match:
@@ -194,7 +196,7 @@ class PageTree:
 
     def clear(self, adapter: str | None = None) -> None:
         """Let nobody find anything any more (of one adapter, or all); what runs keeps its pages."""
-        roots = list(self._roots) if adapter is None else [adapter]
+        roots = [name for name in self._roots if adapter in (None, name, name.partition(AT)[0])]
         stack = [node for name in roots for node in self.root(name).children.values()]
         while stack:
             node = stack.pop()
@@ -206,6 +208,10 @@ class PageTree:
                 self._free.append(node.page)
         for name in roots:
             self.root(name).children = {}
+
+    def forget_empty(self) -> None:
+        """Forget the beginnings of which nothing is kept."""
+        self._roots = {name: root for name, root in self._roots.items() if root.children}
 
     def _evict(self) -> None:
         """Free the least recently used eighth of what nobody holds, leaves first."""

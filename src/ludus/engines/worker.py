@@ -26,13 +26,13 @@ class Worker:
     def __init__(self, core: EngineCore, threads: int) -> None:
         self._core = core
         self._threads = threads
-        self._commands: deque[Callable[[], None]] = deque()
+        self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self.closed = self._paused = False
         self._thread = threading.Thread(target=self._work, name="ludus-engine", daemon=True)
         self._thread.start()
 
-    def post(self, command: Callable[[], None]) -> None:
+    def post(self, command: Callable[[], object]) -> None:
         """Have the worker do something between two passes. Raises EngineError once closed."""
         with self._wake:
             if self.closed:
@@ -78,7 +78,7 @@ class Worker:
             if not self._paused:
                 self._step()
 
-    def _next(self) -> tuple[deque[Callable[[], None]], bool]:
+    def _next(self) -> tuple[deque[Callable[[], object]], bool]:
         """Wait for a command, for work or for a deadline."""
         with self._wake:
             while not (self.closed or self._commands or (self._core.busy and not self._paused)):

@@ -3,7 +3,8 @@
 Takes: `start` when an episode begins, `finish` when its fate is known. Gives: counts by outcome and reason,
 step by step and over the run. Refuses: an ending without a beginning, a second ending, and closing a step
 while one of its rollouts has no ending. Never: guesses an outcome. It belongs to one event loop and takes
-no lock.
+no lock. A ledger that is `spanning` has rollouts that outlive the step that asked for them: a step's counts
+are then of all that ended before it closed and after the step before.
 
     started --finish--> trained | masked | dropped | failed        (per rollout, once)
     start/finish ... -> close(step) -> LedgerCounts                (per step, in order)
@@ -136,7 +137,8 @@ class _Page:
 class Ledger:
     """Keeps the account of a run. Steps are closed in order; their counts stay readable afterwards."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, spanning: bool = False) -> None:
+        self._spanning = spanning
         self._pages: dict[int, _Page] = {}
         self._closed: dict[int, LedgerCounts] = {}
         self._state = LedgerState()
@@ -192,8 +194,10 @@ class Ledger:
         """End a step: check it, add it to the totals, forget its keys.
 
         Raises AccountingError as `check` does, and where an earlier step is still open or this one is closed.
+        A spanning ledger carries what still runs over to the next step.
         """
         self._refuse_closed(step)
+        running = self._carry(step) if self._spanning else {}
         self.check(step, trained)
         earliest = min(self._pages, default=step)
         if earliest < step:
@@ -202,7 +206,27 @@ class Ledger:
         self._pages.pop(step, None)
         self._closed[step] = counts
         self._state = LedgerState(self._state.total.plus(counts), step)
+        for key in running:
+            self._page(key.step).endings[key] = None
         return counts
+
+    @property
+    def num_running(self) -> int:
+        """Rollouts that have started and not ended."""
+        return sum(ending is None for page in self._pages.values() for ending in page.endings.values())
+
+    def _carry(self, step: int) -> dict[RolloutKey, None]:
+        """Put all that has ended on the page of `step`, and take what runs off the pages."""
+        whole = _Page(clock_limited=any(page.clock_limited for page in self._pages.values()))
+        running: dict[RolloutKey, None] = {}
+        for page in self._pages.values():
+            for key, ending in page.endings.items():
+                if ending is None:
+                    running[key] = None
+                else:
+                    whole.endings[key] = ending
+        self._pages = {step: whole}
+        return running
 
     def summary(self, step: int) -> LedgerCounts:
         """The counts of a step, open or closed; all 0 where nothing of it started.
@@ -239,14 +263,15 @@ class Ledger:
         return self._state
 
     @classmethod
-    def restore(cls, state: LedgerState) -> Ledger:
+    def restore(cls, state: LedgerState, *, spanning: bool = False) -> Ledger:
         """A ledger that goes on after `state.last_closed`."""
-        ledger = cls()
+        ledger = cls(spanning=spanning)
         ledger._state = state
         return ledger
 
     def _page(self, step: int) -> _Page:
-        self._refuse_closed(step)
+        if not self._spanning:
+            self._refuse_closed(step)
         return self._pages.setdefault(step, _Page())
 
     def _refuse_closed(self, step: int) -> None:

@@ -56,6 +56,9 @@ ConversationFactory = Callable[[Job], Conversation]
 
 InfrastructureError = WorldError | EngineError
 
+CANCELLED = "cancelled"
+"""Why an episode was dropped that nobody waits for any more."""
+
 
 def episode_name(key: RolloutKey) -> str:
     """A name that is unique to an attempt and sorts by step, task and sample."""
@@ -63,13 +66,20 @@ def episode_name(key: RolloutKey) -> str:
 
 
 @dataclass
+class FailureBudget:
+    """The failures for good among `num_jobs` jobs."""
+
+    num_jobs: int
+    failures: list[InfrastructureError] = field(default_factory=list)
+
+
+@dataclass
 class _Run:
     """The state of one call of `run`. `joined` are the names that the lock-step knows."""
 
     pending: Iterator[tuple[int, Job]]
-    num_jobs: int
+    budget: FailureBudget
     done: dict[int, Episode] = field(default_factory=dict)
-    failures: list[InfrastructureError] = field(default_factory=list)
     joined: set[str] = field(default_factory=set)
 
 
@@ -88,7 +98,7 @@ class Scheduler:
         self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None
     ) -> list[Episode]:
         """Play all jobs; `on_done` is called as each ends."""
-        run = _Run(iter(enumerate(jobs)), len(jobs))
+        run = _Run(iter(enumerate(jobs)), FailureBudget(len(jobs)))
         first = [self._take(run, None) for _ in range(min(self.limits.concurrency, len(jobs)))]
         try:
             async with asyncio.TaskGroup() as group:
@@ -109,25 +119,39 @@ class Scheduler:
     ) -> None:
         while taken is not None:
             position, job = taken
-            episode = run.done[position] = await self._play_with_retries(run, job)
+
+            def joins(leaving: str, joining: str) -> None:
+                self._swap(run, leaving, joining)
+
+            episode = run.done[position] = await self.play(job, run.budget, joins)
             if on_done is not None:
                 on_done(episode)
             taken = self._take(run, episode_name(episode.key))
 
-    async def _play_with_retries(self, run: _Run, job: Job) -> Episode:
-        """Play a job until an attempt succeeds or they have run out; the last one is still joined."""
+    async def play(
+        self, job: Job, budget: FailureBudget, on_retry: Callable[[str, str], None] | None = None
+    ) -> Episode:
+        """Play a job until an attempt succeeds or they have run out; then it is a failure of `budget`.
+
+        `on_retry` is told the names of the attempt that failed and of the next one. An attempt that is
+        cancelled ends in the ledger as dropped.
+        """
         while True:
             self.ledger.start(job.key)
             try:
                 return Episode(job.key, job.task, await self._play(job), job.greedy)
+            except asyncio.CancelledError:
+                self.ledger.finish(job.key, Outcome.DROPPED, CANCELLED)
+                raise
             except (WorldError, EngineError) as error:
                 self._note_failure(job.key, error)
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
                 if job.key.attempt >= self.limits.retries:
-                    return self._give_up(run, job, error)
+                    return self._give_up(budget, job, error)
                 again = replace(job.key, attempt=job.key.attempt + 1)
-                self._swap(run, episode_name(job.key), episode_name(again))
+                if on_retry is not None:
+                    on_retry(episode_name(job.key), episode_name(again))
                 job = replace(job, key=again)
 
     async def _play(self, job: Job) -> Trajectory:
@@ -146,12 +170,12 @@ class Scheduler:
         if isinstance(error.__cause__, TimeoutError):
             self.ledger.note_clock_limit(key.step)
 
-    def _give_up(self, run: _Run, job: Job, error: InfrastructureError) -> Episode:
-        run.failures.append(error)
-        if len(run.failures) > self.limits.max_failure_rate * run.num_jobs + 1e-9:
-            first = run.failures[0]
+    def _give_up(self, budget: FailureBudget, job: Job, error: InfrastructureError) -> Episode:
+        budget.failures.append(error)
+        if len(budget.failures) > self.limits.max_failure_rate * budget.num_jobs + 1e-9:
+            first = budget.failures[0]
             raise type(first)(
-                f"{len(run.failures)} of {run.num_jobs} episodes failed for good, more than "
+                f"{len(budget.failures)} of {budget.num_jobs} episodes failed for good, more than "
                 f"rollout.max_failure_rate allows. The first failure: {first.message}",
                 first.hint,
             ) from first

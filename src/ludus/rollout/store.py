@@ -82,7 +82,7 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
     Makes the folder if need be. Raises StorageError where the disk refuses, and UserError for a number that
     is not finite; nothing is left behind in either case.
     """
-    write_lines(path, map(_line, records))
+    write_lines(path, map(rollout_line, records))
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:
@@ -160,7 +160,8 @@ def _sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _line(record: RolloutRecord) -> str:
+def rollout_line(record: RolloutRecord) -> str:
+    """The line of a record, without its end. Raises UserError for a number that is not finite."""
     data = {
         "schema": SCHEMA,
         "step": int(record.step),

@@ -14,7 +14,6 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -49,6 +48,14 @@ class TrainerState:
     kl: KlState = field(default_factory=KlState)
 
 
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What else a checkpoint has: tensors of other models that train, and text files, by name."""
+
+    parts: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
 def checkpoint_path(shelf: Path, step: int) -> Path:
     """The folder of a step's checkpoint."""
     return shelf / f"step-{step:06d}"
@@ -68,9 +75,9 @@ def save_checkpoint(
     tokenizer: PreTrainedTokenizerBase,
     optimiser: Optimiser,
     state: TrainerState,
-    parts: Mapping[str, Mapping[str, torch.Tensor]] = MappingProxyType({}),
+    extra: Extra = Extra(),
 ) -> Path:
-    """Write a checkpoint; `parts` are tensors of other models that train, by name.
+    """Write a checkpoint.
 
     Raises StorageError, with the earlier ones intact, where that fails.
     """
@@ -81,8 +88,10 @@ def save_checkpoint(
         (unfinished / "trainer").mkdir(parents=True)
         save_model(model, tokenizer, unfinished)
         _save_trainer(unfinished / "trainer", optimiser, state)
-        for name, tensors in parts.items():
+        for name, tensors in extra.parts.items():
             _save_tensors(unfinished / "trainer" / f"{name}.safetensors", tensors)
+        for name, text in extra.texts.items():
+            (unfinished / "trainer" / name).write_text(text, "utf-8")
         _sync(unfinished)
         if final.exists():
             shutil.rmtree(final)
@@ -131,6 +140,17 @@ def load_part(folder: Path, name: str) -> dict[str, torch.Tensor]:
             f"{folder} holds no {name}.", "Resume with the algorithm that the run was started with."
         )
     return _read_tensors(path)
+
+
+def load_text(folder: Path, name: str) -> str | None:
+    """A text file of a checkpoint; None where it has none. Raises StorageError where it cannot be read."""
+    path = folder / "trainer" / name
+    try:
+        return path.read_text("utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"{path} cannot be read: {error}.", "Remove its checkpoint, and resume."
+        ) from error
 
 
 def load_weights(folder: Path, model: PreTrainedModel) -> None:

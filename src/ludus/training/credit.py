@@ -100,7 +100,7 @@ def assign_credit(
     compared: list[Credit] = []
     for place, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
-            credits += [_of_partial_group(episode) for episode in group]
+            credits += [_of_partial_group(episode, place) for episode in group]
         else:
             greedy = next((episode for episode in group if episode.greedy), None)
             baseline = None if greedy is None else _shaped_reward(greedy, algorithm, max_action_tokens)
@@ -164,11 +164,11 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
     return replace(algorithm, options=replace(algorithm.options, advantage=own))
 
 
-def _of_partial_group(episode: Episode) -> Credit:
+def _of_partial_group(episode: Episode, place: int) -> Credit:
     failure = episode.trajectory.failure
     if failure is not None:
-        return Credit(episode, Outcome.FAILED, failure.part)
-    return Credit(episode, Outcome.DROPPED, "partial_group")
+        return Credit(episode, Outcome.FAILED, failure.part, place)
+    return Credit(episode, Outcome.DROPPED, "partial_group", place)
 
 
 def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int) -> list[Credit]:

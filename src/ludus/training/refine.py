@@ -37,16 +37,14 @@ def refine(
     max_action_tokens: int,
     judge: Judge | None = None,
     *,
-    check: bool = False,
+    check: Sequence[Credit] = (),
 ) -> list[Credit]:
-    """The credits as they train. `check` compares engine and learner first.
+    """The credits as they train. Engine and learner are compared on `check` first.
 
     Raises SyncError where the two disagree: what was sampled then came from another policy.
     """
     found = list(credits)
-    if check:
-        trained = [c for c in found if c.outcome is Outcome.TRAINED and not c.expert]
-        check_parity([_row(credit) for credit in trained], learner)
+    check_parity([_row(credit) for credit in check], learner)
     algorithm = learner.algorithm
     if judge is not None or (algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"):
         found = _estimated(found, learner, judge, max_action_tokens)

@@ -22,6 +22,7 @@ from ludus.engines.loading import load_model
 from ludus.errors import LearnerError, UserError
 from ludus.rollout.ledger import Ledger
 from ludus.training.checkpoint import (
+    Extra,
     TrainerState,
     list_checkpoints,
     load_part,
@@ -205,7 +206,7 @@ def _save(training: RewardTraining, step: int) -> Path:
         session.tokenizer,
         training.optimiser,
         state,
-        {head_name(model.kind): head},
+        Extra({head_name(model.kind): head}),
     )
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from ludus.algorithms.filters import rft as keep_solved
 from ludus.config.schema import Config
 from ludus.diagnostics.metrics import rollout_metrics
-from ludus.diagnostics.timings import StepTimings
+from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine
 from ludus.envs.base import World
@@ -196,7 +196,7 @@ class RftLoop:
         for tracker in self.trackers:
             tracker.log(number, metrics)
         timings = clock.metrics([credit.episode.trajectory for credit in credits])
-        clock.write(self.folder.timings, number, timings)
+        write_timings(self.folder.timings, number, timings)
         if not metrics["rft/kept"]:
             text = f"Round {number} solved no task it could learn from: its weights are those before it."
             log.warning(text)

@@ -122,12 +122,14 @@ def server_engine(config: Config) -> ServerEngine:
 def local_engine(session: Session) -> LocalEngine:
     """An embedded engine with a copy of the session's weights, and room for all episodes in flight."""
     rollout = session.config.rollout
+    streams = session.config.training.mode == "async"
     limit = session.model.config.to_dict().get("max_position_embeddings") or rollout.max_tokens
     settings = EngineSettings(
         context_tokens=min(limit, rollout.max_tokens),
         max_batch=rollout.concurrency,
         cache_tokens=rollout.concurrency * (rollout.max_tokens + PAGE),
-        batch_invariant=rollout.reproducible,
+        batch_invariant=rollout.reproducible and not streams,
+        recompute_on_update=not streams or session.config.staleness.cache == "prefill",
         threads=1 if session.model.num_parameters() < SMALL_MODEL else 0,
     )
     return LocalEngine(session.model, session.tokenizer, settings)

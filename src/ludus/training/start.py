@@ -16,7 +16,7 @@ from torch import Tensor
 from ludus.algorithms.algorithm import TEACHER_LOSSES, Algorithm
 from ludus.algorithms.combinations import check_observations
 from ludus.algorithms.kl_run import KlControl, control_of
-from ludus.algorithms.resolve import resolve
+from ludus.algorithms.resolve import algorithm_of
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World
@@ -25,13 +25,22 @@ from ludus.evaluation.check import refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.setup import episode_limits, sampling_params
-from ludus.training.checkpoint import list_checkpoints, load_part, load_trainer, load_weights
+from ludus.training import modes
+from ludus.training.checkpoint import (
+    checkpoint_path,
+    list_checkpoints,
+    load_part,
+    load_text,
+    load_trainer,
+    load_weights,
+)
 from ludus.training.combine import check_reward_settings, make_combiner, reward_doubts
 from ludus.training.dry_run import dry_run_of
 from ludus.training.experts import check_experts, make_experts
 from ludus.training.head import Entropy
 from ludus.training.judges import make_judge, part_name
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
+from ludus.training.learning import Learning
 from ludus.training.memory import Memory
 from ludus.training.old_logprobs import check_old_logprobs
 from ludus.training.optimiser import Optimiser, OptimiserSettings
@@ -39,9 +48,12 @@ from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
 from ludus.training.routing import Routing
 from ludus.training.run import RunFolder, save_config
+from ludus.training.sampling import Sampler
 from ludus.training.scoring import Scorer, Scores
 from ludus.training.session import Session, make_engine, open_session
+from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import WeightSync
+from ludus.training.task_stream import TaskStream
 from ludus.training.teacher import check_teacher, load_teacher
 
 if TYPE_CHECKING:
@@ -86,7 +98,7 @@ def check(config: Config, world: World) -> None:
 
     Raises ConfigError and UserError for settings of the algorithm, trackers and splits.
     """
-    algorithm = resolve(config.algorithm)
+    algorithm = algorithm_of(config)
     check_roles(algorithm, world)
     control_of(config, algorithm)
     check_teacher(config, algorithm)
@@ -128,14 +140,30 @@ def prepare(config: Config) -> Session | None:
 def train(session: Session, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
     """Run, or go on with, the training in `folder`; gives the evaluations before and after."""
     config = session.config
-    algorithm = resolve(config.algorithm)
+    algorithm = algorithm_of(config)
     for text in doubts(config):
         log.warning(text)
         reporter.alarm(text)
     loop, done = build_loop(session, folder, algorithm, reporter)
     with _closing(loop):
-        dry_run_of(config, loop.learner)
-        return asyncio.run(_run(loop, done))
+        dry_run_of(config, loop.learning.learner)
+        return asyncio.run(_run(loop, done, stream_before(loop, done)))
+
+
+def stream_before(loop: RlLoop, done: int) -> StreamState:
+    """The stream that the checkpoint of step `done` has; a new one where it has none."""
+    training, sampler = loop.session.config.training, loop.sampler
+    if training.mode != "async" or done == 0:
+        return StreamState()
+    text = load_text(checkpoint_path(loop.folder.checkpoints, done), STREAM_FILE)
+    order = task_order(loop.session.config, loop.session.world)
+    if text is None:  # the steps so far were not asynchronous
+        return StreamState(done * order.chunk)
+    tasks = {task.id: task for task in order.tasks}
+    spare = loop.session.config.staleness.oversample
+    return StreamState.from_text(
+        text, tasks, TaskStream(sampler, order, training.tasks_per_step, spare).jobs_of
+    )
 
 
 def doubts(config: Config) -> list[str]:
@@ -145,6 +173,11 @@ def doubts(config: Config) -> list[str]:
         found.append("Observations are in the loss (training.mask_observations is off): for comparison only.")
     if config.algorithm.preset == "vapo" and config.critic.warmup_steps == 0:
         found.append("The preset vapo trains its critic first, and critic.warmup_steps is 0.")
+    if config.training.mode == "async" and config.rollout.reproducible:
+        found.append(
+            "An asynchronous run does not repeat bit for bit (training.mode = async): rollout.reproducible "
+            "has no effect on its order."
+        )
     params = sampling_params(config.rollout, config.rollout.temperature)
     if params.cuts or config.rollout.guided_tools:
         found.append(
@@ -172,13 +205,15 @@ def build_loop(
     optimiser = Optimiser(model, how, masters=config.model.master_weights)
     judge = make_judge(config, algorithm, model, session.world.rewards[0].name)
     combiner = make_combiner(session, algorithm)
-    done, ledger, memory = 0, Ledger(), Memory.start(algorithm)
+    spanning = config.training.mode == "async"
+    done, ledger, memory = 0, Ledger(spanning=spanning), Memory.start(algorithm)
     found = list_checkpoints(folder.checkpoints)
     if found:
         done, path = found[-1]
         load_weights(path, model)
         stored = load_trainer(path, optimiser)
-        ledger, memory = Ledger.restore(stored.ledger), Memory.start(algorithm, stored.memory)
+        ledger = Ledger.restore(stored.ledger, spanning=spanning)
+        memory = Memory.start(algorithm, stored.memory)
         control = control.restored(stored.kl)
         if combiner is not None:
             combiner.restore(stored.reward_moments)
@@ -189,24 +224,25 @@ def build_loop(
     probe = probe_tokens(session)
     save_config(folder, config)
     forget_after(folder, done)
+    sampler = Sampler(session, engine, algorithm, reporter, ledger, memory, combiner, experts)
+    learner = make_learner(session, algorithm, optimiser, scorers)
     loop = RlLoop(
         session=session,
         folder=folder,
-        engine=engine,
-        learner=make_learner(session, algorithm, optimiser, scorers),
+        sampler=sampler,
+        learning=Learning(session, learner, control, ledger, judge, over_age_bound(config)),
         sync=WeightSync(model, engine, probe, config.training.sync_tolerance),
-        algorithm=algorithm,
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
-        kl=control,
-        judge=judge,
-        memory=memory,
-        combiner=combiner,
-        experts=experts,
-        ledger=ledger,
         history=[row.metrics for row in read_metrics(folder.metrics)] if done else [],
     )
     return loop, done
+
+
+def over_age_bound(config: Config) -> int | None:
+    """The age in versions beyond which tokens do not train; None where they are waited for instead."""
+    masks = config.training.mode == "async" and config.staleness.over_age == "mask"
+    return config.staleness.max_staleness if masks else None
 
 
 def make_learner(
@@ -236,17 +272,17 @@ def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]
     return [make_tracker(name, folder.path, done) for name in config.run.trackers]
 
 
-async def _run(loop: RlLoop, done: int) -> list[Comparison]:
+async def _run(loop: RlLoop, done: int, before: StreamState) -> list[Comparison]:
     config = loop.session.config
     async with closing(loop.session.world):
         await loop.sync.publish(done)
         if done == 0:
             for plan in plans(config, 0):
                 await _evaluate_once(loop, plan)
-        await loop.run(done)
+        await modes.run(loop, done, before)
         after = [await _evaluate_once(loop, plan) for plan in plans(config, config.training.steps)]
-    before = [kept_evaluation(loop.folder, plan) for plan in plans(config, 0)]
-    return [Comparison(b, a) for b, a in zip(before, after, strict=True)]
+    untrained = [kept_evaluation(loop.folder, plan) for plan in plans(config, 0)]
+    return [Comparison(b, a) for b, a in zip(untrained, after, strict=True)]
 
 
 async def _evaluate_once(loop: RlLoop, plan: EvaluationPlan) -> Evaluation:

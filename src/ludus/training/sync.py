@@ -36,6 +36,15 @@ class SyncProof:
     probe_gap: float
 
 
+@dataclass(frozen=True, slots=True)
+class Received:
+    """What the engine says of the weights that it was sent: their digest, and its scores of the probe."""
+
+    version: int
+    fingerprint: str | None
+    scores: Sequence[float]
+
+
 @dataclass(frozen=True)
 class WeightSync:
     """Publishes a model's trainable weights to an engine. `probe` is a fixed sequence of token ids."""
@@ -48,6 +57,10 @@ class WeightSync:
 
     async def publish(self, version: int) -> SyncProof:
         """Send the weights as `version` and prove it."""
+        return self.compare(await self.send(version))
+
+    async def send(self, version: int) -> Received:
+        """Send the weights as `version`; they must not change until this has ended."""
         state = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
         try:
             async with asyncio.timeout(self.deadline_s):
@@ -58,9 +71,11 @@ class WeightSync:
             raise SyncError(f"Sending weights {version} took longer than {self.deadline_s:g} s.") from error
         except EngineError as error:
             raise SyncError(f"The engine refused weights {version}: {error}") from error
-        return self._compare(version, theirs, scores)
+        return Received(version, theirs, scores)
 
-    def _compare(self, version: int, theirs: str | None, scores: Sequence[float]) -> SyncProof:
+    def compare(self, received: Received) -> SyncProof:
+        """Compare what the engine said with the learner's weights. Raises SyncError where they differ."""
+        version, theirs, scores = received.version, received.fingerprint, received.scores
         ours = fingerprint_module(self.model)
         if theirs is not None and ours != theirs:
             raise SyncError(

@@ -1,0 +1,133 @@
+"""How many groups may start, and which of them train next: bounded staleness by admission.
+
+Takes what happens to groups (`admit`, `ready`, `discard`) and to weights (`published`). Gives the room for
+new groups, and the groups of the next batch. Knows no clock, no engine and no event loop, so that a
+simulation runs the same code as training. Never throws a slow group away: what is admitted is taken, unless
+it is discarded by name.
+
+A group that is admitted while the engine has version `v` holds no token older than `v`, and step `s` trains
+the weights of version `s - 1`. With the bound `k` the group is therefore due at step `v + k + 1`. A step
+takes a fixed number of groups, those that are due first; so it is enough that for every step `d` from the
+next one on, no more groups are due until `d` than the steps until `d` take. Admission never breaks that, and
+`take` waits for a group that would.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """`groups_per_step` groups train in each step, up to `last_step`.
+
+    No token is older than `max_staleness` versions: with `hold` the learner waits for what is due, without it
+    tokens may come later and are then to be masked.
+    """
+
+    groups_per_step: int
+    max_staleness: int
+    last_step: int
+    hold: bool = True
+
+
+@dataclass(slots=True)
+class Ticket:
+    """A group that is on its way. `version` is the engine's when it was admitted."""
+
+    number: int
+    version: int
+    ready: bool = False
+
+
+@dataclass
+class Admission:
+    """The groups on their way. `version` is that of the engine, and of the last step that is done."""
+
+    pace: Pace
+    version: int = 0
+    learning: bool = field(default=False, init=False)
+    _tickets: dict[int, Ticket] = field(default_factory=dict, init=False)
+
+    @property
+    def next_step(self) -> int:
+        """The next step to be taken."""
+        return self.version + 1 + self.learning
+
+    @property
+    def on_their_way(self) -> tuple[Ticket, ...]:
+        """Admitted and neither taken nor discarded, by number."""
+        return tuple(self._tickets[number] for number in sorted(self._tickets))
+
+    @property
+    def num_ready(self) -> int:
+        """Groups that wait for the learner."""
+        return sum(ticket.ready for ticket in self._tickets.values())
+
+    @property
+    def room(self) -> int:
+        """Groups that may be admitted now."""
+        steps = self._due(self.version) - self.next_step + 1
+        return max(0, self.pace.groups_per_step * steps - len(self._tickets))
+
+    def admit(self, number: int, version: int | None = None) -> Ticket:
+        """A group starts. `version` is given for one that was admitted before the run was resumed.
+
+        Raises ValueError where there is no room, or the number is on its way already.
+        """
+        if number in self._tickets:
+            raise ValueError(f"group {number} is on its way already")
+        if version is None and not self.room:
+            raise ValueError(f"there is no room for group {number}")
+        ticket = self._tickets[number] = Ticket(number, self.version if version is None else version)
+        return ticket
+
+    def ready(self, number: int) -> None:
+        """All of a group's episodes have ended."""
+        self._tickets[number].ready = True
+
+    def discard(self, number: int) -> None:
+        """A group will not train, and its place is free."""
+        del self._tickets[number]
+
+    def take(self) -> list[int] | None:
+        """The groups of the next step, oldest first; None where they are not all there, or one is waited for.
+
+        The learner works on them until `published`.
+        """
+        ready = sorted((t for t in self._tickets.values() if t.ready), key=lambda t: (t.version, t.number))
+        chosen = [ticket.number for ticket in ready[: self.pace.groups_per_step]]
+        if self.learning or len(chosen) < self.pace.groups_per_step:
+            return None
+        if self.pace.hold and not self._feasible_without(set(chosen)):
+            return None
+        for number in chosen:
+            del self._tickets[number]
+        self.learning = True
+        return chosen
+
+    @property
+    def is_held(self) -> bool:
+        """Whether a batch is there, and the learner waits for a group that is due."""
+        return not self.learning and self.num_ready >= self.pace.groups_per_step
+
+    def published(self, version: int) -> None:
+        """The engine has the weights of the step that was taken."""
+        if version != self.version + 1 or not self.learning:
+            raise ValueError(f"version {version} follows {self.version}, learning: {self.learning}")
+        self.version, self.learning = version, False
+
+    def _due(self, version: int) -> int:
+        """The last step that may train a group of this version."""
+        return min(version + self.pace.max_staleness + 1, self.pace.last_step)
+
+    def _feasible_without(self, chosen: set[int]) -> bool:
+        """Whether all others can train in time once the next step has taken these."""
+        due = Counter(self._due(t.version) for t in self._tickets.values() if t.number not in chosen)
+        total = 0
+        for step in sorted(due):
+            total += due[step]
+            if total > self.pace.groups_per_step * (step - self.next_step):
+                return False
+        return True

@@ -1,0 +1,207 @@
+"""Groups of episodes as a stream: they start as there is room, and batches of whole groups come out.
+
+Takes a source of groups and something that plays a job. Gives batches: `take` waits until the admission lets
+one go. Waits with at most `in_flight` episodes; the next one starts when one ends, oldest group first. Never
+gives a part of a group, never drops one silently: a group that does not count (a member failed for good, or
+a filter takes it out) comes out beside the batch, and another one is admitted in its place. Raises in `take`
+what an episode raised. `close` ends all that is in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from ludus.errors import LudusError
+from ludus.rollout.admission import Admission
+from ludus.rollout.scheduler import Episode, Job
+
+
+@dataclass
+class StreamedGroup:
+    """A group on its way: its jobs in order, and the episodes of those that have ended, by their place."""
+
+    number: int
+    jobs: Sequence[Job]
+    version: int
+    done: dict[int, Episode] = field(default_factory=dict)
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """Those that have ended, in the order of their places."""
+        return [self.done[place] for place in sorted(self.done)]
+
+
+class Source(Protocol):
+    """Where groups come from, and which of them count."""
+
+    def jobs(self, number: int) -> Sequence[Job]:
+        """The jobs of a group that starts."""
+        ...
+
+    def counts(self, group: Sequence[Episode]) -> bool:
+        """Whether a group is one of those that a batch needs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step learns from: whole groups, the oldest first, and those that ended without counting."""
+
+    groups: tuple[StreamedGroup, ...]
+    others: tuple[StreamedGroup, ...]
+
+
+@dataclass
+class Stream:
+    """Plays groups. `needed` members of a group are enough (0: all); the others are then cancelled.
+
+    `next_number` is that of the next group; `kept` are groups from before the run was resumed.
+    """
+
+    admission: Admission
+    source: Source
+    play: Callable[[Job], Awaitable[Episode]]
+    in_flight: int
+    needed: int = 0
+    next_number: int = 0
+    kept: Sequence[StreamedGroup] = ()
+    on_done: Callable[[Episode], None] | None = None
+    ended: list[Episode] = field(default_factory=list, init=False)
+    """Episodes that have ended since `forget_ended`."""
+    _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
+    _others: list[StreamedGroup] = field(default_factory=list, init=False)
+    _pending: deque[tuple[StreamedGroup, int]] = field(default_factory=deque, init=False)
+    _running: dict[asyncio.Task[None], tuple[StreamedGroup, int]] = field(default_factory=dict, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    _draining: bool = field(default=False, init=False)
+
+    def start(self) -> None:
+        """Go on with the groups of before, and start as many as there is room for."""
+        for group in self.kept:
+            self.admission.admit(group.number, group.version)
+            self._enter(group)
+            self._end_group(group)
+        self._fill()
+
+    async def take(self) -> Batch:
+        """The next batch, as soon as the admission lets it go."""
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            numbers = self.admission.take()
+            if numbers is not None:
+                break
+            if not self._running:
+                raise LudusError("No episode is in flight, and no batch is complete: a fault of Ludus.")
+            self._changed.clear()
+            await self._changed.wait()
+        others, self._others = tuple(self._others), []
+        groups = tuple(self._groups.pop(number) for number in numbers)
+        self._fill()
+        return Batch(groups, others)
+
+    def published(self, version: int) -> None:
+        """The engine has the weights of the batch that was taken."""
+        self.admission.published(version)
+        self._draining = False
+        self._fill()
+
+    async def drain(self) -> None:
+        """Start nothing more until `published`, and wait until nothing runs."""
+        self._draining = True
+        while self._running and self._failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Cancel what is in flight, and wait for its end."""
+        self._draining = True
+        tasks = tuple(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Episodes being played."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Episodes of admitted groups that have not started."""
+        return len(self._pending)
+
+    def on_their_way(self) -> list[StreamedGroup]:
+        """The groups that no batch has had yet, by number, with what has ended of them."""
+        return [self._groups[number] for number in sorted(self._groups)]
+
+    def forget_ended(self) -> list[Episode]:
+        """The episodes that have ended since the last call."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    def _fill(self) -> None:
+        """Start what there is room for; the oldest groups first."""
+        while not self._draining and self._failure is None and len(self._running) < self.in_flight:
+            if not self._pending and self.admission.room:
+                number, self.next_number = self.next_number, self.next_number + 1
+                ticket = self.admission.admit(number)
+                self._enter(StreamedGroup(number, self.source.jobs(number), ticket.version))
+            if not self._pending:
+                return
+            group, place = self._pending.popleft()
+            task = asyncio.get_running_loop().create_task(self._play(group, place))
+            self._running[task] = (group, place)
+            task.add_done_callback(self._after)
+
+    def _enter(self, group: StreamedGroup) -> None:
+        self._groups[group.number] = group
+        places = (place for place in range(len(group.jobs)) if place not in group.done)
+        self._pending.extend((group, place) for place in places)
+
+    async def _play(self, group: StreamedGroup, place: int) -> None:
+        episode = group.done[place] = await self.play(group.jobs[place])
+        self.ended.append(episode)
+        if self.on_done is not None:
+            self.on_done(episode)
+        self._end_group(group)
+
+    def _end_group(self, group: StreamedGroup) -> None:
+        """If a group has what it needs, stop the rest of it, and say whether it counts."""
+        if not self._is_complete(group) or group.number not in self._groups:
+            return
+        if self._has_needed(group):  # what failed has been replaced, and the ledger has it
+            group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
+        self._pending = deque((g, place) for g, place in self._pending if g is not group)
+        for task, (of, place) in self._running.items():
+            if of is group and place not in group.done:
+                task.cancel()
+        if self.source.counts(group.episodes):
+            self.admission.ready(group.number)
+        else:
+            self.admission.discard(group.number)
+            self._others.append(self._groups.pop(group.number))
+
+    def _is_complete(self, group: StreamedGroup) -> bool:
+        return len(group.done) == len(group.jobs) or self._has_needed(group)
+
+    def _has_needed(self, group: StreamedGroup) -> bool:
+        """Whether enough members have ended well, and what they are compared with as well."""
+        whole = [episode for episode in group.done.values() if episode.trajectory.failure is None]
+        baselines = sum(job.greedy for job in group.jobs)
+        if not self.needed or sum(episode.greedy for episode in whole) < baselines:
+            return False
+        return len(whole) - baselines >= self.needed
+
+    def _after(self, task: asyncio.Task[None]) -> None:
+        """An episode is over: keep what it raised, and start others."""
+        self._running.pop(task, None)
+        error = None if task.cancelled() else task.exception()
+        self._failure = self._failure or error
+        self._fill()
+        self._changed.set()

@@ -1,0 +1,94 @@
+"""Learning: from the credit of a step to new weights.
+
+Takes credits. Gives them back as they were settled, and metrics. Knows no environment and no engine; `Work`
+says on which thread it computes. The ledger is touched on the caller's thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+from ludus.algorithms.kl_run import KlControl
+from ludus.rollout.ledger import Ledger
+from ludus.training.batch import Row
+from ludus.training.credit import Credit, settle, training_rows
+from ludus.training.judges import Judge, train_judge, warmup_steps
+from ludus.training.learner import Learner
+from ludus.training.refine import refine
+from ludus.training.sampling import max_action_tokens
+from ludus.training.session import Session
+from ludus.training.staleness import mask_over_age, on_policy, without_over_age
+
+T = TypeVar("T")
+
+
+class Work(Protocol):
+    """Where the learner computes."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]:
+        """Have something computed, and wait for its result."""
+        ...
+
+
+async def here(work: Callable[[], T]) -> T:
+    """Compute on the caller's own thread."""
+    return work()
+
+
+@dataclass
+class Learning:
+    """What turns credits into weights: the learner, the model that judges beside it, the control of the KL.
+
+    `ledger` is the run's. Tokens older than `bound` versions do not train; None is no bound.
+    """
+
+    session: Session
+    learner: Learner
+    kl: KlControl
+    ledger: Ledger
+    judge: Judge | None = None
+    bound: int | None = None
+    _checked: bool = field(default=False, init=False)
+
+    async def learn(
+        self, step: int, credits: Sequence[Credit], work: Work = here
+    ) -> tuple[list[Credit], dict[str, float]]:
+        """Settle what trains and train on it; gives the final credits and the metrics."""
+        found = await work(lambda: self._prepare(step, credits))
+        settle(self.ledger, found)
+        rows = training_rows(
+            found,
+            mask_observations=self.session.config.training.mask_observations,
+            rewards=self.session.world.rewards,
+        )
+        if self.bound is not None:
+            rows = without_over_age(rows, found, step, self.bound)
+        return found, await work(lambda: self._train(step, found, rows))
+
+    def control_kl(self, metrics: Mapping[str, float]) -> str:
+        """Let the control see the KL of a step; gives the reason to pause, empty where there is none."""
+        kl = metrics.get("policy/kl_reference")
+        if kl is None:
+            return ""
+        verdict = self.kl.verdict(kl)
+        self.kl = self.kl.update(kl, round(metrics["ledger/trained"]))
+        return verdict
+
+    def _prepare(self, step: int, credits: Sequence[Credit]) -> list[Credit]:
+        """The credits as they train."""
+        if self.kl.acts:
+            self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
+        if self.bound is not None:
+            credits = mask_over_age(credits, step, self.bound)
+        limit = max_action_tokens(self.session.config)
+        fresh = [] if self._checked else on_policy(credits, step)
+        self._checked = self._checked or bool(fresh)
+        return refine(credits, self.learner, limit, self.judge, check=fresh)
+
+    def _train(self, step: int, credits: Sequence[Credit], rows: Sequence[Row]) -> dict[str, float]:
+        metrics = {} if self.judge is None else train_judge(self.judge, credits)
+        if step > warmup_steps(self.judge, self.session.config):
+            metrics |= self.learner.train(rows, seed=step)
+        return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})

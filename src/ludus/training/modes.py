@@ -1,0 +1,227 @@
+"""Ways to connect sampling and learning other than one after the other.
+
+`run_one_step` samples the next batch while it learns on this one. Each batch is of one version, that of the
+step before its own; so it repeats bit for bit where synchronous training does. `AsyncRun` lets episodes
+stream: the learner takes a batch when the admission lets one go, and new weights reach the engine between two
+of its passes. Both learn on a thread of their own; the event loop, the ledger and the episodes stay on the
+caller's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import torch
+
+from ludus.diagnostics.timings import StepTimings
+from ludus.rollout.admission import Admission, Pace
+from ludus.rollout.in_flight import Load, next_in_flight
+from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler
+from ludus.rollout.stream import Batch, Stream
+from ludus.training.credit import Credit
+from ludus.training.learner_thread import LearnerThread
+from ludus.training.rl import RlLoop, Verdict, proof_metrics, task_order
+from ludus.training.staleness import EssGuard, staleness_metrics
+from ludus.training.stream_state import StreamState
+from ludus.training.task_stream import TaskStream
+
+
+async def run(loop: RlLoop, done: int, before: StreamState) -> None:
+    """Train from step `done` to the last, as `training.mode` says. `before` is of the run that is resumed."""
+    match loop.session.config.training.mode:
+        case "sync":
+            await loop.run(done)
+        case "one_step":
+            await run_one_step(loop, done)
+        case "async":
+            await AsyncRun.of(loop, done, before).run(done)
+
+
+async def run_one_step(loop: RlLoop, done: int) -> None:
+    """Learn on each batch while the next one is sampled; the weights wait for the end of both."""
+    last = loop.session.config.training.steps
+    order = task_order(loop.session.config, loop.session.world)
+    await loop.sync.publish(done)
+    if done >= last:
+        return
+    thread = LearnerThread(torch.get_num_threads())
+    sampling: asyncio.Task[list[Credit]] | None = None
+    try:
+        credits = await loop.sampler.sample(done + 1, order)
+        for step in range(done + 1, last + 1):
+            clock = StepTimings()
+            loop.sampled = loop.sampler.state
+            loop.engine.stats(reset=True)
+            if step < last:
+                sampling = asyncio.create_task(loop.sampler.sample(step + 1, order))
+            with clock.phase("learn"):
+                credits, learned = await loop.learning.learn(step, credits, thread)
+            with clock.phase("rollout"):
+                following = await sampling if sampling is not None else []
+            clock.engine = loop.engine.stats(reset=True).metrics()
+            with clock.phase("sync"):
+                proof = await loop.sync.publish(step)
+            metrics = await loop.report(step, credits, learned | proof_metrics(proof), clock)
+            await loop.end_step(step, metrics)
+            credits, sampling = following, None
+    finally:
+        await _end(sampling)
+        thread.close()
+
+
+async def _end(task: asyncio.Task[list[Credit]] | None) -> None:
+    """Cancel a task and wait for its end; what it says then is of no use to anyone."""
+    if task is not None:
+        task.cancel()
+        await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()
+
+
+@dataclass
+class Player:
+    """Plays the jobs of a stream; the failures for good are counted anew for each step of `num_jobs`."""
+
+    scheduler: Scheduler
+    num_jobs: int
+    budget: FailureBudget = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.begin_step()
+
+    def begin_step(self) -> None:
+        """Forget the failures of the last step."""
+        self.budget = FailureBudget(self.num_jobs)
+
+    async def play(self, job: Job) -> Episode:
+        """Play a job to its end."""
+        return await self.scheduler.play(job, self.budget)
+
+
+@dataclass
+class AsyncRun:
+    """A run whose episodes stream."""
+
+    loop: RlLoop
+    stream: Stream
+    source: TaskStream
+    player: Player
+    thread: LearnerThread
+    guard: EssGuard = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.guard = EssGuard(self.loop.session.config.staleness)
+
+    @classmethod
+    def of(cls, loop: RlLoop, done: int, before: StreamState) -> AsyncRun:
+        """The run that goes on after step `done` with what is on its way."""
+        config, sampler = loop.session.config, loop.sampler
+        training, staleness = config.training, config.staleness
+        pace = Pace(
+            training.tasks_per_step, staleness.max_staleness, training.steps, staleness.over_age == "hold"
+        )
+        order = task_order(config, loop.session.world)
+        source = TaskStream(sampler, order, pace.groups_per_step, staleness.oversample)
+        player = Player(sampler.scheduler(), pace.groups_per_step * sampler.group_size)
+        stream = Stream(
+            admission=Admission(pace, done),
+            source=source,
+            play=player.play,
+            in_flight=staleness.in_flight or min(config.rollout.concurrency, player.num_jobs),
+            needed=sampler.algorithm.group_size if staleness.oversample else 0,
+            next_number=before.next_number,
+            kept=before.groups,
+            on_done=loop.reporter.episode,
+        )
+        before.start_in(sampler.ledger)
+        return cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()))
+
+    async def run(self, done: int) -> None:
+        """Train from step `done` to the last."""
+        loop = self.loop
+        await loop.sync.publish(done)
+        try:
+            self.stream.start()
+            loop.engine.stats(reset=True)
+            for step in range(done + 1, loop.session.config.training.steps + 1):
+                await self.step(step)
+        finally:
+            await self.stream.close()
+            self.thread.close()
+
+    async def step(self, step: int) -> None:
+        """One batch: wait for it, learn, send the weights."""
+        loop, clock = self.loop, StepTimings()
+        loop.reporter.phase(f"step {step}: episodes", self.player.num_jobs, loop.engine)
+        ahead = self.stream.admission.num_ready >= loop.session.config.training.tasks_per_step
+        with clock.phase("rollout"):
+            batch = await self.stream.take()
+        credits = self._credit(step, batch)
+        with clock.phase("learn"):
+            credits, learned = await loop.learning.learn(step, credits, self.thread)
+        with clock.phase("sync"):
+            learned |= await self._publish(step)
+        learned |= self._staleness(step, credits)
+        clock.engine = loop.engine.stats(reset=True).metrics() | self._queues()
+        self._adjust(clock, ahead)
+        metrics = await loop.report(step, credits, learned, clock, self.thread)
+        verdict = self._guarded(step, metrics)
+        loop.sampled = loop.sampler.state
+        await loop.end_step(step, metrics, self.thread, self.state(), verdict)
+
+    def state(self) -> StreamState:
+        """What a checkpoint keeps of the stream."""
+        return StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
+
+    def _credit(self, step: int, batch: Batch) -> list[Credit]:
+        groups = [group.episodes for group in (*batch.groups, *batch.others)]
+        credits = self.loop.sampler.as_batch(self.loop.sampler.credit(step, groups))
+        self.loop.sampled = self.loop.sampler.state
+        self.source.begin_step()
+        self.player.begin_step()
+        return credits
+
+    async def _publish(self, step: int) -> dict[str, float]:
+        sync = self.loop.sync
+        if not self.loop.session.config.staleness.interruptible:
+            await self.stream.drain()
+        received = await sync.send(step)
+        proof = await self.thread(lambda: sync.compare(received))
+        self.stream.published(step)
+        return proof_metrics(proof)
+
+    def _staleness(self, step: int, credits: list[Credit]) -> dict[str, float]:
+        session = self.loop.session
+        return staleness_metrics(
+            credits, step, session.config.staleness, self.stream.forget_ended(), session.world.rewards[0].name
+        )
+
+    def _queues(self) -> dict[str, float]:
+        stream = self.stream
+        return {
+            "queue/in_flight": float(stream.num_in_flight),
+            "queue/in_flight_limit": float(stream.in_flight),
+            "queue/waiting": float(stream.num_waiting),
+            "queue/groups_ready": float(stream.admission.num_ready),
+            "queue/groups_on_their_way": float(len(stream.admission.on_their_way)),
+            "queue/room": float(stream.admission.room),
+        }
+
+    def _adjust(self, clock: StepTimings, ahead: bool) -> None:
+        """Let more or fewer episodes fly, where that is left to measurement."""
+        config, found = self.loop.session.config, clock.metrics([])
+        if config.staleness.in_flight:
+            return
+        running = max(found.get("engine/requests_running", 0.0), 1.0)
+        queue = found.get("engine/requests_waiting", 0.0) / running
+        load = Load(found.get("idle/learner", 0.0), found.get("idle/engine", 0.0), queue, ahead)
+        least = min(self.loop.sampler.group_size, config.rollout.concurrency)
+        self.stream.in_flight = next_in_flight(self.stream.in_flight, load, least, config.rollout.concurrency)
+
+    def _guarded(self, step: int, metrics: dict[str, float]) -> Verdict:
+        warning = self.guard.warning(metrics)
+        if warning:
+            self.loop.alarm(step, warning)
+        way = "a lower staleness.max_staleness or training.learning_rate, or another staleness.min_ess"
+        return Verdict(self.guard.verdict, way) if self.guard.verdict else Verdict()

@@ -1,0 +1,163 @@
+"""Sampling: from tasks to groups of episodes, and from groups to the credit of a step.
+
+Takes a session, an engine and the order of tasks. Waits for the episodes that it asked for. Never learns: it
+changes no weights, and what it remembers of earlier steps (`memory`) is the algorithm's alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, Algorithm
+from ludus.config.schema import Config
+from ludus.engines.base import Engine
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
+from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.scheduler import Episode, Job, Scheduler
+from ludus.rollout.setup import Play, engine_scheduler
+from ludus.tasks.order import TaskOrder
+from ludus.training.combine import Combiner
+from ludus.training.credit import Credit, assign_credit
+from ludus.training.experts import Experts
+from ludus.training.memory import Memory
+from ludus.training.selection import as_one_batch, with_role_baselines
+from ludus.training.session import Session
+from ludus.training.skipping import Draw, after_visits, choose
+from ludus.types import Task
+
+
+class EpisodeReporter(Protocol):
+    """Whoever watches episodes being played."""
+
+    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
+        """A phase of `total` episodes begins, played with `engine`; None where it is not of episodes."""
+        ...
+
+    def episode(self, episode: Episode) -> None:
+        """One of them has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """What a sampler remembers: the algorithm's memory, the tasks just skipped, the moments of rewards."""
+
+    memory: Memory
+    skipped: int
+    moments: str
+
+
+@dataclass
+class Sampler:
+    """Plays tasks with `engine` and gives credit. `ledger` is the run's."""
+
+    session: Session
+    engine: Engine
+    algorithm: Algorithm
+    reporter: EpisodeReporter
+    ledger: Ledger
+    memory: Memory = field(default_factory=Memory)
+    combiner: Combiner | None = None
+    experts: Experts | None = None
+    skipped: int = field(default=0, init=False)
+    """Tasks that GRESO has skipped for the step at hand."""
+
+    @property
+    def state(self) -> SamplerState:
+        """What it remembers now."""
+        moments = "" if self.combiner is None else self.combiner.moments.to_json()
+        return SamplerState(self.memory, self.skipped, moments)
+
+    async def sample(self, step: int, order: TaskOrder) -> list[Credit]:
+        """Roll out groups, in rounds until enough of them can train or the rounds are used up."""
+        num_tasks = self.session.config.training.tasks_per_step
+        rounds = self.algorithm.resample_rounds + 1
+        credits: list[Credit] = []
+        self.skipped = 0
+        for number in range(rounds):
+            wanted = num_tasks - num_training_groups(credits)
+            if self.algorithm.greso:
+                tasks = self.choose(step, order, wanted, {c.episode.task.id for c in credits})
+            else:
+                tasks = order.take(((step - 1) * rounds + number) * num_tasks, wanted)
+            credits += self.credit(step, await self.roll_out(step, tasks), number * num_tasks)
+            if num_training_groups(credits) >= num_tasks:
+                break
+        return self.as_batch(credits)
+
+    def choose(self, step: int, order: TaskOrder, wanted: int, taken: set[str]) -> Sequence[Task]:
+        """The next tasks that GRESO does not skip, none of those in `taken`."""
+        chosen = choose(order, wanted, self.memory, taken, Draw(self.session.config.run.seed, step))
+        self.memory = chosen.memory
+        self.skipped += chosen.skipped
+        return chosen.tasks
+
+    async def roll_out(self, step: int, tasks: Sequence[Task]) -> list[list[Episode]]:
+        """One group of episodes for each task, with a greedy one at its end where that is the baseline."""
+        jobs = [job for task in tasks for job in self.jobs(step, task)]
+        self.reporter.phase(f"step {step}: episodes", len(jobs), self.engine)
+        episodes = await self.scheduler().run(jobs, self.reporter.episode)
+        return [episodes[i : i + self.group_size] for i in range(0, len(episodes), self.group_size)]
+
+    @property
+    def group_size(self) -> int:
+        """Episodes of one task, the greedy one included."""
+        return self.algorithm.group_size + (self.algorithm.advantage in GREEDY_ADVANTAGES)
+
+    def jobs(self, step: int, task: Task, spare: int = 0) -> list[Job]:
+        """The episodes of a group that `step` asks for, with some to spare; a greedy one is the last."""
+        members = self.algorithm.group_size + spare
+        return [Job(RolloutKey(step, task.id, i), task, i >= members) for i in range(self.group_size + spare)]
+
+    def scheduler(self) -> Scheduler:
+        """What plays training episodes; those that stream take their turns as they come."""
+        config, rollout = self.session.config, self.session.config.rollout
+        if config.training.mode == "async":
+            rollout = rollout.model_copy(update={"reproducible": False})
+        play = Play("train", rollout.temperature, config.run.seed)
+        return engine_scheduler(
+            self.session.world, self.engine, self.session.renderer, rollout, play, self.ledger
+        )
+
+    def credit(self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0) -> list[Credit]:
+        """What each episode of the groups earns, experts included; groups are numbered from `first_group`."""
+        if self.experts is not None:
+            groups = self.experts.join(groups)
+        if self.combiner is not None:
+            groups = self.combiner.combine(step, groups)
+        limit = max_action_tokens(self.session.config)
+        return assign_credit(groups, self.algorithm, limit, first_group)
+
+    def as_batch(self, credits: list[Credit]) -> list[Credit]:
+        """What is decided and remembered over all groups of a step at once."""
+        if self.algorithm.greso:
+            self.memory = after_visits(self.memory, credits, self.session.world.rewards[0].name)
+        if self.algorithm.advantage == "rae":
+            credits, averages = with_role_baselines(credits, self.session.world.name, self.memory.averages)
+            self.memory = replace(self.memory, averages=averages)
+        return as_one_batch(credits, self.algorithm, max_action_tokens(self.session.config))
+
+    async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
+        """Play an evaluation with the engine's present weights."""
+        session = self.session
+        play = Play("evaluate", plan.temperature, plan.seed)
+        scheduler = engine_scheduler(
+            session.world, self.engine, session.renderer, session.config.rollout, play, Ledger()
+        )
+        total = plan.num_tasks * plan.samples
+        self.reporter.phase(f"step {plan.step}: evaluation episodes, {plan.split}", total, self.engine)
+        return await evaluate(scheduler, session.world.tasks(plan.split), plan, self.reporter.episode)
+
+
+def max_action_tokens(config: Config) -> int:
+    """The most action tokens that an episode may have."""
+    rollout = config.rollout
+    return min(rollout.max_tokens, rollout.max_turns * rollout.max_new_tokens)
+
+
+def num_training_groups(credits: Sequence[Credit]) -> int:
+    """Groups that no filter dropped."""
+    taking_part = (c for c in credits if not c.episode.greedy)
+    return len({c.group for c in taking_part if c.outcome in ("trained", "masked")})

@@ -1,0 +1,119 @@
+"""How old the tokens of a batch are, what that does to training, and what is reported of it.
+
+The age of a token that step `s` trains is `s - 1` less the version that sampled it: the number of updates
+between the weights that wrote it and the weights that it changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ludus.config.staleness import StalenessConfig
+from ludus.rollout.ledger import Outcome
+from ludus.rollout.scheduler import Episode
+from ludus.training.batch import Row
+from ludus.training.credit import Credit
+from ludus.types import Trajectory
+
+ESS = "policy/effective_sample_share"
+"""The name under which the learner reports the effective sample share."""
+
+
+def ages(trajectory: Trajectory, step: int) -> list[int]:
+    """The age of each action token when `step` trains it."""
+    return [step - 1 - version for s in trajectory.segments for version in s.versions]
+
+
+def on_policy(credits: Sequence[Credit], step: int) -> list[Credit]:
+    """Those that train and were sampled, every token, from the weights that `step` changes."""
+    trained = (credit for credit in credits if credit.outcome is Outcome.TRAINED and not credit.expert)
+    return [credit for credit in trained if not any(ages(credit.episode.trajectory, step))]
+
+
+def mask_over_age(credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
+    """The credits, those of which every token is older than `bound` as masked."""
+    return [
+        replace(credit, outcome=Outcome.MASKED, reason="over_age")
+        if credit.outcome is Outcome.TRAINED and min(ages(credit.episode.trajectory, step), default=0) > bound
+        else credit
+        for credit in credits
+    ]
+
+
+def without_over_age(rows: Sequence[Row], credits: Sequence[Credit], step: int, bound: int) -> list[Row]:
+    """The rows of the credits that train, in their order, without tokens older than `bound`."""
+    trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED]
+    versions = [credit.episode.trajectory.versions for credit in trained]
+    return [_masked(row, own, step - 1 - bound) for row, own in zip(rows, versions, strict=True)]
+
+
+def _masked(row: Row, versions: Sequence[int], oldest: int) -> Row:
+    trains = (t and not 0 <= version < oldest for t, version in zip(row.trains, versions, strict=True))
+    return replace(row, trains=tuple(trains))
+
+
+def staleness_metrics(
+    credits: Sequence[Credit], step: int, config: StalenessConfig, ended: Sequence[Episode], success: str
+) -> dict[str, float]:
+    """The ages of the tokens that train, and what was sampled beside what is trained.
+
+    `staleness/age_K` is the share of tokens of age K; `sampled/...` is of the episodes that ended since the
+    step before, `trained/...` of those that train now, so that a starved slow task shows.
+    """
+    trained = [c.episode for c in credits if c.outcome is Outcome.TRAINED]
+    bound = config.max_staleness
+    masked = config.over_age == "mask"
+    every = Counter(age for episode in trained for age in ages(episode.trajectory, step))
+    late = sum(count for age, count in every.items() if age > bound)
+    counted = {age: n for age, n in every.items() if not masked or age <= bound}
+    total = sum(counted.values())
+    metrics = {
+        "staleness/mean": sum(age * n for age, n in counted.items()) / total if total else 0.0,
+        "staleness/max": float(max(counted, default=0)),
+    }
+    metrics |= {f"staleness/age_{age}": counted.get(age, 0) / max(total, 1) for age in range(bound + 1)}
+    metrics["staleness/over_age_tokens"] = float(late)
+    return metrics | _compared("sampled", ended, success) | _compared("trained", trained, success)
+
+
+def _compared(name: str, episodes: Sequence[Episode], success: str) -> dict[str, float]:
+    whole = [e.trajectory for e in episodes if e.trajectory.failure is None and not e.greedy]
+    count = max(len(whole), 1)
+    return {
+        f"{name}/episodes": float(len(whole)),
+        f"{name}/action_tokens": sum(t.num_action_tokens for t in whole) / count,
+        f"{name}/turns": sum(t.num_turns for t in whole) / count,
+        f"{name}/success": sum(t.rewards.get(success, 0.0) for t in whole) / count,
+    }
+
+
+@dataclass
+class EssGuard:
+    """Says when the effective sample share is too low, and for how long it may be."""
+
+    config: StalenessConfig
+    _low: int = field(default=0, init=False)
+
+    def warning(self, metrics: Mapping[str, float]) -> str:
+        """A sentence where the share of this step is below the bound, empty where it is not."""
+        share = metrics.get(ESS)
+        if share is None:
+            return ""
+        if share >= self.config.min_ess:
+            self._low = 0
+            return ""
+        self._low += 1
+        return (
+            f"the effective sample share is {share:.2f}, below staleness.min_ess = {self.config.min_ess:g}: "
+            "rollouts are too far from the weights that they train"
+        )
+
+    @property
+    def verdict(self) -> str:
+        """The reason to stop, empty where there is none."""
+        patience = self.config.ess_patience
+        if not patience or self._low < patience:
+            return ""
+        return f"The effective sample share was below {self.config.min_ess:g} for {self._low} steps in a row."

@@ -1,0 +1,80 @@
+"""The stream of episodes in a checkpoint: the groups on their way, with all episodes of them that have ended.
+
+So a resumed run loses the episodes that were being played, and none that had ended well. Their tasks are
+played again under their numbers, by newer weights than before.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ludus.errors import StorageError
+from ludus.rollout.ledger import Ledger, Outcome
+from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
+from ludus.rollout.stream import StreamedGroup
+from ludus.types import Task
+
+STREAM_FILE: Final = "stream.jsonl"
+"""Its name in a checkpoint's folder of the trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class StreamState:
+    """The groups on their way, and the number of the next one."""
+
+    next_number: int = 0
+    groups: tuple[StreamedGroup, ...] = ()
+
+    def to_text(self) -> str:
+        """JSON lines: the next number, then each group before its episodes."""
+        lines = [json.dumps({"next_number": self.next_number})]
+        for group in self.groups:
+            task = group.jobs[0].task.id
+            ended = [i for i in sorted(group.done) if group.done[i].trajectory.failure is None]
+            head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
+            lines.append(json.dumps(head))
+            lines += [rollout_line(_record(group.done[place])) for place in ended]
+        return "\n".join(lines) + "\n"
+
+    @classmethod
+    def from_text(
+        cls, text: str, tasks: Mapping[str, Task], jobs: Callable[[int, Task], Sequence[Job]]
+    ) -> StreamState:
+        """What `to_text` wrote; `jobs` are those of a group by its number and task.
+
+        Raises StorageError where it is no such text, or speaks of a task that there is not.
+        """
+        try:
+            lines = iter([json.loads(line) for line in text.splitlines()])
+            next_number, groups = int(next(lines)["next_number"]), []
+            for head in lines:
+                own = jobs(head["group"], tasks[head["task"]])
+                done = {place: _episode(own[place], parse_rollout(next(lines))) for place in head["ended"]}
+                groups.append(StreamedGroup(head["group"], own, head["version"], done))
+        except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
+            raise StorageError(
+                f"The checkpoint's episodes cannot be read: {error!r}.",
+                "Remove this checkpoint and resume from the one before.",
+            ) from error
+        return cls(next_number, tuple(groups))
+
+    def start_in(self, ledger: Ledger) -> None:
+        """The ledger of the resumed run has them as running."""
+        for group in self.groups:
+            for episode in group.done.values():
+                ledger.start(episode.key)
+
+
+def _record(episode: Episode) -> RolloutRecord:
+    key = episode.key
+    return RolloutRecord(
+        key.step, key.task_id, Outcome.DROPPED, "on its way", episode.trajectory, attempt=key.attempt
+    )
+
+
+def _episode(job: Job, record: RolloutRecord) -> Episode:
+    return Episode(record.key, job.task, record.trajectory, job.greedy)

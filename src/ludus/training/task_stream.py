@@ -1,0 +1,74 @@
+"""Where streamed groups come from: the order of tasks, one group after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ludus.rollout.scheduler import Episode, Job
+from ludus.tasks.order import TaskOrder
+from ludus.training.sampling import Sampler
+from ludus.types import Task
+
+
+@dataclass
+class TaskStream:
+    """Group `n` plays the task at place `n` of the order, `per_step` of them for each step.
+
+    With GRESO it is the next task that is not skipped. `spare` members of a group come on top of its size.
+    """
+
+    sampler: Sampler
+    order: TaskOrder
+    per_step: int
+    spare: int = 0
+    _recent: deque[str] = field(init=False)
+    _uncounted: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._recent = deque(maxlen=min(2 * self.per_step, len(self.order.tasks) // 2))
+
+    def jobs(self, number: int) -> Sequence[Job]:
+        """The jobs of a group that starts."""
+        if self.sampler.algorithm.greso:
+            step = self._step(number)
+            (task,) = self.sampler.choose(step, self.order, 1, set(self._recent))
+        else:
+            (task,) = self.order.take(number, 1)
+        self._recent.append(task.id)
+        return self.jobs_of(number, task)
+
+    def jobs_of(self, number: int, task: Task) -> list[Job]:
+        """The jobs of a group by its number and task."""
+        return self.sampler.jobs(self._step(number), task, self.spare)
+
+    def counts(self, group: Sequence[Episode]) -> bool:
+        """Whether a group fills a place of a batch: not where a member failed for good.
+
+        Where groups of equal rewards are replaced (`resample_rounds`), not one of those either, as long as
+        there are rounds left.
+        """
+        algorithm = self.sampler.algorithm
+        if any(episode.trajectory.failure is not None for episode in group):
+            return False
+        replaces = self._uncounted < algorithm.resample_rounds * self.per_step
+        if not (algorithm.zero_variance and replaces) or _varies(group):
+            return True
+        self._uncounted += 1
+        return False
+
+    def begin_step(self) -> None:
+        """A batch has been taken: the next one has all its rounds."""
+        self._uncounted = 0
+        self.sampler.skipped = 0
+
+    def _step(self, number: int) -> int:
+        """The step that would train a group if none were dropped: it names the group's randomness."""
+        return number // self.per_step + 1
+
+
+def _varies(group: Sequence[Episode]) -> bool:
+    """Whether some reward or part of it differs."""
+    members = [episode.trajectory for episode in group if not episode.greedy]
+    return len({(t.reward, tuple(sorted(t.rewards.items()))) for t in members}) > 1
