@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
 .PHONY: setup bubblewrap demo test lint types unit learning fault scale security smollm2 vllm all-tests cold-start learning-table \
-	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox algorithms-table clean
+	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async algorithms-table async-correction clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import ensurepip' 2>/dev/null || \
@@ -122,6 +122,13 @@ bench-scaling: $(VENV)/.ready
 
 bench-sandbox: setup
 	$(PY) benchmarks/sandbox.py --page docs/sandbox.md $(BENCH)
+
+# On a machine with two cores or more and nothing else to do.
+bench-async: $(VENV)/.ready
+	$(PY) benchmarks/async.py speed --page docs/scaling.md $(BENCH)
+
+async-correction: $(VENV)/.ready
+	$(PY) benchmarks/async.py correction
 
 clean:
 	rm -rf $(VENV) build *.egg-info

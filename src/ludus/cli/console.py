@@ -66,11 +66,29 @@ class ProgressReporter:
             numbers += f"  success {metrics['success/mean']:.0%}"
         numbers += self._held_out
         numbers += f"  {timings.get('speed/sampled_tokens_per_s', 0.0):,.0f} tokens/s"
+        numbers += waiting_line(metrics, timings)
         self._progress.update(self._steps, completed=step, numbers=numbers)
 
     def alarm(self, text: str) -> None:
         """Print a warning above the bars."""
         self._progress.console.print(Text(f"! {text}", style="yellow"))
+
+
+def waiting_line(metrics: Mapping[str, float], timings: Mapping[str, float]) -> str:
+    """Who waited in a step: idle shares, what is queued where episodes stream, tools with stragglers."""
+    line = ""
+    if "idle/learner" in timings:
+        line += f"  idle: learner {timings['idle/learner']:.0%}, engine {timings['idle/engine']:.0%}"
+    if "queue/in_flight" in timings:
+        line += (
+            f"  {timings['queue/in_flight']:.0f} in flight, {timings['queue/groups_ready']:.0f} groups ready"
+        )
+        line += f"  age {metrics.get('staleness/mean', 0.0):.1f}"
+    for name, count in timings.items():
+        if name.startswith("tools/") and name.endswith("/stragglers") and count:
+            tool = name.split("/")[1]
+            line += f"  slow: {tool} {count:.0f} times, to {timings[f'tools/{tool}/slowest_s']:.1f} s"
+    return line
 
 
 def train(config: Config, folder: RunFolder, session: Session | None) -> None:

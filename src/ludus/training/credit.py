@@ -40,7 +40,8 @@ class Credit:
     `advantages` has one number per action token; None unless the episode took part in its group's comparison.
     `values` and `targets`, as many, are the critic's where there is one; `reference`, as many, the
     reference's log-probabilities where a process reward model reads them. `group` numbers a step's groups.
-    `baseline` is what the reward is compared with, where that is not the group.
+    `baseline` is what the reward is compared with, where that is not the group. `replayed`: it has trained
+    in an earlier step.
     """
 
     episode: Episode
@@ -52,6 +53,7 @@ class Credit:
     targets: tuple[float, ...] | None = None
     reference: tuple[float, ...] | None = None
     baseline: float | None = None
+    replayed: bool = False
 
     @property
     def expert(self) -> bool:
@@ -335,9 +337,9 @@ def _spared(
 
 
 def settle(ledger: Ledger, credits: Sequence[Credit]) -> None:
-    """Write the fates into the ledger. Failed attempts are there already, and experts never are."""
+    """Write the fates into the ledger. Failed attempts and replayed ones are there already, experts never."""
     for credit in credits:
-        if credit.outcome is not Outcome.FAILED and not credit.expert:
+        if credit.outcome is not Outcome.FAILED and not (credit.expert or credit.replayed):
             ledger.finish(credit.episode.key, credit.outcome, credit.reason)
 
 

@@ -21,7 +21,9 @@ from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler
 from ludus.rollout.stream import Batch, Stream
 from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
+from ludus.training.replay import ReplayBuffer
 from ludus.training.rl import RlLoop, Verdict, proof_metrics, task_order
+from ludus.training.sampling import max_action_tokens
 from ludus.training.staleness import EssGuard, staleness_metrics
 from ludus.training.stream_state import StreamState
 from ludus.training.task_stream import TaskStream
@@ -109,9 +111,12 @@ class AsyncRun:
     player: Player
     thread: LearnerThread
     guard: EssGuard = field(init=False)
+    replay: ReplayBuffer = field(init=False)
 
     def __post_init__(self) -> None:
-        self.guard = EssGuard(self.loop.session.config.staleness)
+        config = self.loop.session.config
+        self.guard = EssGuard(config.staleness)
+        self.replay = ReplayBuffer(config.staleness.replay, config.training.tasks_per_step)
 
     @classmethod
     def of(cls, loop: RlLoop, done: int, before: StreamState) -> AsyncRun:
@@ -162,7 +167,8 @@ class AsyncRun:
             credits, learned = await loop.learning.learn(step, credits, self.thread)
         with clock.phase("sync"):
             learned |= await self._publish(step)
-        learned |= self._staleness(step, credits)
+        self.replay.add(credits)
+        learned |= self._staleness(step, credits) | self.replay.metrics(credits)
         clock.engine = loop.engine.stats(reset=True).metrics() | self._queues()
         self._adjust(clock, ahead)
         metrics = await loop.report(step, credits, learned, clock, self.thread)
@@ -176,11 +182,13 @@ class AsyncRun:
 
     def _credit(self, step: int, batch: Batch) -> list[Credit]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
-        credits = self.loop.sampler.as_batch(self.loop.sampler.credit(step, groups))
-        self.loop.sampled = self.loop.sampler.state
+        sampler = self.loop.sampler
+        credits = sampler.as_batch(sampler.credit(step, groups))
+        self.loop.sampled = sampler.state
         self.source.begin_step()
         self.player.begin_step()
-        return credits
+        limit = max_action_tokens(self.loop.session.config)
+        return credits + self.replay.draw(step, sampler.algorithm, limit, len(groups))
 
     async def _publish(self, step: int) -> dict[str, float]:
         sync = self.loop.sync

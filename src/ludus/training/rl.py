@@ -136,8 +136,9 @@ class RlLoop:
         return metrics
 
     def account(self, step: int, credits: list[Credit], learned: Mapping[str, float]) -> dict[str, float]:
-        """Close the ledger of a step; gives its metrics. Experts leave `credits`: they are no rollouts."""
+        """Close the ledger of a step; gives its metrics. What is no rollout of the step leaves `credits`."""
         sampler, found = self.sampler, dict(learned)
+        credits[:] = [credit for credit in credits if not credit.replayed]
         if sampler.experts is not None:
             foreign = [credit for credit in credits if credit.expert]
             credits[:] = [credit for credit in credits if not credit.expert]

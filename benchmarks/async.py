@@ -1,0 +1,308 @@
+"""What asynchronous training is worth where tools are slow: episodes per second beside synchronous training.
+
+    python benchmarks/async.py speed --page docs/scaling.md
+    python benchmarks/async.py correction
+
+`speed` runs the same tasks in the modes sync, one_step and async, in turn over the repetitions. The median
+latency of the tool is what one turn's generation takes, 5 % of the calls take 20 times as long. The ideal is
+the larger of pure engine time (the same episodes with tools that take no time, nothing else running) and pure
+learner time (its work on batches that are there), each on one thread. Speeds are taken over the steps in the
+middle of a run, without those in which the stream fills and empties; the whole run's stand beside them.
+
+`correction` trains the guess world far off policy, with the correction and without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import math
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+
+import torch
+
+import async_work
+from async_work import Latency, Sizes
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.engines.base import Engine
+from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.setup import Play, engine_scheduler
+from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.session import make_engine, open_session
+from ludus.training.start import train
+from rollout import fill
+
+MODES = ("sync", "one_step", "async")
+
+
+@dataclass
+class Watch:
+    """A reporter that notes when steps end, and what they say."""
+
+    began: float = 0.0
+    ends: list[float] = field(default_factory=list)
+    metrics: list[Mapping[str, float]] = field(default_factory=list)
+    timings: list[Mapping[str, float]] = field(default_factory=list)
+
+    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
+        """The first phase begins the run."""
+        self.began = self.began or time.perf_counter()
+
+    def episode(self, episode: Episode) -> None:
+        """Not looked at."""
+
+    def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        """A step is done."""
+        self.ends.append(time.perf_counter())
+        self.metrics.append(dict(metrics))
+        self.timings.append(dict(timings))
+
+    def alarm(self, text: str) -> None:
+        """Not looked at."""
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One run: episodes per second in the middle and over all, idle shares, ages, seconds by phase."""
+
+    mode: str
+    speed: float
+    whole: float
+    learner_idle: float
+    engine_idle: float
+    age: float
+    oldest: float
+    phases: dict[str, float]
+
+
+@dataclass(frozen=True)
+class Pure:
+    """Seconds of one step's episodes: in the engine alone, in the learner alone; and of one turn."""
+
+    engine_s: float
+    learner_s: float
+    turn_s: float
+
+
+def settings(args: argparse.Namespace, mode: str, folder: Path, sizes: Sizes) -> Config:
+    """The configuration of an arm."""
+    groups, members = args.groups, args.members
+    words = {
+        "training.mode": mode,
+        "training.steps": args.steps,
+        "training.tasks_per_step": groups,
+        "training.checkpoint_every": 10**6,
+        "training.learning_rate": 1e-5,
+        "training.report_kl": "false",
+        "algorithm.group_size": members,
+        "algorithm.aggregation": "token_mean",
+        "staleness.max_staleness": args.bound,
+        "staleness.in_flight": args.in_flight,
+        "staleness.min_ess": 0,
+        "rollout.concurrency": groups * members * (args.bound + 1) if mode == "async" else groups * members,
+        "rollout.max_turns": sizes.turns,
+        "rollout.max_new_tokens": sizes.most,
+        "rollout.max_tokens": sizes.longest,
+        "rollout.reproducible": "false",
+        "evaluation.splits": "[]",
+        "evaluation.every": 10**6,
+        "env.check": "false",
+        "run.threads": 1,
+        "run.save_rollouts": "false",
+        "run.folder": folder,
+    }
+    return load_config("search", [word for key, value in words.items() for word in (f"--{key}", str(value))])
+
+
+def run_arm(args: argparse.Namespace, mode: str, sizes: Sizes, latency: Latency) -> Arm:
+    """Train, and look at the clock."""
+    folder = Path(tempfile.mkdtemp()) / "run"
+    config = settings(args, mode, folder, sizes)
+    torch.set_num_threads(1)
+    session = async_work.session(config, sizes, latency, async_work.SHAPES[args.model])
+    watch = Watch()
+    with locked(new_run(config, "async", "rl")):
+        train(session, RunFolder(folder), watch)
+    shutil.rmtree(folder.parent)
+    per_step = args.groups * args.members
+    times = [watch.began, *watch.ends]
+    edge = min(args.bound + 1, (len(watch.ends) - 1) // 3) if mode == "async" else 1
+    middle = slice(edge, len(watch.ends) - (edge if mode == "async" else 0))
+    inner = watch.timings[middle]
+    seconds = times[middle.stop] - times[middle.start]
+
+    def share(name: str) -> float:
+        weights = [t["time/step_s"] for t in inner]
+        return sum(t[name] * w for t, w in zip(inner, weights, strict=True)) / sum(weights)
+
+    return Arm(
+        mode=mode,
+        speed=len(inner) * per_step / seconds,
+        whole=len(watch.ends) * per_step / (times[-1] - times[0]),
+        learner_idle=share("idle/learner"),
+        engine_idle=share("idle/engine"),
+        age=sum(m.get("staleness/mean", float(mode == "one_step")) for m in watch.metrics[middle])
+        / len(inner),
+        oldest=max(m.get("staleness/max", float(mode == "one_step")) for m in watch.metrics),
+        phases={
+            name: median(t[f"time/{name}_s"] for t in inner) for name in ("rollout", "learn", "sync", "step")
+        },
+    )
+
+
+def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
+    """The engine alone on a few steps' episodes, with as many at once as a step has; the learner alone."""
+    folder = Path(tempfile.mkdtemp())
+    config = settings(args, "sync", folder, sizes)
+    torch.set_num_threads(1)
+    session = async_work.session(config, sizes, Latency(0.0), async_work.SHAPES[args.model])
+    tasks = session.world.tasks("train")[: args.groups * args.pure_steps]
+
+    async def play() -> tuple[float, list[Episode]]:
+        engine = make_engine(session)
+        scheduler = engine_scheduler(
+            session.world, engine, session.renderer, config.rollout, Play("pure", 1.0, 0), Ledger()
+        )
+        warm = [Job(RolloutKey(0, task.id, 99), task) for task in tasks[:2]]
+        await scheduler.run(warm)
+        jobs = [Job(RolloutKey(1, task.id, i), task) for task in tasks for i in range(args.members)]
+        begin = time.perf_counter()
+        episodes = await scheduler.run(jobs)
+        seconds = time.perf_counter() - begin
+        await engine.close()
+        return seconds, episodes
+
+    seconds, episodes = asyncio.run(play())
+    turns = sum(episode.trajectory.num_turns for episode in episodes)
+    turn_s = sum(episode.trajectory.timings.model_s for episode in episodes) / turns
+    shutil.rmtree(folder)
+    return Pure(seconds / args.pure_steps, learner_alone(args, sizes), turn_s)
+
+
+def learner_alone(args: argparse.Namespace, sizes: Sizes) -> float:
+    """The learner's seconds of a step in a synchronous run: nothing else runs beside it there."""
+    few = argparse.Namespace(**vars(args) | {"steps": args.pure_steps + 1})
+    return run_arm(few, "sync", sizes, Latency(0.0)).phases["learn"]
+
+
+def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> str:
+    """The table, as Markdown."""
+    per_step = args.groups * args.members
+    ideal = per_step / max(alone.engine_s, alone.learner_s)
+    names = ("mode", "episodes/s", "of sync", "of ideal", "whole run", "learner idle", "engine idle")
+    rows = [f"| {' | '.join(names)} | mean age | oldest |", "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
+    speeds = {found[0].mode: median(arm.speed for arm in found) for found in arms}
+    for found in arms:
+        arm = min(found, key=lambda a: abs(a.speed - speeds[a.mode]))
+        own = speeds[arm.mode]
+        cells = [
+            arm.mode,
+            f"{own:.2f}",
+            f"{own / speeds['sync']:.2f}",
+            f"{own / ideal:.0%}",
+            f"{arm.whole:.2f}",
+        ]
+        cells += [f"{arm.learner_idle:.0%}", f"{arm.engine_idle:.0%}", f"{arm.age:.1f}", f"{arm.oldest:.0f}"]
+        rows.append(f"| {' | '.join(cells)} |")
+    slow_steps = 20 * alone.turn_s / max(alone.engine_s, alone.learner_s)
+    return "\n".join(rows) + (
+        f"\n\n{args.groups} groups of {args.members} a step, {args.steps} steps, median of {args.repeats}; "
+        f"model {args.model}. Alone, a step's episodes take the engine {alone.engine_s:.2f} s and the "
+        f"learner {alone.learner_s:.2f} s; one turn takes {alone.turn_s:.2f} s. A straggler lasts "
+        f"{slow_steps:.1f} steps of the ideal; max_staleness is {args.bound}."
+    )
+
+
+def speed(args: argparse.Namespace) -> None:
+    """Measure, print, and fill the page."""
+    sizes = Sizes(turns=args.turns)
+    alone = pure(args, sizes)
+    print(alone, file=sys.stderr, flush=True)
+    if not args.bound:
+        args.bound = math.ceil(1.3 * 20 * alone.turn_s / max(alone.engine_s, alone.learner_s))
+    latency = Latency(alone.turn_s)
+    arms: list[list[Arm]] = [[] for _ in args.modes]
+    for repeat in range(args.repeats):
+        for found, mode in list(zip(arms, args.modes, strict=True))[:: -1 if repeat % 2 else 1]:
+            steps = args.sync_steps if mode != "async" else args.steps
+            few = argparse.Namespace(**vars(args) | {"steps": steps})
+            found.append(run_arm(few, mode, sizes, latency))
+            print(found[-1], file=sys.stderr, flush=True)
+    text = report(arms, alone, args)
+    print(text)
+    if args.page:
+        fill(args.page, "async", text)
+
+
+def correction(args: argparse.Namespace) -> None:
+    """Success over the steps, far off policy, with and without correction."""
+    lines = []
+    for name in ("tis", "none"):
+        folder = Path(tempfile.mkdtemp()) / "run"
+        words = {
+            "training.mode": "async",
+            "training.steps": args.steps,
+            "training.learning_rate": args.rate,
+            "algorithm.correction": name,
+            "staleness.max_staleness": args.bound or 8,
+            "staleness.in_flight": 128,
+            "staleness.min_ess": 0,
+            "run.folder": folder,
+            "run.threads": 1,
+            "evaluation.splits": "[]",
+            "evaluation.every": 10**6,
+        }
+        flat = [word for key, value in words.items() for word in (f"--{key}", str(value))]
+        config, watch = load_config("search", flat), Watch()
+        with locked(new_run(config, "async", "rl")):
+            train(open_session(config), RunFolder(folder), watch)
+        shutil.rmtree(folder.parent)
+        for step, metrics in enumerate(watch.metrics, 1):
+            names = (
+                "success/mean",
+                "staleness/mean",
+                "policy/effective_sample_share",
+                "policy/truncated_share",
+            )
+            lines.append({"correction": name, "step": step} | {key: metrics.get(key) for key in names})
+            print(json.dumps(lines[-1]), flush=True)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("what", choices=("speed", "correction"))
+    parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="small")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="of an asynchronous run")
+    parser.add_argument("--sync-steps", type=int, default=8, help="of the other modes")
+    parser.add_argument("--pure-steps", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=4, help="a step")
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 1.3 times a straggler")
+    parser.add_argument("--in-flight", type=int, default=0)
+    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of `correction`")
+    parser.add_argument("--page", type=Path, help="fill the table into this page")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Measure what was asked for."""
+    args = parse(arguments)
+    (speed if args.what == "speed" else correction)(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,213 @@
+"""The work of the asynchrony benchmark: a world of slow tools, and a session of a real model that acts in it.
+
+Prompts and observations are random tokens, and an action ends at any of some stop tokens, so that its length
+is about geometric; a small model with random weights acts, and is trained, as any other. A call of the tool
+takes a log-normal time, and some calls a multiple of the median. Which time a call takes depends on its task,
+on how often the task was played before, and on the turn: on nothing that the model says.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+
+import rollout_models
+from ludus.chat.render import Renderer
+from ludus.config.schema import Config
+from ludus.rewards.base import Reward
+from ludus.tools.base import Tool
+from ludus.training.session import Session
+from ludus.types import (
+    Action,
+    FinishReason,
+    Guide,
+    Message,
+    StepResult,
+    Task,
+    ToolOutcome,
+    ToolStatus,
+    Trajectory,
+)
+
+FIRST_ID = 16
+NUM_TASKS = 20_000
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of a call: log-normal around `median_s`, and `stragglers` of the calls take `slow` medians."""
+
+    median_s: float
+    spread: float = 0.5
+    stragglers: float = 0.05
+    slow: float = 20.0
+
+    def draw(self, source: random.Random) -> float:
+        """One call's seconds."""
+        if source.random() < self.stragglers:
+            return self.median_s * self.slow
+        return self.median_s * source.lognormvariate(0.0, self.spread)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Turns of an episode, the last of which calls no tool, and tokens."""
+
+    turns: int = 4
+    prompt: tuple[int, int] = (40, 120)
+    observation: tuple[int, int] = (10, 60)
+    new: int = 24
+    most: int = 160
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest episode."""
+        return self.prompt[1] + self.turns * (self.most + self.observation[1]) + 1
+
+
+@dataclass
+class SlowWorld:
+    """A world whose only tool takes its time; the outcome is a property of the tokens sampled."""
+
+    sizes: Sizes
+    latency: Latency
+    name: str = "slow"
+    splits: tuple[str, ...] = ("train",)
+    played: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rewards(self) -> Sequence[Reward]:
+        """Half of all episodes succeed, by chance: groups have variance, and there is nothing to learn."""
+        return (Reward("even", _even, outcome=True),)
+
+    @cached_property
+    def _tasks(self) -> list[Task]:
+        return [Task(str(i), (Message(role="user", content=str(i)),), None) for i in range(NUM_TASKS)]
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The same for each split."""
+        return self._tasks
+
+    def environment(self, task: Task) -> SlowTool:
+        """One episode, with the latencies of its own."""
+        self.played[task.id] += 1
+        return SlowTool(self, random.Random(f"{task.id}/{self.played[task.id]}"))
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def _even(_: Task, trajectory: Trajectory) -> float:
+    return float(sum(sum(s.tokens) for s in trajectory.segments if s.kind == "action") % 2 == 0)
+
+
+@dataclass
+class SlowTool:
+    """Every action but the last is taken for a call."""
+
+    world: SlowWorld
+    source: random.Random
+    turn: int = 0
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """None is told to the model."""
+        return ()
+
+    @property
+    def rewards(self) -> Sequence[Reward]:
+        """The world's."""
+        return self.world.rewards
+
+    async def start(self, task: Task) -> list[Message]:
+        """The prompt."""
+        return list(task.prompt)
+
+    async def step(self, action: Action) -> StepResult:
+        """Wait as long as the call takes."""
+        self.turn += 1
+        if self.turn == self.world.sizes.turns:
+            return StepResult(done=True)
+        seconds = self.world.latency.draw(self.source)
+        await asyncio.sleep(seconds)
+        said = Message(role="tool", content=f"{self.source.random()}")
+        return StepResult((said,), outcomes=(ToolOutcome("", "slow", ToolStatus.OK, "", seconds=seconds),))
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+@dataclass(frozen=True)
+class RandomTokens(Renderer):
+    """Messages as random tokens of random number, the same for the same message."""
+
+    sizes: Sizes
+    vocab: int
+
+    @property
+    def stop(self) -> tuple[str, ...]:
+        """No text is looked at."""
+        return ()
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """One in `sizes.new` of all tokens."""
+        return _stops(self.vocab, self.sizes.new)
+
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
+        """The tokens of a prompt."""
+        return self._tokens(messages[0]["content"], self.sizes.prompt)
+
+    def observation(self, messages: Sequence[Message]) -> tuple[int, ...]:
+        """The tokens of an observation."""
+        return self._tokens(messages[0]["content"], self.sizes.observation)
+
+    def parse(self, tokens: Sequence[int], turn: int, finish_reason: FinishReason) -> Action:
+        """An action is what it is; one that reached the limit is as good as any."""
+        return Action(Message(role="assistant", content=f"{len(tokens)} tokens"))
+
+    def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
+        """Nobody demonstrates anything."""
+        raise NotImplementedError
+
+    def guide(self, tools: Sequence[Tool]) -> Guide:
+        """Nobody asks for one."""
+        raise NotImplementedError
+
+    def _tokens(self, seed: str, bounds: tuple[int, int]) -> tuple[int, ...]:
+        source = random.Random(seed)
+        return tuple(source.randrange(FIRST_ID, self.vocab) for _ in range(source.randint(*bounds)))
+
+
+@cache
+def _stops(vocab: int, every: int) -> tuple[int, ...]:
+    return tuple(random.Random(0).sample(range(FIRST_ID, vocab), vocab // every))
+
+
+def session(config: Config, sizes: Sizes, latency: Latency, shape: dict[str, Any]) -> Session:
+    """A session of a model of this shape with random weights, always the same ones."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
+
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(Qwen3Config(**shape))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
+    renderer = RandomTokens(sizes, int(shape["vocab_size"]))
+    return Session(config, SlowWorld(sizes, latency), model, tokenizer, renderer)
+
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "tiny": rollout_models.TINY | {"vocab_size": 512},
+    "small": rollout_models.SMALL | {"initializer_range": 0.02},
+    "medium": rollout_models.SMALL
+    | {"hidden_size": 384, "intermediate_size": 1024, "num_attention_heads": 12, "initializer_range": 0.02},
+}
+"""About 0.05, 3 and 12 million parameters. A small range makes all tokens about equally likely."""

@@ -1,0 +1,93 @@
+"""Groups that train once more: a bounded buffer of what has trained, for runs whose episodes stream.
+
+Takes the credits of a step. Gives groups of earlier steps, the first in or the most varied first. What is too
+old, replayed often enough, or beyond the size goes, and is counted. A replayed episode stays out of the
+ledger, which has it already, and out of the metrics of sampling. A checkpoint does not keep the buffer.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from ludus.algorithms.algorithm import Algorithm
+from ludus.config.staleness import ReplayConfig
+from ludus.rollout.ledger import Outcome
+from ludus.rollout.scheduler import Episode
+from ludus.training.credit import Credit, assign_credit
+from ludus.training.selection import as_one_batch
+
+
+@dataclass
+class _Kept:
+    """A group that has trained; `version` is that of its oldest token."""
+
+    episodes: list[Episode]
+    version: int
+    replayed: int = 0
+
+    @property
+    def spread(self) -> float:
+        return statistics.pstdev(e.trajectory.reward for e in self.episodes if not e.greedy)
+
+
+@dataclass
+class ReplayBuffer:
+    """The groups of a run that may train again; `groups_per_step` is the number of fresh ones."""
+
+    config: ReplayConfig
+    groups_per_step: int
+    expired: int = field(default=0, init=False)
+    """Groups that went because of their age or the size, since the run began."""
+    _kept: list[_Kept] = field(default_factory=list, init=False)
+
+    @property
+    def num_per_step(self) -> int:
+        """Groups that a step replays."""
+        share = self.config.share
+        return round(self.groups_per_step * share / (1 - share))
+
+    def add(self, credits: Sequence[Credit]) -> None:
+        """Keep the groups of a step of which something has trained."""
+        if not self.config.share:
+            return
+        groups: dict[int, list[Episode]] = {}
+        trained = {c.group for c in credits if c.outcome is Outcome.TRAINED and not c.replayed}
+        for credit in credits:
+            if credit.group in trained and not credit.replayed and not credit.expert:
+                groups.setdefault(credit.group, []).append(credit.episode)
+        self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
+        beyond = max(0, len(self._kept) - self.config.size)
+        self._kept, self.expired = self._kept[beyond:], self.expired + beyond
+
+    def draw(self, step: int, algorithm: Algorithm, max_action_tokens: int, first_group: int) -> list[Credit]:
+        """The credits of the groups that `step` trains again, numbered from `first_group`."""
+        young = [kept for kept in self._kept if step - 1 - kept.version <= self.config.max_age]
+        self.expired += len(self._kept) - len(young)
+        by_spread = sorted(young, key=lambda kept: -kept.spread)  # a stable sort: the first in of equal ones
+        chosen = (by_spread if self.config.order == "priority" else young)[: self.num_per_step]
+        for kept in chosen:
+            kept.replayed += 1
+        self._kept = [kept for kept in young if kept.replayed < self.config.times]
+        groups = [kept.episodes for kept in chosen]
+        credits = assign_credit(groups, algorithm, max_action_tokens, first_group)
+        credits = as_one_batch(credits, algorithm, max_action_tokens)
+        return [replace(credit, replayed=True) for credit in credits]
+
+    def metrics(self, credits: Sequence[Credit]) -> dict[str, float]:
+        """What a step replayed; nothing where nothing ever is."""
+        if not self.config.share:
+            return {}
+        again = [credit for credit in credits if credit.replayed]
+        return {
+            "replay/groups": float(len({credit.group for credit in again})),
+            "replay/trained": float(sum(credit.outcome is Outcome.TRAINED for credit in again)),
+            "replay/kept": float(len(self._kept)),
+            "replay/expired": float(self.expired),
+        }
+
+
+def _oldest(episodes: Sequence[Episode]) -> int:
+    versions = (v for e in episodes for s in e.trajectory.segments for v in s.versions)
+    return min(versions, default=0)

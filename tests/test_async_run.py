@@ -1,0 +1,332 @@
+"""Whole small runs that are not synchronous: nothing is too old, nothing is lost, and faults are said."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import threading
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from ludus.algorithms.resolve import algorithm_of
+from ludus.config.load import load_config
+from ludus.config.staleness import StalenessConfig
+from ludus.diagnostics.trackers import read_metrics
+from ludus.errors import StorageError
+from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
+from ludus.rollout.scheduler import Episode
+from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.training.batch import row_of_trajectory
+from ludus.training.checkpoint import checkpoint_path
+from ludus.training.credit import Credit
+from ludus.training.learner_thread import LearnerThread
+from ludus.training.staleness import EssGuard, mask_over_age, staleness_metrics, without_over_age
+from ludus.types import Segment, StopReason, Task, Trajectory
+from small_runs import lasting_files
+from tiny_run import cold_start, ludus, make_recipe, refused
+
+STEPS = 6
+BOUND = 2
+
+
+def words(tiny_run, folder: Path, mode: str, **changes) -> list[str]:
+    given = {
+        "training.mode": mode,
+        "training.steps": STEPS,
+        "training.checkpoint_every": 2,
+        "staleness.max_staleness": BOUND,
+        "evaluation.every": 99,
+        "evaluation.tasks": 2,
+        "run.folder": folder / "run",
+    } | {key.replace("__", "."): value for key, value in changes.items()}
+    flat = [str(word) for key, value in given.items() for word in (f"--{key}", value)]
+    return ["train", str(make_recipe(folder)), "--model", str(cold_start(tiny_run)), *flat]
+
+
+def run(tiny_run, folder: Path, mode: str, **changes) -> Path:
+    folder.mkdir(exist_ok=True)
+    said = ludus(*words(tiny_run, folder, mode, **changes))
+    assert said.code == 0, said
+    return folder / "run"
+
+
+def records(run: Path, steps: int = STEPS):
+    return [(step, r) for step in range(1, steps + 1) for r in read_rollouts(rollouts_path(run, step))]
+
+
+@pytest.fixture(scope="module")
+def streamed(tiny_run, tmp_path_factory) -> Path:
+    return run(tiny_run, tmp_path_factory.mktemp("streamed"), "async")
+
+
+def test_every_token_has_its_version_and_none_that_trains_is_too_old(streamed):
+    every = records(streamed)
+    for step, record in every:
+        for segment in record.trajectory.segments:
+            if segment.kind == "action":
+                assert len(segment.versions) == len(segment.tokens)
+                assert all(0 <= step - 1 - version <= BOUND for version in segment.versions)
+    ages = {step - 1 - v for step, r in every for s in r.trajectory.segments for v in s.versions}
+    assert max(ages) > 0  # it was not in step
+
+
+def test_no_episode_is_lost_or_trained_twice(streamed):
+    every = records(streamed)
+    assert len({record.key for _, record in every}) == len(every) == STEPS * 9
+    for row in read_metrics(streamed / "metrics.jsonl"):
+        ended = [row.metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")]
+        assert row.metrics["ledger/started"] == sum(ended) == 9
+        groups = Counter(record.group for step, record in every if step == row.step)
+        assert all(count % 3 == 0 for count in groups.values())
+
+
+def test_what_was_sampled_and_what_was_trained_is_reported_and_agrees_in_the_end(streamed):
+    rows = [row.metrics for row in read_metrics(streamed / "metrics.jsonl")]
+    assert sum(m["sampled/episodes"] for m in rows) == STEPS * 9
+    for metrics in rows:
+        shares = [metrics[f"staleness/age_{age}"] for age in range(BOUND + 1)]
+        assert sum(shares) == pytest.approx(1 if metrics["trained/episodes"] else 0)
+        assert metrics["staleness/max"] <= BOUND
+        assert metrics["staleness/over_age_tokens"] == 0
+    tokens = sum(m["sampled/action_tokens"] * m["sampled/episodes"] for m in rows)
+    assert tokens == pytest.approx(sum(r.trajectory.num_action_tokens for _, r in records(streamed)))
+
+
+def test_the_timings_tell_who_waited_and_what_was_queued(streamed):
+    for row in read_metrics(streamed / "timings.jsonl"):
+        assert 0 <= row.metrics["idle/learner"] <= 1
+        assert 0 <= row.metrics["idle/engine"] <= 1
+        assert row.metrics["queue/in_flight"] <= row.metrics["queue/in_flight_limit"] <= 32
+
+
+def test_one_step_repeats_bit_for_bit_and_is_one_version_behind(tiny_run, tmp_path):
+    folders = [run(tiny_run, tmp_path / name, "one_step", training__steps=3) for name in "ab"]
+    first, second = map(lasting_files, folders)
+    assert first.keys() == second.keys()
+    assert [name for name in first if first[name] != second[name]] == []
+    for step, record in records(folders[0], 3):
+        versions = {v for s in record.trajectory.segments for v in s.versions}
+        assert versions == {max(0, step - 2)}
+
+
+def test_not_interruptible_every_episode_is_of_one_version(tiny_run, tmp_path):
+    folder = run(tiny_run, tmp_path / "whole", "async", staleness__interruptible="false", training__steps=4)
+    for _, record in records(folder, 4):
+        assert len({v for s in record.trajectory.segments for v in s.versions}) == 1
+
+
+def test_a_resumed_run_keeps_every_episode_that_had_ended(streamed, tiny_run, tmp_path):
+    """Cut after step 4: what was on its way there trains later, token for token, and under its own number."""
+    folder = run(tiny_run, tmp_path / "cut", "async", training__steps=STEPS)
+    checkpoint = checkpoint_path(folder / "checkpoints", 4)
+    heads, waiting, lines = [], {}, (checkpoint / "trainer" / "stream.jsonl").read_text().splitlines()
+    for line in map(json.loads, lines[1:]):
+        if "group" in line and "ended" in line:
+            heads.append(line["group"])
+        else:
+            sample = line["trajectory"]["sample"]
+            waiting[line["step"], line["group"], sample] = line["trajectory"]["segments"]
+    assert heads
+    (folder / "checkpoints" / f"step-{STEPS:06d}").rename(tmp_path / "gone")
+    assert ludus("train", "--resume", folder).code == 0
+    every = records(folder)
+    assert len({record.key for _, record in every}) == len(every) == STEPS * 9
+    found = {(r.step, r.group, r.trajectory.sample): r for step, r in every if step > 4}
+    for key, segments in waiting.items():
+        kept = [list(s.tokens) for s in found[key].trajectory.segments]
+        assert kept == [segment["tokens"] for segment in segments]
+    total = json.loads(
+        (checkpoint_path(folder / "checkpoints", STEPS) / "trainer" / "state.json").read_text()
+    )
+    assert total["ledger"]["total"]["started"] == STEPS * 9
+
+
+def test_a_mode_can_be_left_and_entered_on_resume(tiny_run, tmp_path):
+    folder = run(tiny_run, tmp_path / "changing", "sync", training__steps=2)
+    for steps, mode in ((4, "async"), (5, "one_step"), (6, "sync")):
+        assert (
+            ludus("train", "--resume", folder, "--training.mode", mode, "--training.steps", steps).code == 0
+        )
+    assert [row.step for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 7))
+
+
+def test_over_sampling_takes_the_first_members_and_the_ledger_says_so(tiny_run, tmp_path):
+    folder = run(tiny_run, tmp_path / "spare", "async", staleness__oversample=2, training__steps=3)
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert len(records(folder, 3)) >= 3 * 9
+    for step in (1, 2, 3):
+        sizes = Counter(r.key.task_id for s, r in records(folder, 3) if s == step)
+        assert set(sizes.values()) <= {3, 6, 9}
+    assert sum(m["ledger/started"] for m in rows) > 3 * 9
+    assert sum(m.get("ledger/dropped/cancelled", 0) for m in rows) > 0
+
+
+def test_no_thread_is_left_behind(streamed):
+    names = [thread.name for thread in threading.enumerate()]
+    assert not [name for name in names if name.startswith(("ludus-learner", "ludus-engine"))]
+
+
+def test_a_full_disk_ends_the_run_with_the_reason_and_it_goes_on_later(tiny_run, tmp_path):
+    folder = run(tiny_run, tmp_path / "full", "async", training__steps=2)
+    timings = folder / "timings.jsonl"
+    timings.unlink()
+    timings.symlink_to("/dev/full")
+    said = refused("train", "--resume", folder, "--training.steps", "4")
+    assert "No space left on device" in said
+    assert f"ludus train --resume {folder}" in said
+    timings.unlink()
+    assert ludus("train", "--resume", folder).code == 0
+    assert [row.step for row in read_metrics(folder / "metrics.jsonl")] == [1, 2, 3, 4]
+
+
+HANGING = """
+import asyncio
+import tiny_world
+from dataclasses import dataclass
+
+@dataclass
+class Hanging:
+    inner: object
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+    async def step(self, action):
+        await asyncio.sleep(1e6)
+
+@dataclass
+class World:
+    inner: object
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+    def environment(self, task):
+        found = self.inner.environment(task)
+        return Hanging(found) if task.id.endswith(":apple") else found
+
+def make_world(settings, limits):
+    return World(tiny_world.make_world(settings, limits))
+"""
+
+
+def test_a_server_that_hangs_holds_up_its_own_episodes_alone(tiny_run, tmp_path):
+    world = tmp_path / "hanging.py"
+    world.write_text(HANGING)
+    changes = {"rollout__environment_timeout_s": 0.3, "rollout__retries": 1, "rollout__max_failure_rate": 0.5}
+    folder = run(tiny_run, tmp_path / "hangs", "async", env__name=world, env__check="false", **changes)
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    reasons = {(r.group, r.outcome, r.reason) for _, r in records(folder)}
+    failed = {group for group, outcome, _ in reasons if outcome == "failed"}
+    assert failed == {"train:apple"}
+    assert sum(m["trained/episodes"] + m["ledger/masked"] + m["ledger/dropped"] for m in rows) >= STEPS * 9
+    assert sum(m["ledger/clock_limited"] for m in rows) > 0
+    assert sum(m["ledger/failed"] for m in rows) == 2 * sum(r.outcome == "failed" for _, r in records(folder))
+
+
+def chain(*versions: int, reward: float = 1.0) -> Credit:
+    ids = tuple(range(3, 3 + len(versions)))
+    action = Segment("action", ids, logprobs=(-1.0,) * len(ids), versions=versions)
+    one = Trajectory("t", 0, (Segment("prompt", (1, 2)), action), (), StopReason.ANSWERED, reward=reward)
+    episode = Episode(RolloutKey(1, "t", 0), Task("t", (), None), one)
+    return Credit(episode, Outcome.TRAINED, "trained", advantages=(1.0,) * len(ids))
+
+
+def test_tokens_over_age_are_masked_and_counted():
+    old, mixed, new = chain(0, 0), chain(0, 2, 3), chain(3, 3)
+    credits = mask_over_age([old, mixed, new], step=4, bound=1)
+    assert [c.reason for c in credits] == ["over_age", "trained", "trained"]
+    rows = [row_of_trajectory(c.episode.trajectory, c.advantages or ()) for c in credits[1:]]
+    rows = without_over_age(rows, credits, step=4, bound=1)
+    assert rows[0].trains == (False, False, False, True, True)
+    assert rows[1].trains == (False, False, True, True)
+    config = StalenessConfig(max_staleness=1, over_age="mask")
+    metrics = staleness_metrics(credits, 4, config, [], "exact_match")
+    assert (metrics["staleness/over_age_tokens"], metrics["staleness/max"]) == (1, 1)
+    assert metrics["staleness/age_0"] == 0.75
+
+
+def test_a_low_effective_sample_share_warns_and_then_stops():
+    guard = EssGuard(StalenessConfig(min_ess=0.5, ess_patience=2))
+    share = "policy/effective_sample_share"
+    assert guard.warning({share: 0.6}) == guard.warning({}) == ""
+    assert "0.40, below staleness.min_ess" in guard.warning({share: 0.4})
+    assert guard.verdict == ""
+    assert guard.warning({share: 0.6}) == ""
+    guard.warning({share: 0.1})
+    guard.warning({share: 0.1})
+    assert "2 steps in a row" in guard.verdict
+
+
+@pytest.mark.parametrize(
+    ("settings", "correction"),
+    [
+        ([], "none"),
+        (["--training.mode", "async"], "tis"),
+        (["--training.mode", "one_step"], "tis"),
+        (["--training.mode", "async", "--algorithm.correction", "icepop"], "icepop"),
+        (["--training.mode", "async", "--algorithm.correction", "none"], "none"),
+        (["--training.mode", "async", "--algorithm.loss", "dppo"], "none"),
+        (["--training.mode", "async", "--algorithm.preset", "gspo"], "tis"),
+    ],
+)
+def test_off_policy_training_is_corrected_unless_told_otherwise(settings, correction):
+    assert algorithm_of(load_config("search", settings)).correction == correction
+
+
+def test_a_spanning_ledger_counts_what_ended_and_carries_what_runs():
+    ledger = Ledger(spanning=True)
+    early, late = RolloutKey(1, "a", 0), RolloutKey(1, "b", 0)
+    ledger.start(early)
+    ledger.start(late)
+    ledger.finish(early, Outcome.TRAINED, "trained")
+    counts = ledger.close(1, trained=1)
+    assert (counts.started, counts.trained, ledger.num_running) == (1, 1, 1)
+    with pytest.raises(AccountingError, match="never started"):
+        ledger.finish(early, Outcome.TRAINED, "trained")
+    ledger.finish(late, Outcome.MASKED, "over_age")
+    assert ledger.close(2, trained=0).by_reason == {"masked/over_age": 1}
+    assert (ledger.total().started, ledger.num_running) == (2, 0)
+
+
+def test_the_learner_works_while_the_event_loop_goes_on():
+    async def both():
+        thread, ticks, inside = LearnerThread(1), 0, threading.Event()
+
+        def work():
+            inside.set()
+            assert let_go.wait(10)
+            return torch.get_num_threads(), threading.current_thread().name
+
+        let_go = threading.Event()
+        task = asyncio.create_task(thread(work))
+        while not inside.is_set() or ticks < 5:
+            await asyncio.sleep(0.001)
+            ticks += 1
+        let_go.set()
+        result = await task
+        thread.close()
+        return result, thread.busy_s
+
+    (threads, name), busy_s = asyncio.run(both())
+    assert (threads, name.startswith("ludus-learner")) == (1, True)
+    assert busy_s > 0
+
+
+def test_what_the_learner_raises_reaches_the_run(tiny_run, tmp_path, monkeypatch):
+    folder = run(tiny_run, tmp_path / "broken", "async", training__steps=2)
+    from ludus.training.learner import Learner
+
+    def fail(*arguments, **options):
+        raise StorageError("The learner has no room.", "Make some.")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Learner, "train", fail)
+        assert "The learner has no room" in refused("train", "--resume", folder, "--training.steps", "4")
+    assert ludus("train", "--resume", folder).code == 0
+
+
+def test_rollouts_of_an_asynchronous_run_are_whole_files(streamed):
+    for step in range(1, STEPS + 1):
+        with gzip.open(rollouts_path(streamed, step)) as lines:
+            assert len(lines.read().splitlines()) == 9
