@@ -5,7 +5,7 @@ PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
 .PHONY: setup bubblewrap demo test lint types unit learning fault scale security smollm2 vllm all-tests cold-start learning-table \
-	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async algorithms-table async-correction clean
+	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import ensurepip' 2>/dev/null || \
@@ -129,6 +129,9 @@ bench-async: $(VENV)/.ready
 
 async-correction: $(VENV)/.ready
 	$(PY) benchmarks/async.py correction
+
+modes-table: $(VENV)/.ready
+	$(PY) benchmarks/learning.py modes
 
 clean:
 	rm -rf $(VENV) build *.egg-info

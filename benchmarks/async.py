@@ -9,7 +9,10 @@ the larger of pure engine time (the same episodes with tools that take no time, 
 learner time (its work on batches that are there), each on one thread. Speeds are taken over the steps in the
 middle of a run, without those in which the stream fills and empties; the whole run's stand beside them.
 
-`correction` trains the guess world far off policy, with the correction and without.
+The last column compares the processor time of a step with that of a synchronous step without tools: what the
+threads cost each other, whatever else the machine does.
+
+`correction` trains the search recipe far off policy, with the correction and without.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class Watch:
 
     began: float = 0.0
     ends: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)
     metrics: list[Mapping[str, float]] = field(default_factory=list)
     timings: list[Mapping[str, float]] = field(default_factory=list)
 
@@ -64,6 +68,7 @@ class Watch:
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
         """A step is done."""
         self.ends.append(time.perf_counter())
+        self.cpu.append(time.process_time())
         self.metrics.append(dict(metrics))
         self.timings.append(dict(timings))
 
@@ -73,7 +78,10 @@ class Watch:
 
 @dataclass(frozen=True)
 class Arm:
-    """One run: episodes per second in the middle and over all, idle shares, ages, seconds by phase."""
+    """One run: episodes per second in the middle and over all, idle shares, ages, seconds by phase.
+
+    `cpu_s` are the processor's seconds of one step, of all threads together.
+    """
 
     mode: str
     speed: float
@@ -83,15 +91,20 @@ class Arm:
     age: float
     oldest: float
     phases: dict[str, float]
+    cpu_s: float
 
 
 @dataclass(frozen=True)
 class Pure:
-    """Seconds of one step's episodes: in the engine alone, in the learner alone; and of one turn."""
+    """Seconds of one step's episodes: in the engine alone, in the learner alone; and of one turn.
+
+    `cpu_s` are the processor's seconds of a synchronous step whose tools take no time.
+    """
 
     engine_s: float
     learner_s: float
     turn_s: float
+    cpu_s: float
 
 
 def settings(args: argparse.Namespace, mode: str, folder: Path, sizes: Sizes) -> Config:
@@ -157,6 +170,7 @@ def run_arm(args: argparse.Namespace, mode: str, sizes: Sizes, latency: Latency)
         phases={
             name: median(t[f"time/{name}_s"] for t in inner) for name in ("rollout", "learn", "sync", "step")
         },
+        cpu_s=(watch.cpu[middle.stop - 1] - watch.cpu[middle.start - 1]) / len(inner),
     )
 
 
@@ -186,13 +200,9 @@ def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
     turns = sum(episode.trajectory.num_turns for episode in episodes)
     turn_s = sum(episode.trajectory.timings.model_s for episode in episodes) / turns
     shutil.rmtree(folder)
-    return Pure(seconds / args.pure_steps, learner_alone(args, sizes), turn_s)
-
-
-def learner_alone(args: argparse.Namespace, sizes: Sizes) -> float:
-    """The learner's seconds of a step in a synchronous run: nothing else runs beside it there."""
     few = argparse.Namespace(**vars(args) | {"steps": args.pure_steps + 1})
-    return run_arm(few, "sync", sizes, Latency(0.0)).phases["learn"]
+    arm = run_arm(few, "sync", sizes, Latency(0.0))  # here nothing runs beside the learner
+    return Pure(seconds / args.pure_steps, arm.phases["learn"], turn_s, arm.cpu_s)
 
 
 def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> str:
@@ -200,7 +210,8 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
     per_step = args.groups * args.members
     ideal = per_step / max(alone.engine_s, alone.learner_s)
     names = ("mode", "episodes/s", "of sync", "of ideal", "whole run", "learner idle", "engine idle")
-    rows = [f"| {' | '.join(names)} | mean age | oldest |", "|---|---:|---:|---:|---:|---:|---:|---:|---:|"]
+    more = ("mean age", "oldest", "CPU, of alone")
+    rows = [f"| {' | '.join((*names, *more))} |", "|---|" + "---:|" * (len(names) + len(more) - 1)]
     speeds = {found[0].mode: median(arm.speed for arm in found) for found in arms}
     for found in arms:
         arm = min(found, key=lambda a: abs(a.speed - speeds[a.mode]))
@@ -213,6 +224,7 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
             f"{arm.whole:.2f}",
         ]
         cells += [f"{arm.learner_idle:.0%}", f"{arm.engine_idle:.0%}", f"{arm.age:.1f}", f"{arm.oldest:.0f}"]
+        cells.append(f"{arm.cpu_s / alone.cpu_s:.0%}")
         rows.append(f"| {' | '.join(cells)} |")
     slow_steps = 20 * alone.turn_s / max(alone.engine_s, alone.learner_s)
     return "\n".join(rows) + (
@@ -253,6 +265,7 @@ def correction(args: argparse.Namespace) -> None:
             "training.mode": "async",
             "training.steps": args.steps,
             "training.learning_rate": args.rate,
+            "training.tasks_per_step": args.groups,
             "algorithm.correction": name,
             "staleness.max_staleness": args.bound or 8,
             "staleness.in_flight": 128,

@@ -2,6 +2,7 @@
 
     python benchmarks/learning.py learns      # 3 seeds of the recipe: cold start against trained
     python benchmarks/learning.py mask        # observations masked or in the loss: 3 learning rates x 3 seeds
+    python benchmarks/learning.py modes       # synchronous, one step behind and asynchronous: 3 seeds each
 
 Runs are kept in --folder and not repeated; a run that was cut off goes on. Each run has one compute thread,
 so that two of them share two cores without harm. Intervals over seeds are of the t-distribution; the paired
@@ -22,6 +23,7 @@ from ludus.evaluation.stats import paired_difference, t_interval
 
 SEEDS = (0, 1, 2)
 RATES = ("1e-4", "3e-4", "1e-3")
+MODES = ("sync", "one_step", "async")
 
 
 @dataclass(frozen=True)
@@ -112,6 +114,21 @@ def report_mask(paths: dict[str, list[Path]]) -> None:
             )
 
 
+def report_modes(paths: dict[str, list[Path]]) -> None:
+    """Held-out success after the same number of trained episodes, paired over tasks with `sync`."""
+    print(
+        "| tasks | mode | trained, over seeds | less sync, in points, paired over tasks |\n|---|---|---|---|"
+    )
+    for i, first in enumerate(results(paths["sync"][0], "last")):
+        plain = [results(p, "last")[i] for p in paths["sync"]]
+        for mode in MODES:
+            found = [results(p, "last")[i] for p in paths[mode]]
+            gap = paired_difference(by_task(found), by_task(plain), seed=0)
+            low, high = 100 * gap.interval.low, 100 * gap.interval.high
+            less = "" if mode == "sync" else f"{100 * gap.difference:+.1f} [{low:+.1f}, {high:+.1f}]"
+            print(f"| {label(first)} | {mode} | {over_seeds(found)} | {less} |")
+
+
 def by_task(found: list[Evaluation]) -> dict[str, float]:
     """Mean success of each task over seeds."""
     return {
@@ -129,7 +146,7 @@ def over_seeds(found: list[Evaluation]) -> str:
 def main() -> None:
     """Run what is asked for, and print its table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("learns", "mask"))
+    parser.add_argument("what", choices=("learns", "mask", "modes"))
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--steps", type=int, help="training steps (default: the recipe's; 20 for mask)")
@@ -137,6 +154,12 @@ def main() -> None:
     if args.what == "learns":
         common = ("--training.steps", str(args.steps)) if args.steps else ()
         report_learning(run_all(args.folder, [Arm("learns")], common, args.parallel)["learns"])
+        return
+    if args.what == "modes":
+        common = ("--training.steps", str(args.steps)) if args.steps else ()
+        streamed = ("--staleness.max_staleness", "8", "--staleness.in_flight", "128")
+        arms = [Arm(m, ("--training.mode", m, *(streamed if m == "async" else ()))) for m in MODES]
+        report_modes(run_all(args.folder, arms, common, args.parallel))
         return
     arms = [
         Arm(f"{name}-{rate}", ("--training.mask_observations", flag, "--training.learning_rate", rate))

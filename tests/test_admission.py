@@ -17,7 +17,7 @@ from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import Load, next_in_flight
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.stream import Stream
+from ludus.rollout.stream import Stream, StreamedGroup
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 
 TASK = Task("t", (), None)
@@ -127,7 +127,7 @@ def simulate(world, pace, in_flight=8, learning=1.0, needed=0) -> Played:
 PACES = st.builds(Pace, st.integers(1, 5), st.integers(0, 4), st.integers(1, 12))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     pace=PACES,
     seed=st.integers(0, 10**6),
@@ -183,6 +183,39 @@ def test_the_oldest_train_first_and_a_slow_group_is_waited_for():
     assert admission.is_held  # 0 is due now
     admission.ready(0)
     assert admission.take() == [0, 3]
+
+
+def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest_anew():
+    world, pace = World(9), Pace(2, 1, 12)
+    kept = [
+        StreamedGroup(n, world.jobs(n), version) for n, version in ((3, 2), (5, 3), (6, 3), (7, 4), (8, 4))
+    ]
+
+    async def run():
+        world.version = 4
+        for group in kept[:3]:
+            group.done[0] = await world.play(group.jobs[0])
+        stream = Stream(Admission(pace, 4), world, world.play, 8, next_number=9, kept=kept)
+        stayed = {episode.key.step for episode in stream.start()}
+        found = []
+        for step in range(5, pace.last_step + 1):
+            batch = await stream.take()
+            found += [(step, group) for group in batch.groups]
+            world.version = step
+            stream.published(step)
+        return stayed, found
+
+    loop = FakeLoop()
+    try:
+        stayed, found = loop.run_until_complete(run())
+    finally:
+        loop.close()
+    assert stayed == {5, 6}  # group 3 was due at step 4
+    assert {group.number for _, group in found} >= {3, 5, 6, 7, 8}
+    for step, group in found:
+        ages = [step - 1 - v for e in group.episodes for s in e.trajectory.segments for v in s.versions]
+        assert max(ages) <= 1
+    assert len(found) == 16
 
 
 def test_what_cannot_be_in_time_is_not_admitted():

@@ -165,6 +165,31 @@ def test_over_sampling_takes_the_first_members_and_the_ledger_says_so(tiny_run, 
     assert sum(m.get("ledger/dropped/cancelled", 0) for m in rows) > 0
 
 
+def test_groups_of_equal_rewards_are_replaced_while_others_stream(tiny_run, tmp_path):
+    changes = {"algorithm__preset": "dapo", "algorithm__greso": "true", "training__tasks_per_step": 2}
+    folder = run(
+        tiny_run, tmp_path / "dapo", "async", algorithm__resample_rounds=1, training__steps=4, **changes
+    )
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert sum(m.get("ledger/dropped/zero_variance", 0) for m in rows) > 0
+    for row in rows:  # a step has its groups, and one round of others at most
+        assert 6 <= row["ledger/started"] <= 12
+        assert row["ledger/started"] == row["ledger/trained"] + row["ledger/dropped"] + row["ledger/masked"]
+    played = [(record.key.step, record.group) for _, record in records(folder, 4)]
+    assert set(Counter(played).values()) == {3}
+
+
+def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, tmp_path):
+    changes = {"staleness__replay__share": 0.5, "staleness__replay__max_age": 4}
+    folder = run(tiny_run, tmp_path / "again", "async", **changes)
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert sum(m["replay/trained"] for m in rows) > 0
+    for m in rows:
+        assert m["ledger/started"] == 9
+        assert m.get("batch/trained_rows", 0) == m["ledger/trained"] + m["replay/trained"]
+    assert len({record.key for _, record in records(folder)}) == STEPS * 9
+
+
 def test_no_thread_is_left_behind(streamed):
     names = [thread.name for thread in threading.enumerate()]
     assert not [name for name in names if name.startswith(("ludus-learner", "ludus-engine"))]

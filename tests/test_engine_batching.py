@@ -178,6 +178,42 @@ def test_weights_that_change_under_way_drop_no_request_and_mark_each_token(recom
     assert exact == recompute
 
 
+def test_kept_caches_are_those_of_their_own_episodes_alone():
+    """An episode goes on from what older weights computed; one that begins later never finds that."""
+    old, new = build(0), build(1)
+    prompt = tokens(random.Random(0), 40, 40)
+    params = SamplingParams(temperature=0, max_new_tokens=8)
+
+    async def run():
+        engine = LocalEngine(old, settings=replace(SMALL, recompute_on_update=False))
+        first = await engine.generate(Request("early", prompt, params))
+        await engine.load_weights(1, dict(new.named_parameters()))
+        engine.stats(reset=True)
+        await engine.generate(Request("early", prompt + first.tokens + prompt[:5], params))
+        kept = engine.stats(reset=True).cached_tokens
+        late = await engine.generate(Request("late", prompt, params))
+        found = engine.stats(reset=True).cached_tokens
+        again = await engine.generate(Request("later", prompt, params))
+        shared = engine.stats().cached_tokens
+        for version in range(2, 30):
+            await engine.load_weights(version, dict(new.named_parameters()))
+        for episode in ("early", "late", "later"):
+            engine.release(episode)
+        await engine.load_weights(30, dict(new.named_parameters()))
+        roots = len(engine._tree._roots)
+        await engine.close()
+        return kept, found, late, again, shared, roots
+
+    kept, found, late, again, shared, roots = asyncio.run(run())
+    assert kept >= 40
+    assert found == 0
+    assert late == again
+    assert shared >= 32
+    assert roots <= 2  # one beginning for each version would be a leak
+    (fresh,) = alone(new, [Request("late", prompt, params)])
+    assert late.tokens == fresh.tokens
+
+
 def test_an_aborted_request_gives_what_it_has_and_goes_on_later():
     model = build()
     request = Request("e", tokens(random.Random(0), 30, 30), SamplingParams(seed=3, max_new_tokens=80))

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from ludus.diagnostics.trackers import read_metrics
+from ludus.rollout.store import read_rollouts, rollouts_path
 from small_runs import lasting_files, start, words
 from tiny_run import cold_start, make_recipe, with_unlike_rewards
 
@@ -65,6 +67,38 @@ def test_killed_twenty_times_and_resumed_a_run_equals_the_uninterrupted_one(tmp_
         assert [name for name in expected if found[name] != expected[name]] == []
         round_ += 1
     assert moments.count("checkpoint") >= 3
+
+
+@pytest.mark.fault
+def test_an_asynchronous_run_killed_again_and_again_ends_with_every_step_and_no_episode_twice(
+    tiny_run, tmp_path
+):
+    folder, rng = tmp_path / "run", random.Random(7)
+    given = (make_recipe(tmp_path), "--model", cold_start(tiny_run), "--run.folder", folder)
+    settings = "--training.mode async --training.steps 12 --evaluation.every 99 --training.checkpoint_every 1"
+    arguments = ("train", *map(str, given), *settings.split())
+    begin = time.perf_counter()
+    whole = start(*(str(tmp_path / "whole") if word == str(folder) else word for word in arguments))
+    assert whole.wait(timeout=600) == 0
+    seconds, kills = time.perf_counter() - begin, 0
+    for _ in range(NUM_KILLS):
+        ended = kill_after(start(*arguments), folder, rng, seconds) == "finished"
+        kills += not ended
+        if (folder / "run.json").is_file() and (folder / "config.toml").is_file():
+            arguments = ("train", "--resume", str(folder))
+        if ended:
+            break
+    else:
+        finish(*arguments)
+    assert kills
+    every = [(step, r) for step in range(1, 13) for r in read_rollouts(rollouts_path(folder, step))]
+    assert len({record.key for _, record in every}) == len(every)
+    for step, record in every:
+        assert all(0 <= step - 1 - v <= 2 for s in record.trajectory.segments for v in s.versions)
+    assert [row.step for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 13))
+    for row in read_metrics(folder / "metrics.jsonl"):
+        ended_as = [row.metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")]
+        assert row.metrics["ledger/started"] == sum(ended_as)
 
 
 def equals_the_uninterrupted(command: str, given: tuple[str, ...], folder: Path, seed: int) -> None:

@@ -15,6 +15,7 @@ next one on, no more groups are due until `d` than the steps until `d` take. Adm
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 
@@ -71,17 +72,25 @@ class Admission:
         steps = self._due(self.version) - self.next_step + 1
         return max(0, self.pace.groups_per_step * steps - len(self._tickets))
 
-    def admit(self, number: int, version: int | None = None) -> Ticket:
-        """A group starts. `version` is given for one that was admitted before the run was resumed.
-
-        Raises ValueError where there is no room, or the number is on its way already.
-        """
+    def admit(self, number: int) -> Ticket:
+        """A group starts. Raises ValueError where there is no room, or the number is on its way already."""
         if number in self._tickets:
             raise ValueError(f"group {number} is on its way already")
-        if version is None and not self.room:
+        if not self.room:
             raise ValueError(f"there is no room for group {number}")
-        ticket = self._tickets[number] = Ticket(number, self.version if version is None else version)
+        ticket = self._tickets[number] = Ticket(number, self.version)
         return ticket
+
+    def admit_again(self, number: int, version: int) -> bool:
+        """Whether a group that was admitted at `version`, before the run was resumed, goes on.
+
+        It does unless it cannot train in time any more, the pace being another one now.
+        """
+        self._tickets[number] = Ticket(number, version)
+        if self._feasible(self._tickets.values(), self.next_step):
+            return True
+        del self._tickets[number]
+        return False
 
     def ready(self, number: int) -> None:
         """All of a group's episodes have ended."""
@@ -100,7 +109,8 @@ class Admission:
         chosen = [ticket.number for ticket in ready[: self.pace.groups_per_step]]
         if self.learning or len(chosen) < self.pace.groups_per_step:
             return None
-        if self.pace.hold and not self._feasible_without(set(chosen)):
+        others = [ticket for ticket in self._tickets.values() if ticket.number not in chosen]
+        if self.pace.hold and not self._feasible(others, self.next_step + 1):
             return None
         for number in chosen:
             del self._tickets[number]
@@ -122,12 +132,12 @@ class Admission:
         """The last step that may train a group of this version."""
         return min(version + self.pace.max_staleness + 1, self.pace.last_step)
 
-    def _feasible_without(self, chosen: set[int]) -> bool:
-        """Whether all others can train in time once the next step has taken these."""
-        due = Counter(self._due(t.version) for t in self._tickets.values() if t.number not in chosen)
+    def _feasible(self, tickets: Collection[Ticket], first: int) -> bool:
+        """Whether the steps from `first` on can take all of these in time."""
+        due = Counter(self._due(ticket.version) for ticket in tickets)
         total = 0
         for step in sorted(due):
             total += due[step]
-            if total > self.pace.groups_per_step * (step - self.next_step):
+            if total > self.pace.groups_per_step * (step - first + 1):
                 return False
         return True

@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludus.errors import LudusError
@@ -59,7 +59,8 @@ class Batch:
 class Stream:
     """Plays groups. `needed` members of a group are enough (0: all); the others are then cancelled.
 
-    `next_number` is that of the next group; `kept` are groups from before the run was resumed.
+    `next_number` is that of the next group; `kept` are groups from before the run was resumed. One of them
+    that came too late is played anew, as soon as there is room.
     """
 
     admission: Admission
@@ -73,6 +74,7 @@ class Stream:
     ended: list[Episode] = field(default_factory=list, init=False)
     """Episodes that have ended since `forget_ended`."""
     _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
+    _anew: deque[StreamedGroup] = field(default_factory=deque, init=False)
     _others: list[StreamedGroup] = field(default_factory=list, init=False)
     _pending: deque[tuple[StreamedGroup, int]] = field(default_factory=deque, init=False)
     _running: dict[asyncio.Task[None], tuple[StreamedGroup, int]] = field(default_factory=dict, init=False)
@@ -80,13 +82,21 @@ class Stream:
     _failure: BaseException | None = field(default=None, init=False)
     _draining: bool = field(default=False, init=False)
 
-    def start(self) -> None:
-        """Go on with the groups of before, and start as many as there is room for."""
+    def start(self) -> list[Episode]:
+        """Go on with the groups of before, and start as many as there is room for.
+
+        Gives the episodes that had ended and go on with their groups.
+        """
         for group in self.kept:
-            self.admission.admit(group.number, group.version)
-            self._enter(group)
+            if self.admission.admit_again(group.number, group.version):
+                self._enter(group)
+            else:
+                self._anew.append(group)
+        going_on = [episode for group in self._groups.values() for episode in group.episodes]
+        for group in tuple(self._groups.values()):
             self._end_group(group)
         self._fill()
+        return going_on
 
     async def take(self) -> Batch:
         """The next batch, as soon as the admission lets it go."""
@@ -138,7 +148,9 @@ class Stream:
 
     def on_their_way(self) -> list[StreamedGroup]:
         """The groups that no batch has had yet, by number, with what has ended of them."""
-        return [self._groups[number] for number in sorted(self._groups)]
+        anew = {group.number: replace(group, done={}) for group in self._anew}
+        every = self._groups | anew
+        return [every[number] for number in sorted(every)]
 
     def forget_ended(self) -> list[Episode]:
         """The episodes that have ended since the last call."""
@@ -149,15 +161,22 @@ class Stream:
         """Start what there is room for; the oldest groups first."""
         while not self._draining and self._failure is None and len(self._running) < self.in_flight:
             if not self._pending and self.admission.room:
-                number, self.next_number = self.next_number, self.next_number + 1
-                ticket = self.admission.admit(number)
-                self._enter(StreamedGroup(number, self.source.jobs(number), ticket.version))
+                self._admit()
             if not self._pending:
                 return
             group, place = self._pending.popleft()
             task = asyncio.get_running_loop().create_task(self._play(group, place))
             self._running[task] = (group, place)
             task.add_done_callback(self._after)
+
+    def _admit(self) -> None:
+        """Let the next group in."""
+        if self._anew:
+            number, jobs = self._anew[0].number, self._anew.popleft().jobs
+        else:
+            number, self.next_number = self.next_number, self.next_number + 1
+            jobs = self.source.jobs(number)
+        self._enter(StreamedGroup(number, jobs, self.admission.admit(number).version))
 
     def _enter(self, group: StreamedGroup) -> None:
         self._groups[group.number] = group

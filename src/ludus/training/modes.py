@@ -139,7 +139,6 @@ class AsyncRun:
             kept=before.groups,
             on_done=loop.reporter.episode,
         )
-        before.start_in(sampler.ledger)
         return cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()))
 
     async def run(self, done: int) -> None:
@@ -147,8 +146,8 @@ class AsyncRun:
         loop = self.loop
         await loop.sync.publish(done)
         try:
-            self.stream.start()
-            loop.engine.stats(reset=True)
+            for episode in self.stream.start():  # the ledger of a resumed run has them as running
+                loop.sampler.ledger.start(episode.key)
             for step in range(done + 1, loop.session.config.training.steps + 1):
                 await self.step(step)
         finally:
@@ -158,6 +157,7 @@ class AsyncRun:
     async def step(self, step: int) -> None:
         """One batch: wait for it, learn, send the weights."""
         loop, clock = self.loop, StepTimings()
+        loop.engine.stats(reset=True)
         loop.reporter.phase(f"step {step}: episodes", self.player.num_jobs, loop.engine)
         ahead = self.stream.admission.num_ready >= loop.session.config.training.tasks_per_step
         with clock.phase("rollout"):

@@ -126,7 +126,7 @@ def local_engine(session: Session) -> LocalEngine:
     limit = session.model.config.to_dict().get("max_position_embeddings") or rollout.max_tokens
     settings = EngineSettings(
         context_tokens=min(limit, rollout.max_tokens),
-        max_batch=rollout.concurrency,
+        max_batch=rollout.concurrency + streams,  # with room for the probe of new weights
         cache_tokens=rollout.concurrency * (rollout.max_tokens + PAGE),
         batch_invariant=rollout.reproducible and not streams,
         recompute_on_update=not streams or session.config.staleness.cache == "prefill",

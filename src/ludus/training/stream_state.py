@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ludus.errors import StorageError
-from ludus.rollout.ledger import Ledger, Outcome
+from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.stream import StreamedGroup
@@ -61,12 +61,6 @@ class StreamState:
                 "Remove this checkpoint and resume from the one before.",
             ) from error
         return cls(next_number, tuple(groups))
-
-    def start_in(self, ledger: Ledger) -> None:
-        """The ledger of the resumed run has them as running."""
-        for group in self.groups:
-            for episode in group.done.values():
-                ledger.start(episode.key)
 
 
 def _record(episode: Episode) -> RolloutRecord:
