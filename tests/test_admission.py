@@ -285,3 +285,27 @@ BUSY = Load(learner_idle=0.0, engine_idle=0.0, engine_queue=0.0, ahead=False)
 def test_the_fewest_episodes_fly_that_keep_both_busy(load, expected):
     assert next_in_flight(10, load, 2, 100) == expected
     assert next_in_flight(10, load, 10, 10) == 10
+
+
+def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
+    world = World(6)
+
+    async def run():
+        stream = Stream(Admission(Pace(2, 2, 9)), world, world.play, 4)
+        stream.start()
+        await asyncio.sleep(0.5)
+        kept = stream.on_their_way()
+        before = [dict(group.done) for group in kept]
+        await asyncio.sleep(30)
+        assert any(
+            len(group.done) > len(old) for group, old in zip(stream.on_their_way(), before, strict=False)
+        )
+        await stream.close()
+        return kept, before
+
+    loop = FakeLoop()
+    try:
+        kept, before = loop.run_until_complete(run())
+    finally:
+        loop.close()
+    assert [group.done for group in kept] == before

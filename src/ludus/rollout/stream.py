@@ -147,10 +147,10 @@ class Stream:
         return len(self._pending)
 
     def on_their_way(self) -> list[StreamedGroup]:
-        """The groups that no batch has had yet, by number, with what has ended of them."""
-        anew = {group.number: replace(group, done={}) for group in self._anew}
-        every = self._groups | anew
-        return [every[number] for number in sorted(every)]
+        """Copies of the groups that no batch has had yet, by number, with what has ended of them."""
+        going = [replace(group, done=dict(group.done)) for group in self._groups.values()]
+        anew = [replace(group, done={}) for group in self._anew]
+        return sorted(going + anew, key=lambda group: group.number)
 
     def forget_ended(self) -> list[Episode]:
         """The episodes that have ended since the last call."""

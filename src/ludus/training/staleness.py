@@ -62,7 +62,8 @@ def staleness_metrics(
     `staleness/age_K` is the share of tokens of age K; `sampled/...` is of the episodes that ended since the
     step before, `trained/...` of those that train now, so that a starved slow task shows.
     """
-    trained = [c.episode for c in credits if c.outcome is Outcome.TRAINED and not c.replayed]
+    own = (credit for credit in credits if not (credit.replayed or credit.expert))
+    trained = [credit.episode for credit in own if credit.outcome is Outcome.TRAINED]
     bound = config.max_staleness
     masked = config.over_age == "mask"
     every = Counter(age for episode in trained for age in ages(episode.trajectory, step))
