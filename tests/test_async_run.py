@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from ludus.algorithms.resolve import algorithm_of
+from ludus.cli.console import waiting_line
 from ludus.config.load import load_config
 from ludus.config.staleness import StalenessConfig
 from ludus.diagnostics.trackers import read_metrics
@@ -312,6 +313,30 @@ def test_a_spanning_ledger_counts_what_ended_and_carries_what_runs():
     ledger.finish(late, Outcome.MASKED, "over_age")
     assert ledger.close(2, trained=0).by_reason == {"masked/over_age": 1}
     assert (ledger.total().started, ledger.num_running) == (2, 0)
+
+
+def test_the_progress_line_says_who_waited_and_which_tool_was_slow():
+    timings = {
+        "idle/learner": 0.25,
+        "idle/engine": 0.5,
+        "queue/in_flight": 40.0,
+        "queue/groups_ready": 3.0,
+        "tools/look/stragglers": 2.0,
+        "tools/look/slowest_s": 12.3,
+        "tools/add/stragglers": 0.0,
+    }
+    line = waiting_line({"staleness/mean": 1.23}, timings)
+    for words_in_it in (
+        "learner 25%",
+        "engine 50%",
+        "40 in flight",
+        "3 groups",
+        "age 1.2",
+        "look 2 times, to 12.3",
+    ):
+        assert words_in_it in line
+    assert "add" not in line
+    assert waiting_line({}, {}) == ""
 
 
 def test_the_learner_works_while_the_event_loop_goes_on():
