@@ -276,11 +276,19 @@ BUSY = Load(learner_idle=0.0, engine_idle=0.0, engine_queue=0.0, ahead=False)
     [
         (Load(0.5, 0.5, 0.0, False), 13),
         (Load(0.5, 0.0, 0.0, False), 10),
+        (Load(0.5, 0.0, 0.0, False, gain=0.1), 13),
         (Load(0.0, 0.5, 0.0, True), 8),
         (Load(0.5, 0.0, 1.0, False), 8),
         (BUSY, 10),
     ],
-    ids=["both wait for tools", "the engine is full", "the learner is full", "a queue", "both busy"],
+    ids=[
+        "both wait for tools",
+        "the engine is full",
+        "the engine gets faster",
+        "the learner is full",
+        "a queue",
+        "both busy",
+    ],
 )
 def test_the_fewest_episodes_fly_that_keep_both_busy(load, expected):
     assert next_in_flight(10, load, 2, 100) == expected

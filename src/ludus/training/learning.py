@@ -83,9 +83,9 @@ class Learning:
         if self.bound is not None:
             credits = mask_over_age(credits, step, self.bound)
         limit = max_action_tokens(self.session.config)
-        fresh = [] if self._checked else on_policy(credits, step)
-        self._checked = self._checked or bool(fresh)
-        return refine(credits, self.learner, limit, self.judge, check=fresh)
+        check = not self._checked and bool(on_policy(credits, step))
+        self._checked = self._checked or check
+        return refine(credits, self.learner, limit, self.judge, check=check, version=step - 1)
 
     def _train(self, step: int, credits: Sequence[Credit], rows: Sequence[Row]) -> dict[str, float]:
         metrics = {} if self.judge is None else train_judge(self.judge, credits)

@@ -112,6 +112,7 @@ class AsyncRun:
     thread: LearnerThread
     guard: EssGuard = field(init=False)
     replay: ReplayBuffer = field(init=False)
+    _speed: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         config = self.loop.session.config
@@ -223,7 +224,9 @@ class AsyncRun:
             return
         running = max(found.get("engine/requests_running", 0.0), 1.0)
         queue = found.get("engine/requests_waiting", 0.0) / running
-        load = Load(found.get("idle/learner", 0.0), found.get("idle/engine", 0.0), queue, ahead)
+        speed = sum(found.get(f"engine/{what}_tokens_per_s", 0.0) for what in ("decode", "prefill"))
+        gain, self._speed = (speed / self._speed - 1 if self._speed else 1.0), speed
+        load = Load(found.get("idle/learner", 0.0), found.get("idle/engine", 0.0), queue, ahead, gain)
         least = min(self.loop.sampler.group_size, config.rollout.concurrency)
         self.stream.in_flight = next_in_flight(self.stream.in_flight, load, least, config.rollout.concurrency)
 

@@ -37,14 +37,18 @@ def refine(
     max_action_tokens: int,
     judge: Judge | None = None,
     *,
-    check: Sequence[Credit] = (),
+    check: bool = False,
+    version: int | None = None,
 ) -> list[Credit]:
-    """The credits as they train. Engine and learner are compared on `check` first.
+    """The credits as they train. `check` compares engine and learner first, on what `version` alone sampled.
 
-    Raises SyncError where the two disagree: what was sampled then came from another policy.
+    Without a version that is everything. Raises SyncError where the two disagree: what was sampled then came
+    from another policy.
     """
     found = list(credits)
-    check_parity([_row(credit) for credit in check], learner)
+    if check:
+        trained = [c for c in found if c.outcome is Outcome.TRAINED and not c.expert]
+        check_parity([_row(credit) for credit in trained if _is_of(credit, version)], learner)
     algorithm = learner.algorithm
     if judge is not None or (algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"):
         found = _estimated(found, learner, judge, max_action_tokens)
@@ -85,6 +89,11 @@ def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | No
             else why,
         )
     return measured
+
+
+def _is_of(credit: Credit, version: int | None) -> bool:
+    segments = credit.episode.trajectory.segments
+    return version is None or all(v == version for segment in segments for v in segment.versions)
 
 
 def _row(credit: Credit) -> Row:
