@@ -334,6 +334,8 @@ def test_the_resolved_text_holds_every_setting_in_order():
     text = to_toml(load_config(None, ["--model.lora", "{}"]))
     tables = tomllib.loads(text)
     for setting in list_settings():
+        if NAME in setting.key.split("."):  # a table of the user's own
+            continue
         value = tables
         for name in setting.key.split("."):
             value = value.get(name)

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal, Required, TypedDict
+from typing import Final, Literal, Required, TypedDict
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
@@ -70,6 +70,10 @@ class Message(TypedDict, total=False):
     tool_calls: list[MessageToolCall]
     tool_call_id: str
     name: str
+
+
+WORLD_TAG: Final = "world"
+"""The tag of a task that names its world in a mixture."""
 
 
 @dataclass(frozen=True, slots=True)

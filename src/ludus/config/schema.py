@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ludus.config.mixture import MemberConfig, budget_fault, mixture_fault
 from ludus.config.rewards import RewardModelConfig, RewardsConfig
 from ludus.config.sandbox import SandboxConfig
 from ludus.config.section import OptimiserSection, Section, Why
@@ -93,7 +94,8 @@ class EnvConfig(Section):
     """The world that the model acts in."""
 
     name: str = "search"
-    """A registered world, or `path/to/file.py` whose module registers one."""
+    """A registered world, `path/to/file.py` whose module registers one, or `mixture` for those of
+    `env.mixture`."""
     rendering: Literal["chat", "tags", "code"] = "chat"
     """`chat`: the model's chat template with tool calls. Without a template: `tags`, the text protocol of
     Search-R1, for a world with a tool `search`, or `code`, that of ReTool, for one with a tool `python`."""
@@ -103,6 +105,14 @@ class EnvConfig(Section):
     """The world's own settings; it checks them against its own schema."""
     check: bool = True
     """Before training, let scripted cheats play a few tasks, and refuse to train where one is paid."""
+    mixture: dict[str, MemberConfig] = Field({})
+    """Worlds that the run trains on together, by name, each with its weight and its own settings."""
+
+    @model_validator(mode="after")
+    def _one_world_or_several(self) -> Self:
+        if fault := mixture_fault(self.name, self.settings, self.mixture):
+            raise ValueError(fault)
+        return self
 
 
 class RolloutConfig(Section):
@@ -502,4 +512,6 @@ class Config(Section):
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) must be below "
                 f"rollout.max_tokens ({self.rollout.max_tokens})"
             )
+        if fault := budget_fault(self.rollout, self.env.mixture):
+            raise ValueError(fault)
         return self

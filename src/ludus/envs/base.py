@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from ludus.config.schema import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.sandbox.base import Sandbox
+from ludus.tasks.order import Order, TaskOrder
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task
 
@@ -107,6 +109,31 @@ class OffersParaphrases(Protocol):
     def paraphrases(self, task: Task) -> Sequence[str]:
         """Texts that are as right as the answer of the expert; none where there is no other way to say it."""
         ...
+
+
+@runtime_checkable
+class SetsBounds(Protocol):
+    """A world whose episodes are bounded by their task: a mixture."""
+
+    def rollout_of(self, task: Task) -> RolloutConfig:
+        """The settings of an episode of this task; only its budgets differ from those of the run."""
+        ...
+
+
+@runtime_checkable
+class OrdersTasks(Protocol):
+    """A world that says which training task comes when: a mixture."""
+
+    def order(self, seed: int, chunk: int, num_chunks: int) -> Order:
+        """The order for a run of `num_chunks` steps of `chunk` tasks. Raises ConfigError for too few tasks."""
+        ...
+
+
+def order_of(world: World, seed: int, chunk: int, num_chunks: int) -> Order:
+    """The order of the training tasks for a run of `num_chunks` steps of `chunk` tasks, at least as many."""
+    if isinstance(world, OrdersTasks):
+        return world.order(seed, chunk, num_chunks)
+    return TaskOrder(world.tasks("train"), seed, chunk)
 
 
 @runtime_checkable

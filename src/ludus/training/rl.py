@@ -21,7 +21,7 @@ from ludus.diagnostics.metrics import alarms, rollout_metrics
 from ludus.diagnostics.timings import StepTimings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine
-from ludus.envs.base import World
+from ludus.envs.base import World, order_of
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import (
     Evaluation,
@@ -35,7 +35,7 @@ from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.setup import Play, engine_scheduler
 from ludus.rollout.store import rollouts_path, write_rollouts
-from ludus.tasks.order import TaskOrder
+from ludus.tasks.order import Order
 from ludus.training.checkpoint import TrainerState, prune, save_checkpoint
 from ludus.training.combine import Combiner
 from ludus.training.credit import Credit, assign_credit, settle, training_rows
@@ -116,7 +116,7 @@ class RlLoop:
                     f" kl_control.guard_factor: {resume_command(self.folder)}",
                 )
 
-    async def step(self, step: int, order: TaskOrder) -> dict[str, float]:
+    async def step(self, step: int, order: Order) -> dict[str, float]:
         """One step: everything between two versions of the weights."""
         clock = StepTimings()
         self.engine.stats(reset=True)
@@ -155,7 +155,7 @@ class RlLoop:
         self.kl = self.kl.update(kl, round(metrics["ledger/trained"]))
         return verdict
 
-    async def sample(self, step: int, order: TaskOrder) -> list[Credit]:
+    async def sample(self, step: int, order: Order) -> list[Credit]:
         """Roll out groups, in rounds until enough of them can train or the rounds are used up."""
         num_tasks = self.session.config.training.tasks_per_step
         rounds = self.algorithm.resample_rounds + 1
@@ -182,7 +182,7 @@ class RlLoop:
             self.memory = replace(self.memory, averages=averages)
         return as_one_batch(credits, self.algorithm, self._max_action_tokens)
 
-    def choose(self, step: int, order: TaskOrder, wanted: int, credits: Sequence[Credit]) -> Sequence[Task]:
+    def choose(self, step: int, order: Order, wanted: int, credits: Sequence[Credit]) -> Sequence[Task]:
         """The next tasks that GRESO does not skip, none of those played in this step already."""
         taken = {credit.episode.task.id for credit in credits}
         draw = Draw(self.session.config.run.seed, step)
@@ -291,7 +291,7 @@ class RlLoop:
         log.info("checkpoint of step %d written", step)
 
 
-def task_order(config: Config, world: World) -> TaskOrder:
+def task_order(config: Config, world: World) -> Order:
     """Which tasks come when. Raises ConfigError where one step needs more than there are."""
     tasks = world.tasks("train")
     chunk = config.training.tasks_per_step * (resolve(config.algorithm).resample_rounds + 1)
@@ -300,7 +300,7 @@ def task_order(config: Config, world: World) -> TaskOrder:
             f"One step may need {chunk} tasks, and the split train has {len(tasks)}.",
             "Lower training.tasks_per_step or algorithm.resample_rounds.",
         )
-    return TaskOrder(tasks, config.run.seed, chunk)
+    return order_of(world, config.run.seed, chunk, config.training.steps)
 
 
 def _groups(credits: Sequence[Credit]) -> list[Group]:

@@ -20,6 +20,7 @@ from ludus.algorithms.resolve import resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World
+from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, closing
 from ludus.evaluation.check import refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
@@ -103,7 +104,8 @@ def check(config: Config, world: World) -> None:
 def check_cheats(config: Config, world: World) -> None:
     """Raise ConfigError where the world pays for cheating, unless `env.check` is off."""
     if config.env.check:
-        refuse_cheats(world, episode_limits(config.rollout), config.run.seed)
+        for one, rollout in worlds_in(world, config.rollout):
+            refuse_cheats(one, episode_limits(rollout), config.run.seed)
 
 
 def check_trackers(config: Config) -> None:
