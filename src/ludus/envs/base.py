@@ -125,7 +125,7 @@ class OrdersTasks(Protocol):
     """A world that says which training task comes when: a mixture."""
 
     def order(self, seed: int, chunk: int, num_chunks: int) -> Order:
-        """The order for a run of `num_chunks` steps of `chunk` tasks. Raises ConfigError for too few tasks."""
+        """For a run of `num_chunks` steps of `chunk` tasks. Raises ConfigError for too few tasks."""
         ...
 
 

@@ -38,7 +38,8 @@ def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig |
 
     `env.name` is a name in `WORLDS` or the path of a Python file, relative to the working directory, that
     defines `make_world(settings, limits)`. A world that is a `UsesSandbox` gets the sandbox of the settings
-    (none: the default one). Where `env.mixture` names worlds it is they, as one. Raises ConfigError for an unknown name, a file without that
+    (none: the default one). Where `env.mixture` names worlds it is they, as one.
+    Raises ConfigError for an unknown name, a file without that
     function or that raises, and rewards in which shaping could outweigh the outcome.
     """
     if env.mixture:
