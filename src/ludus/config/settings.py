@@ -37,7 +37,8 @@ class Setting:
     """One setting.
 
     `key` is its dotted name (`algorithm.group_size`; with `NAME` where any name may stand), `default` the
-    value where nothing is given, `doc` the docstring of the field, `bounds` its limits in words, `why` the reason for them (either may be empty).
+    value where nothing is given, `doc` the docstring of the field, `bounds` its limits in words, `why` the
+    reason for them (either may be empty).
     `choices` are the names it takes, where they are known; `accepts` the plain types of its values.
     """
 

@@ -227,8 +227,8 @@ def _worlds_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits)
     end = "/reward_std"
     worlds = [name.removesuffix(end) for name in last[-1] if name.startswith("env/") and name.endswith(end)]
     return [
-        f"every reward of the world {world.removeprefix('env/')} in the last {len(last)} steps is 0: the model "
-        "never earns anything there"
+        f"every reward of the world {world.removeprefix('env/')} in the last {len(last)} steps is 0: the "
+        "model never earns anything there"
         for world in worlds
         if all(m.get(f"{world}/reward") == 0 and m.get(f"{world}/reward_std") == 0 for m in last)
     ]

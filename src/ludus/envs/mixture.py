@@ -203,8 +203,8 @@ class MixedWorld:
     def paraphrases(self, task: Task) -> Sequence[str]:
         """What the task's world says."""
         member = self.member_of(task)
-        offers = isinstance(member.world, OffersParaphrases)
-        return member.world.paraphrases(member.own(task)) if offers else ()
+        world = member.world
+        return world.paraphrases(member.own(task)) if isinstance(world, OffersParaphrases) else ()
 
     @property
     def runs_programs(self) -> bool:
@@ -256,7 +256,8 @@ def check_tools(world: MixedWorld, rendering: str) -> None:
     if offered and not set.intersection(*offered.values()):
         told = "; ".join(f"{name} has {', '.join(sorted(tools))}" for name, tools in offered.items())
         raise ConfigError(
-            f"env.rendering is {rendering!r}: it writes calls of one tool, and the worlds share none: {told}.",
+            f"env.rendering is {rendering!r}: it writes calls of one tool, and the worlds "
+            f"share none: {told}.",
             "Set env.rendering to 'chat', or take the others out with --env.mixture.NAME none.",
         )
 

@@ -38,9 +38,9 @@ def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig |
 
     `env.name` is a name in `WORLDS` or the path of a Python file, relative to the working directory, that
     defines `make_world(settings, limits)`. A world that is a `UsesSandbox` gets the sandbox of the settings
-    (none: the default one). Where `env.mixture` names worlds it is they, as one.
-    Raises ConfigError for an unknown name, a file without that
-    function or that raises, and rewards in which shaping could outweigh the outcome.
+    (none: the default one). Where `env.mixture` names worlds it is they, as one. Raises ConfigError for an
+    unknown name, a file without that function or that raises, and rewards in which shaping could outweigh
+    the outcome.
     """
     if env.mixture:
         mixture = _mixture(env, rollout)
@@ -68,7 +68,8 @@ def _mixture(env: EnvConfig, rollout: RolloutConfig) -> MixedWorld:
         except ConfigError as error:
             place = f"env.mixture.{name}.settings"
             raise ConfigError(
-                error.message.replace("env.settings", place), error.hint.replace("env.settings", place)
+                error.message.replace("env.settings", place),
+                f"{error.hint.replace('env.settings', place)} (The world is env.mixture.{name}.)",
             ) from error
         members.append(Member(name, world, own, member.weight, member.weight_end))
     return MixedWorld(tuple(members))
