@@ -79,6 +79,7 @@ BUDGETS = {
     "train functions": TRAINING | SCRATCH | {"env.settings.num_tasks": "60"},
     "train sql": TRAINING | SCRATCH | {"env.settings.tasks": "60"},
     "train math": TRAINING | SCRATCH | {"env.settings.num_tasks": "60"},
+    "train mixed": TRAINING | SCRATCH | {"env.mixture.math.settings.num_tasks": "60"},
     "rl": TRAINING,
     "eval": EVALUATION,
     "rft": TRAINING | ROUNDS,

@@ -73,6 +73,7 @@ class Shares:
 
     def at(self, chunk: int) -> Sequence[float]:
         """The share of every pool in a chunk."""
+        chunk = min(chunk, self._last)
         if chunk not in self._shares:
             steps = max(self.num_chunks - 1, 1)
             weights = [pool.weight_at(min(chunk / steps, 1.0)) for pool in self.pools]
