@@ -128,7 +128,7 @@ def test_two_worlds_of_one_name_are_refused():
         ("--env.mixture.gues.weight 1", "There is no world 'gues'. Did you mean 'guess'?"),
         ("--env.mixture.games.settings.size 3", "env.mixture.games.settings.size (= 3) is not a setting"),
         (
-            "--env.rendering tags --env.mixture.math.settings.tool calculator",
+            '--env.rendering tags --env.mixture.math.settings {tool="calculator",num_tasks=60}',
             "the worlds share none: prices has look; math has calculator",
         ),
     ],

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
 
 from pydantic import Field
 
@@ -29,7 +28,7 @@ class MemberConfig(Section):
     """Its share of the tasks of each step is this by the sum of all weights."""
     weight_end: float | None = Field(None, ge=0)
     """The weight after the last step, approached evenly; none keeps `weight`."""
-    settings: dict[str, Any] = Field({})
+    settings: dict[str, object] = Field({})
     """The world's own settings; it checks them against its own schema."""
     max_turns: int | None = Field(None, ge=1)
     """Assistant turns of one episode."""
@@ -45,7 +44,7 @@ class MemberConfig(Section):
     """Bound on one tool call."""
 
 
-def mixture_fault(name: str, settings: Mapping[str, Any], mixture: Mapping[str, MemberConfig]) -> str:
+def mixture_fault(name: str, settings: Mapping[str, object], mixture: Mapping[str, MemberConfig]) -> str:
     """What is wrong with `env.name`, `env.settings` and `env.mixture` together; empty where nothing is."""
     if name == MIXTURE and not mixture:
         return (

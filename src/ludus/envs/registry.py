@@ -50,7 +50,7 @@ def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig |
     return world.with_sandbox(_sandbox(sandbox)) if isinstance(world, UsesSandbox) else world
 
 
-def _one_world(name: str, settings: Mapping[str, Any], rollout: RolloutConfig) -> World:
+def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig) -> World:
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
     with _blaming(Path(name)) if name.endswith(".py") else nullcontext():
         world = _factory(name)(settings, limits)

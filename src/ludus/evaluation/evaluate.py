@@ -62,7 +62,7 @@ class Conditions:
         )
 
 
-def _world_settings(env: EnvConfig) -> Mapping[str, Any]:
+def _world_settings(env: EnvConfig) -> Mapping[str, object]:
     """What a world is made of; of a mixture that of each, without the weights, which only training reads."""
     if not env.mixture:
         return env.settings
