@@ -298,6 +298,19 @@ class LearnerConfig(Section):
     """Try the longest microbatch before step 1 and report the memory it takes; `auto` does so on a GPU."""
     halve_on_oom: bool = True
     """Where memory runs out, do the update again with half of training.microbatch_tokens, and go on so."""
+    ranks: int = Field(1, ge=1)
+    """Processes of the learner on this machine, a GPU each; under torchrun its number counts instead."""
+    shard: bool = False
+    """Split weights, gradients and moments between the processes (FSDP2); otherwise each holds all."""
+
+    @model_validator(mode="after")
+    def _for_one_process(self) -> Self:
+        if self.ranks > 1 and self.replay_routing:
+            raise ValueError(
+                "training.learner.replay_routing needs one process, and "
+                f"training.learner.ranks is {self.ranks}"
+            )
+        return self
 
 
 class TrainingConfig(OptimiserSection):

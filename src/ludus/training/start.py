@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -26,16 +27,24 @@ from ludus.evaluation.check import refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.setup import episode_limits, sampling_params
-from ludus.training.checkpoint import list_checkpoints, load_part, load_trainer, load_weights
+from ludus.training.checkpoint import (
+    TrainerState,
+    list_checkpoints,
+    load_part,
+    load_trainer,
+    load_weights,
+)
 from ludus.training.combine import check_reward_settings, make_combiner, reward_doubts
+from ludus.training.crew import Start, leading
 from ludus.training.dry_run import dry_run_of
 from ludus.training.experts import check_experts, make_experts
 from ludus.training.head import Entropy
-from ludus.training.judges import make_judge, part_name
+from ludus.training.judges import Judge, make_judge, part_name
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
 from ludus.training.memory import Memory
 from ludus.training.old_logprobs import check_old_logprobs
 from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.ranks import ONE_PROCESS, Ranks, same_weights
 from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
 from ludus.training.routing import Routing
@@ -134,10 +143,12 @@ def train(session: Session, folder: RunFolder, reporter: Reporter) -> list[Compa
     for text in doubts(config):
         log.warning(text)
         reporter.alarm(text)
-    loop, done = build_loop(session, folder, algorithm, reporter)
-    with _closing(loop):
-        dry_run_of(config, loop.learner)
-        return asyncio.run(_run(loop, done))
+    with leading(config, next(session.model.parameters()).device) as ranks:
+        loop, done = build_loop(session, folder, algorithm, reporter, ranks)
+        with _closing(loop):
+            if ranks.count == 1:
+                dry_run_of(config, loop.learner)
+            return asyncio.run(_run(loop, done))
 
 
 def doubts(config: Config) -> list[str]:
@@ -158,36 +169,34 @@ def doubts(config: Config) -> list[str]:
 
 
 def build_loop(
-    session: Session, folder: RunFolder, algorithm: Algorithm, reporter: Reporter
+    session: Session,
+    folder: RunFolder,
+    algorithm: Algorithm,
+    reporter: Reporter,
+    ranks: Ranks = ONE_PROCESS,
 ) -> tuple[RlLoop, int]:
     """The parts of the loop, brought to the newest checkpoint; and the step of that checkpoint.
 
     Nothing in the folder changes before all of them are there.
     """
-    config = session.config
+    config, model = session.config, session.model
     control = control_of(config, algorithm)
     experts = make_experts(session, algorithm)
-    scorers = _scorers(session, algorithm, control)
-    model = session.model
-    updates = config.training.steps * config.training.epochs * config.training.minibatches
-    how = OptimiserSettings.of(config.training, updates)
-    optimiser = Optimiser(model, how, masters=config.model.master_weights)
-    judge = make_judge(config, algorithm, model, session.world.rewards[0].name)
     combiner = make_combiner(session, algorithm)
     done, ledger, memory = 0, Ledger(), Memory.start(algorithm)
     found = list_checkpoints(folder.checkpoints)
-    if found:
+    engine = make_engine(session) if ranks.count > 1 else None  # before the weights are split
+    with ranks.together(Start(config, folder.path, found[-1][1] if found else None)):
+        learning = make_learning(session, algorithm, ranks, found[-1][1] if found else None)
+    judge, stored = learning.judge, learning.stored
+    if stored is not None:
         done, path = found[-1]
-        load_weights(path, model)
-        stored = load_trainer(path, optimiser)
         ledger, memory = Ledger.restore(stored.ledger), Memory.start(algorithm, stored.memory)
         control = control.restored(stored.kl)
         if combiner is not None:
             combiner.restore(stored.reward_moments)
-        if judge is not None:
-            judge.load_state(load_part(path, part_name(judge)), stored.judge_steps)
         log.info("resumed from %s", path)
-    engine = make_engine(session)
+    engine = engine or make_engine(session)
     probe = probe_tokens(session)
     save_config(folder, config)
     forget_after(folder, done)
@@ -195,8 +204,8 @@ def build_loop(
         session=session,
         folder=folder,
         engine=engine,
-        learner=make_learner(session, algorithm, optimiser, scorers),
-        sync=WeightSync(model, engine, probe, config.training.sync_tolerance),
+        learner=learning.learner,
+        sync=WeightSync(model, engine, probe, config.training.sync_tolerance, ranks=ranks),
         algorithm=algorithm,
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
@@ -209,6 +218,42 @@ def build_loop(
         history=[row.metrics for row in read_metrics(folder.metrics)] if done else [],
     )
     return loop, done
+
+
+@dataclass(frozen=True)
+class Learning:
+    """What learns in a run, and what a checkpoint says besides; None where there was none."""
+
+    learner: Learner
+    judge: Judge | None
+    stored: TrainerState | None
+
+
+def make_learning(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Path | None) -> Learning:
+    """Policy, optimiser, scorers and judge, brought to a checkpoint; each of `ranks` makes its own.
+
+    Their weights are split where the ranks work so. Copies of the model are made before.
+    """
+    config, model = session.config, session.model
+    same_weights(model, ranks)
+    scorers = _scorers(session, algorithm, control_of(config, algorithm))
+    judge = make_judge(config, algorithm, model, session.world.rewards[0].name, ranks)
+    if resumed is not None:
+        load_weights(resumed, model)
+    ranks.split(model)
+    for scorer in scorers.values():
+        if isinstance(scorer, Scorer):
+            ranks.split(scorer.model)
+    updates = config.training.steps * config.training.epochs * config.training.minibatches
+    how = OptimiserSettings.of(config.training, updates)
+    optimiser = Optimiser(model, how, masters=config.model.master_weights, ranks=ranks)
+    stored = None
+    if resumed is not None:
+        stored = load_trainer(resumed, optimiser)
+        if judge is not None:
+            part = load_part(resumed, part_name(judge), judge.blank_state())
+            judge.load_state(part, stored.judge_steps)
+    return Learning(make_learner(session, algorithm, optimiser, scorers), judge, stored)
 
 
 def make_learner(
@@ -230,7 +275,7 @@ def make_learner(
         config.model.activation_checkpointing,
         Routing.of(session.model) if training.learner.replay_routing else None,
     )
-    return Learner(scorer, optimiser, algorithm, settings, scorers)
+    return Learner(scorer, optimiser, algorithm, settings, scorers, optimiser.ranks)
 
 
 def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]:

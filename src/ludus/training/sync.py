@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ludus.engines.base import Engine
-from ludus.engines.fingerprint import fingerprint_module
+from ludus.engines.fingerprint import fingerprint_gathered
 from ludus.errors import EngineError, SyncError
+from ludus.training.crew import Gather, Probe
+from ludus.training.ranks import Alone, Ranks
 from ludus.training.scoring import Scorer
+from ludus.training.sharding import gathered, is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,10 +49,12 @@ class WeightSync:
     probe: tuple[int, ...]
     tolerance: float = 1e-3
     deadline_s: float = 300.0
+    ranks: Ranks = field(default_factory=Alone)
 
     async def publish(self, version: int) -> SyncProof:
         """Send the weights as `version` and prove it."""
-        state = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        weights = self._gathered()
+        state = {name: weights[name] for name, p in self.model.named_parameters() if p.requires_grad}
         try:
             async with asyncio.timeout(self.deadline_s):
                 await self.engine.load_weights(version, state)
@@ -58,10 +64,16 @@ class WeightSync:
             raise SyncError(f"Sending weights {version} took longer than {self.deadline_s:g} s.") from error
         except EngineError as error:
             raise SyncError(f"The engine refused weights {version}: {error}") from error
-        return self._compare(version, theirs, scores)
+        return self._compare(version, fingerprint_gathered(self.model, weights), theirs, scores)
 
-    def _compare(self, version: int, theirs: str | None, scores: Sequence[float]) -> SyncProof:
-        ours = fingerprint_module(self.model)
+    def _gathered(self) -> dict[str, Tensor]:
+        """All weights in one piece, as they are in this moment where they are not split."""
+        if not is_sharded(self.model):
+            return {name: p.detach() for name, p in self.model.named_parameters()}
+        with self.ranks.together(Gather()):
+            return gathered(self.model)
+
+    def _compare(self, version: int, ours: str, theirs: str | None, scores: Sequence[float]) -> SyncProof:
         if theirs is not None and ours != theirs:
             raise SyncError(
                 f"The engine's weights are not those of version {version}: digest {theirs[:12]} there, "
@@ -78,12 +90,21 @@ class WeightSync:
 
     @torch.no_grad()
     def _probe_gap(self, scores: Sequence[float]) -> float:
-        device = next(self.model.parameters()).device
-        tokens = torch.tensor([self.probe], device=device)
-        own = self._scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
-        theirs = torch.tensor(scores, dtype=own.dtype, device=device)
+        if is_sharded(self.model):
+            with self.ranks.together(Probe(self.probe)):
+                own = probe_logprobs(self._scorer, self.probe)
+        else:
+            own = probe_logprobs(self._scorer, self.probe)
+        theirs = torch.tensor(scores, dtype=own.dtype, device=own.device)
         return float((own[1:] - theirs[1:]).abs().max())
 
     @cached_property
     def _scorer(self) -> Scorer:
         return Scorer(self.model)
+
+
+@torch.no_grad()
+def probe_logprobs(scorer: Scorer, probe: Sequence[int]) -> Tensor:
+    """The log-probability of each token `[T]`; 0 for the first."""
+    tokens = torch.tensor([probe], device=next(scorer.model.parameters()).device)
+    return scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
