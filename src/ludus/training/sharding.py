@@ -9,7 +9,7 @@ the learner divides by counts of the whole batch.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +24,12 @@ T = TypeVar("T")
 
 _WITHIN = "ludus_within"
 """The method, of a model that is split, in which its weights are whole."""
+
+
+class _Split(Protocol):
+    """A model that is split."""
+
+    def ludus_within(self, work: Callable[[], T]) -> T: ...
 
 
 def make_mesh(device: torch.device, count: int) -> DeviceMesh:
@@ -77,7 +83,7 @@ def within(model: nn.Module, work: Callable[[], T]) -> T:
     """
     if not is_sharded(model):
         return work()
-    return cast("Callable[[Callable[[], T]], T]", getattr(model, _WITHIN))(work)
+    return cast(_Split, model).ludus_within(work)
 
 
 def _call(work: Callable[[], T]) -> T:
