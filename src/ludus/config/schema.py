@@ -168,7 +168,19 @@ class EngineConfig(Section):
     patience_s: float = Field(60.0, ge=0)
     """How long a server that cannot be reached is asked again before that counts as a failure."""
     weights_folder: str | None = None
-    """Where new weights are written; the server must see the same path. None takes a temporary folder."""
+    """Where new weights are written; the server must see the same path. None takes a temporary folder, in
+    shared memory where there is room."""
+    broadcast_host: str | None = None
+    """An address of this machine that its servers reach: `ludus serve` has new weights from here over a line
+    of gloo, without a file. None writes them to the folder."""
+    delta: bool = False
+    """Over that line, send only what changed since the last weights; keeps a copy of these."""
+
+    @model_validator(mode="after")
+    def _has_a_line(self) -> Self:
+        if self.delta and self.broadcast_host is None:
+            raise ValueError("engine.delta needs engine.broadcast_host")
+        return self
 
 
 class PartOptions(Section):
