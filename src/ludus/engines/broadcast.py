@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from pydantic import BaseModel
 
@@ -18,7 +18,8 @@ from ludus.errors import EngineError, SyncError
 
 if TYPE_CHECKING:
     import torch
-    from torch.distributed import ProcessGroupGloo, TCPStore
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroup
 
 _PLACES, _VALUES = "@places", "@values"
 TRAINER = 0
@@ -59,7 +60,7 @@ class Line:
     """One end of it."""
 
     store: TCPStore
-    group: ProcessGroupGloo
+    group: ProcessGroup
 
     def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Send, or fill, the tensors one by one. Raises EngineError where the line breaks or time is up."""
@@ -76,7 +77,7 @@ class Line:
 
 def open_store(timeout_s: float) -> TCPStore:
     """The meeting place of a line, on this machine, at a free port."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=timeout_s)
     return TCPStore("0.0.0.0", 0, is_master=True, timeout=limit, wait_for_workers=False)
@@ -84,7 +85,7 @@ def open_store(timeout_s: float) -> TCPStore:
 
 def visit_store(place: Place) -> TCPStore:
     """The trainer's meeting place. Raises EngineError where it cannot be reached."""
-    from torch.distributed import TCPStore
+    from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=place.timeout_s)
     try:
@@ -101,7 +102,8 @@ def join_line(store: TCPStore, rank: int, count: int, timeout_s: float) -> Line:
     from torch.distributed import ProcessGroupGloo
 
     try:
-        return Line(store, ProcessGroupGloo(store, rank, count, timedelta(seconds=timeout_s)))
+        group = ProcessGroupGloo(store, rank, count, timedelta(seconds=timeout_s))
+        return Line(store, cast("ProcessGroup", group))
     except RuntimeError as error:
         raise EngineError(f"The line of weights did not come about: {_first_line(error)}.") from error
 

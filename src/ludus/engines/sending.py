@@ -102,7 +102,7 @@ class Broadcaster:
         ]
         joined = asyncio.to_thread(join_line, store, TRAINER, count, self.timeout_s)
         async with asyncio.timeout(self.timeout_s):
-            self._line, *_ = await asyncio.gather(joined, *asked)
+            self._line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
 
     async def _send(self, tensors: Mapping[str, torch.Tensor]) -> None:
         assert self._line is not None
