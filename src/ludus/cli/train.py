@@ -60,7 +60,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     silence_libraries()
     if args.resume is not None:
-        config = run_config(resumed_folder(args), overrides)
+        from ludus.training.resume import is_complete
+
+        folder = resumed_folder(args)
+        config = run_config(folder, overrides)
+        if is_complete(folder, config, STAGE.kind):
+            return 0
     else:
         config = recipe_config(args.recipe, STAGE.shortcuts(args), overrides)
     follow_launched(resolve_device(config.model.device))

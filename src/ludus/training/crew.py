@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import tempfile
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -131,6 +132,7 @@ class Leader(SharedBatch):
         super().__init__(split)
         self._control = _control_group()
         self._crew = crew
+        self._lock = threading.RLock()
 
     def together(self, command: object) -> AbstractContextManager[None]:
         """Have the others do what is done within the block. Raises LearnerError where one has ended."""
@@ -139,8 +141,9 @@ class Leader(SharedBatch):
     @contextmanager
     def _lead(self, command: object) -> Iterator[None]:
         try:
-            _broadcast(command, self._control)
-            yield
+            with self._lock:
+                _broadcast(command, self._control)
+                yield
         except RuntimeError as error:
             words = self._crew.last_words()
             if not words and not _broken(error):
@@ -199,12 +202,14 @@ def meeting_place(folder: Path) -> str:
 def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
     """The processes of the run, led by this one: those that torchrun started, or `training.learner.ranks`.
 
-    Raises UserError for more of them than there are GPUs.
+    Raises UserError for more of them than there are GPUs, and for routing that is replayed.
     """
     learner, launched = config.training.learner, launched_rank() is not None
     if learner.ranks == 1 and not launched:
         yield Alone()
         return
+    if learner.replay_routing:
+        raise UserError("Experts are replayed in one process.", "Leave training.learner.replay_routing out.")
     crew = Crew()
     try:
         if launched:

@@ -53,12 +53,7 @@ def follow(device: torch.device) -> None:
         follower.split_on(device)
     session = open_session(command.config, cold_start(command.config, command.folder))
     learning = make_learning(session, resolve(command.config.algorithm), follower, command.resumed)
-    probe: Scorer | None = None
     while not isinstance(heard := follower.hear(), Stop):
-        if isinstance(heard, Probe):
-            probe = probe or Scorer(session.model)
-            probe_logprobs(probe, heard.tokens)
-            continue
         try:
             obey(heard, session, learning)
         except LearnerError as error:  # the leader raises it as well, and decides
@@ -78,6 +73,8 @@ def obey(command: object, session: Session, learning: Learning) -> None:
             say(judge, rows, solved)
         case JudgeLearns(rows, tables, solved) if judge is not None:
             teach(judge, rows, tables, solved)
+        case Probe(tokens):
+            probe_logprobs(Scorer(session.model), tokens)
         case Gather():
             gathered(session.model)
         case Save(folder):

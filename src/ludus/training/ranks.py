@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import Tensor, distributed
+from torch.utils._pytree import tree_map_only
 
 from ludus.errors import LearnerError
 from ludus.training.sharding import is_split, make_mesh, shard
@@ -157,10 +158,11 @@ def sum_gradients(parameters: Iterable[torch.nn.Parameter], ranks: Ranks) -> Non
 
 
 def merged(found: Mapping[int, T], ranks: Ranks) -> dict[int, T]:
-    """What the processes found, each for rows of its own, by row."""
+    """What the processes found, each for rows of its own, by row; tensors of several come on the CPU."""
     if ranks.count == 1 or not ranks.whole:
         return dict(found)
-    return {i: value for part in ranks.gather(dict(found)) for i, value in part.items()}
+    plain: dict[int, T] = tree_map_only(Tensor, lambda tensor: tensor.cpu(), dict(found))
+    return {i: value for part in ranks.gather(plain) for i, value in part.items()}
 
 
 def raise_together(fault: str, hint: str, ranks: Ranks) -> None:

@@ -92,7 +92,7 @@ class WeightSync:
     def _probe_gap(self, scores: Sequence[float]) -> float:
         if is_sharded(self.model):
             with self.ranks.together(Probe(self.probe)):
-                own = probe_logprobs(self._scorer, self.probe)
+                own = probe_logprobs(Scorer(self.model), self.probe)
         else:
             own = probe_logprobs(self._scorer, self.probe)
         theirs = torch.tensor(scores, dtype=own.dtype, device=own.device)
