@@ -20,7 +20,7 @@ from ludus.engines.broadcast import (
     manifest_of,
     open_store,
 )
-from ludus.engines.transport import Refused, Replica
+from ludus.engines.transport import Refused, Replica, ServerSettings
 
 if TYPE_CHECKING:
     import torch
@@ -110,3 +110,10 @@ class Broadcaster:
         asked = [replica.post("/receive_weights", {}, _Anything) for replica in self.replicas]
         await asyncio.gather(*asked, asyncio.to_thread(line.broadcast, tensors))
         self._line = line
+
+
+def broadcaster_of(replicas: Sequence[Replica], settings: ServerSettings) -> Broadcaster | None:
+    """What broadcasts to `replicas`, where the settings name an address for it."""
+    if not settings.broadcast_host:
+        return None
+    return Broadcaster(replicas, settings.broadcast_host, settings.timeout_s, settings.delta)

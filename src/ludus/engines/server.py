@@ -37,7 +37,7 @@ from ludus.engines.dialects import (
     SglangDialect,
     VllmDialect,
 )
-from ludus.engines.sending import Broadcaster
+from ludus.engines.sending import Broadcaster, broadcaster_of
 from ludus.engines.server_adapters import SentAdapters
 from ludus.engines.shelf import WeightShelf, num_bytes, read_weights, save_weights
 from ludus.engines.transport import Refused, Replica, ServerSettings
@@ -98,10 +98,7 @@ class ServerEngine:
         self._calls = Calls(self._dialect, self._name)
         self._shelf = WeightShelf(settings.weights_folder)
         self._adapters = SentAdapters(self._dialect, self._replicas, self._shelf, self._name)
-        self._broadcaster: Broadcaster | None = None
-        if settings.broadcast_host:
-            host, limit = settings.broadcast_host, settings.timeout_s
-            self._broadcaster = Broadcaster(self._replicas, host, limit, settings.delta)
+        self._broadcaster = broadcaster_of(self._replicas, settings)
         self._mode: LogprobMode | None = self._facts.logprobs
 
     @property
