@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
