@@ -140,7 +140,7 @@ class RolloutConfig(Section):
     max_tool_output: int = Field(2000, ge=16)
     """Characters of one tool's output that the model sees; head and tail are kept."""
     tool_timeout_s: float = Field(20.0, gt=0)
-    """Bound on one tool call; a longer one is an error that the model sees."""
+    """Bound on a call of a tool that names none: instant tools have a quarter, slow ones thrice."""
     environment_timeout_s: float = Field(120.0, gt=0)
     """Bound on one start, step or close of an environment; longer counts as its failure."""
     episode_timeout_s: float | None = Field(None, gt=0)

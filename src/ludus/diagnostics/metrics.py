@@ -120,12 +120,18 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
         "tools/calls_per_episode": _share(len(calls), len(finished)),
         "tools/error_rate": _share(len(calls) - statuses[ToolStatus.OK], len(calls)),
         "tools/truncated_rate": _share(sum(call.truncated for call in calls), len(calls)),
+        "tools/cost_per_episode": _mean([t.tool_cost for t in finished]),
     }
     metrics |= {f"tools/status/{status}": _share(statuses[status], len(calls)) for status in ToolStatus}
     wrong = Counter(call.tool for call in calls if call.status not in (*_NO_TOOL, ToolStatus.OK))
     for tool, count in sorted(by_tool.items()):
+        own = [call for call in calls if call.tool == tool and call.status not in _NO_TOOL]
+        late = sum(call.status is ToolStatus.TIMED_OUT for call in own)
         metrics[f"tools/{tool}/calls"] = float(count)
         metrics[f"tools/{tool}/error_rate"] = wrong[tool] / count
+        metrics[f"tools/{tool}/timeout_rate"] = late / count
+        metrics[f"tools/{tool}/retried"] = float(sum(call.retried for call in own))
+        metrics[f"tools/{tool}/cost"] = math.fsum(call.cost for call in own) / len(finished)
     return metrics
 
 

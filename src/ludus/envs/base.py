@@ -158,6 +158,15 @@ class UsesSandbox(Protocol):
         ...
 
 
+@runtime_checkable
+class Closes(Protocol):
+    """A world that keeps something open over its episodes: a sandbox, a server whose tools it offers."""
+
+    async def close(self) -> None:
+        """Close it. Called when a command is done with the world."""
+        ...
+
+
 class Demonstration(Protocol):
     """A whole dialogue with the tools that it may use."""
 

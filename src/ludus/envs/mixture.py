@@ -17,6 +17,7 @@ from ludus.config.mixture import BUDGETS, MIXTURE, MemberConfig
 from ludus.config.schema import RolloutConfig
 from ludus.envs.base import (
     Anchored,
+    Closes,
     Demonstrates,
     Demonstration,
     Environment,
@@ -224,7 +225,7 @@ class MixedWorld:
     async def close(self) -> None:
         """Close what the worlds have opened."""
         for member in self.members:
-            if isinstance(member.world, UsesSandbox):
+            if isinstance(member.world, Closes):
                 await member.world.close()
 
     def _solved(self, task: Task, trajectory: Trajectory) -> float:

@@ -14,7 +14,7 @@ from typing import Any
 
 from ludus.config.sandbox import SandboxConfig
 from ludus.config.schema import EnvConfig, RolloutConfig
-from ludus.envs.base import UsesSandbox, World
+from ludus.envs.base import Closes, UsesSandbox, World
 from ludus.envs.mixture import Member, MixedWorld, bounded, check_tools
 from ludus.envs.toolbox import ToolLimits, describe_error
 from ludus.errors import ConfigError, LudusError
@@ -109,7 +109,7 @@ async def closing(world: World) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        if isinstance(world, UsesSandbox):
+        if isinstance(world, Closes):
             await world.close()
 
 
