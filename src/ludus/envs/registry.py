@@ -27,6 +27,7 @@ WORLDS: Mapping[str, str] = {
     "math": "ludus.envs.math.world:make_math_world",
     "search": "ludus.envs.search.world:make_search_world",
     "sql": "ludus.envs.sql.world:make_sql_world",
+    "terminal": "ludus.envs.terminal.world:make_terminal_world",
 }
 """Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
 
