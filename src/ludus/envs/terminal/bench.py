@@ -62,7 +62,7 @@ class BenchTask:
     @cached_property
     def suite(self) -> Suite:
         """The tests that have to pass: those that the files define, whatever a run of them says."""
-        found = tuple(name for path, data in sorted(self.tests.items()) for name in tests_in(path, data))
+        found = tuple(name for path, data in sorted(self.tests.items()) for name in named_tests(path, data))
         return Suite(found or (SCRIPT,))
 
     async def judge(self, state: Snapshot, sandbox: Sandbox) -> Mapping[str, bool]:
@@ -111,7 +111,7 @@ def load_bench(folder: Path, workdir: str, dockerfiles: Dockerfiles) -> tuple[Be
     return tuple(found)
 
 
-def tests_in(path: str, data: bytes) -> Iterator[str]:
+def named_tests(path: str, data: bytes) -> Iterator[str]:
     """The names of the tests in a file of pytest: `FILE::test` and `FILE::Class::test`."""
     name = PurePosixPath(path).name
     if not (name.endswith(".py") and (name.startswith("test_") or name.endswith("_test.py"))):
@@ -138,7 +138,7 @@ def _load(place: Path, workdir: str) -> BenchTask:
         if path.is_file() and path.suffix != ".pyc"
     }
     script = "" if any(path.endswith(".py") for path in tests) else _text(place / SCRIPT, workdir)
-    if not script and not any(name for path, data in tests.items() for name in tests_in(path, data)):
+    if not script and not any(name for path, data in tests.items() for name in named_tests(path, data)):
         raise ConfigError(f"{place} has no tests.", f"Give it tests/test_*.py, or {SCRIPT}.")
     return BenchTask(
         place.name,

@@ -24,6 +24,7 @@ WORDS: Final = _words(
 )
 FOLDERS: Final = _words("archive assets depot docs inbox material papers records shelf store vault work")
 SERVICES: Final = _words("auth billing cart catalog gateway mail orders payment search shipping stock users")
+VERBS: Final = _words("Add Describe Extend Mend Rework Shorten")
 LEVELS: Final = ("DEBUG", "INFO", "WARNING", "ERROR")
 
 

@@ -63,7 +63,7 @@ def make_job(topic: str, maker: Maker, number: int, seed: int) -> Job:
 @cache
 def homes_of_makers() -> Mapping[str, str]:
     """The split of each maker's tasks: `composition` for what is held out, else 7 : 1 : 2 at each level."""
-    homes = {}
+    homes: dict[str, str] = {}
     for level in LEVELS:
         makers = [maker for all_ in TOPICS.values() for maker in all_ if maker.level == level]
         homes |= {maker.name: "composition" for maker in makers if maker.held_out}
@@ -118,6 +118,7 @@ def _drawn() -> re.Pattern[str]:
         *draw.FOLDERS,
         *draw.SERVICES,
         *draw.LEVELS,
+        *draw.VERBS,
         *draw.TABLE_WORDS,
         *(ending.removeprefix(".") for ending in files.ENDINGS),
     }

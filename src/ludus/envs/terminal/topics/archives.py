@@ -12,7 +12,7 @@ import zipfile
 from collections.abc import Mapping
 from typing import Final
 
-from ludus.envs.terminal.checks import Archive, Gzipped, Only, Text
+from ludus.envs.terminal.checks import Archive, Check, Gzipped, Only, Text
 from ludus.envs.terminal.draw import folder, names, prose, text_of, words
 from ludus.envs.terminal.job import Draft, Maker
 
@@ -139,7 +139,7 @@ def _each(rng: random.Random) -> Draft:
         f"Compress each .log file in {root} with gzip, so that "
         "NAME.log.gz takes the place of NAME.log. Other files stay."
     )
-    checks = (
+    checks: tuple[Check, ...] = (
         Only(f"{root}/*", frozenset({*(f"{path}.gz" for path in found), f"{root}/readme.txt"})),
         *(Gzipped(f"{path}.gz", body) for path, body in found.items()),
     )
@@ -157,7 +157,7 @@ def _folders(rng: random.Random) -> Draft:
     steps = (
         f'mkdir {to}; for d in {root}/*/; do n=$(basename "$d"); tar -czf {to}/$n.tar.gz -C {root} $n; done',
     )
-    checks = (
+    checks: tuple[Check, ...] = (
         Only(f"{to}/*", frozenset(f"{to}/{name}.tar.gz" for name in parts)),
         *(
             Archive(

@@ -123,17 +123,17 @@ def _commented(rng: random.Random) -> Draft:
 
 def _json_set(rng: random.Random) -> Draft:
     name, service = f"{words(rng, 1)[0]}.json", rng.choice(SERVICES)
-    value = {
-        "services": {
-            s: {"replicas": rng.randint(1, 4), "hosts": [f"{w}-1"]}
-            for s, w in zip(sorted({*rng.sample(SERVICES, 3), service}), words(rng, 4), strict=False)
-        },
-        "version": rng.randint(1, 9),
-    }
-    before = json.dumps(value, indent=2) + "\n"
+    chosen = sorted({*rng.sample(SERVICES, 3), service})
+    replicas = {one: rng.randint(1, 4) for one in chosen}
+    hosts = {one: [f"{word}-1"] for one, word in zip(chosen, words(rng, 4), strict=False)}
+
+    def shown() -> str:
+        services = {one: {"replicas": replicas[one], "hosts": hosts[one]} for one in chosen}
+        return json.dumps({"services": services, "version": 1}, indent=2) + "\n"
+
+    before = shown()
     num, host = rng.randint(5, 9), f"{words(rng, 1)[0]}-2"
-    value["services"][service]["replicas"] = num
-    value["services"][service]["hosts"].append(host)
+    replicas[service], hosts[service] = num, [*hosts[service], host]
     program = (
         f'import json; d=json.load(open("{name}")); s=d["services"]["{service}"]; s["replicas"]={num}; '
         f's["hosts"].append("{host}"); json.dump(d, open("{name}","w"), indent=2)'
@@ -146,7 +146,7 @@ def _json_set(rng: random.Random) -> Draft:
         text,
         {name: before},
         (f"python3 -c '{program}'",),
-        (Text(name, json.dumps(value), "json"),),
+        (Text(name, shown(), "json"),),
         changes=(name,),
         looks=(name,),
     )
@@ -220,10 +220,11 @@ def _merged(rng: random.Random) -> Draft:
     one, two, out = (f"{word}.json" for word in words(rng, 3))
     keys = words(rng, 6)
     base: dict[str, object] = {keys[0]: 1, keys[1]: {"a": 1, "b": {"x": 1, "y": 2}}, keys[2]: [1, 2, 3]}
-    over: dict[str, object] = {keys[1]: {"b": {"y": rng.randint(5, 9), "z": 3}}, keys[2]: [9], keys[3]: "new"}
+    inner = {"y": rng.randint(5, 9), "z": 3}
+    over: dict[str, object] = {keys[1]: {"b": inner}, keys[2]: [9], keys[3]: "new"}
     due = {
         keys[0]: 1,
-        keys[1]: {"a": 1, "b": {"x": 1, **over[keys[1]]["b"]}},  # type: ignore[index]
+        keys[1]: {"a": 1, "b": {"x": 1, **inner}},
         keys[2]: [9],
         keys[3]: "new",
     }

@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import PurePosixPath
 from typing import Final
 
-from ludus.envs.terminal.checks import Executable, Only, Text
+from ludus.envs.terminal.checks import Check, Executable, Only, Text
 from ludus.envs.terminal.draw import folder, names, prose, text_of, words
 from ludus.envs.terminal.job import Draft, Maker
 
@@ -273,8 +273,10 @@ def _twins(rng: random.Random) -> Draft:
     originals = sorted(found)
     for name, path in zip(names(rng, 4, ".txt"), rng.choices(originals, k=4), strict=True):
         found[f"{root}/{name}"] = found[path]
-    seen: set[str] = set()
-    gone = {path for path in sorted(found) if found[path] in seen or seen.add(found[path])}
+    first: dict[str, str] = {}
+    for path in sorted(found):
+        first.setdefault(found[path], path)
+    gone = set(found) - set(first.values())
     ask = (
         f"Some files in {root} have the same contents. Of each such "
         "group keep the one whose name is first from A to Z and "
@@ -407,7 +409,7 @@ def _scripts(rng: random.Random) -> Draft:
             ']; then chmod +x "$f"; else chmod -x "$f"; fi; done'
         ),
     )
-    checks = (
+    checks: tuple[Check, ...] = (
         Executable(f"{root}/*", frozenset(scripts)),
         *(Text(path, content, "bytes") for path, content in found.items()),
     )

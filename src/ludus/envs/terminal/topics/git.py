@@ -9,7 +9,7 @@ from functools import partial
 from typing import Final
 
 from ludus.envs.terminal.checks import Check, Only, Text
-from ludus.envs.terminal.draw import prose, text_of, words
+from ludus.envs.terminal.draw import VERBS, prose, text_of, words
 from ludus.envs.terminal.git_checks import At, Clean, Reaches, Refs, Subjects, Tree
 from ludus.envs.terminal.git_write import IDENTITY, Repository, grow
 from ludus.envs.terminal.job import Draft, Maker
@@ -37,7 +37,7 @@ class Story:
 
 
 def subject_of(rng: random.Random) -> str:
-    verb = rng.choice(("Add", "Describe", "Extend", "Mend", "Rework", "Shorten"))
+    verb = rng.choice(VERBS)
     return f"{verb} the {' '.join(words(rng, 2))}"
 
 

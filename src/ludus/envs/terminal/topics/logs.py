@@ -147,7 +147,8 @@ def _window(rng: random.Random) -> Draft:
 
 def _repeated(rng: random.Random) -> Draft:
     """Who failed often and then came in."""
-    found, addresses = [], [f"10.1.1.{n}" for n in rng.sample(range(2, 250), 6)]
+    found = list[Hit]()
+    addresses = [f"10.1.1.{n}" for n in rng.sample(range(2, 250), 6)]
     second = 9 * 3600
     due = set()
     for address in rng.sample(addresses * 4, 24):
@@ -259,7 +260,7 @@ def _durations(rng: random.Random) -> Draft:
 
 def _trace(rng: random.Random) -> Draft:
     """The first traceback, all of it."""
-    found, lines, due = events(rng, 24), [], []
+    found, lines, due = events(rng, 24), list[str](), list[str]()
     places = sorted(rng.sample(range(4, 22), 2))
     for place, event in enumerate(found):
         lines.append(event.line)

@@ -8,7 +8,7 @@ import re
 from collections import Counter
 from typing import Final
 
-from ludus.envs.terminal.checks import Only, Text
+from ludus.envs.terminal.checks import Check, Only, Text
 from ludus.envs.terminal.draw import TOWNS, prose, table, text_of, words
 from ludus.envs.terminal.job import Draft, Maker
 
@@ -252,15 +252,12 @@ def _to_json(rng: random.Random) -> Draft:
 
 def _from_json(rng: random.Random) -> Draft:
     name, out = f"{words(rng, 1)[0]}.jsonl", f"{words(rng, 1)[0]}.csv"
+    drawn = [(word, rng.choice(TOWNS), rng.random() < 0.6) for word in words(rng, 12)]
     people = [
-        {"id": n, "name": word, "place": {"town": rng.choice(TOWNS)}, "active": rng.random() < 0.6}
-        for n, word in enumerate(words(rng, 12), 100)
+        {"id": n, "name": word, "place": {"town": town}, "active": active}
+        for n, (word, town, active) in enumerate(drawn, 100)
     ]
-    due = [
-        f"{p['name']},{p['place']['town']}"  # type: ignore[index]
-        for p in sorted(people, key=lambda p: str(p["name"]))
-        if p["active"]
-    ]
+    due = [f"{word},{town}" for word, town, active in sorted(drawn) if active]
     text = (
         f"Each line of {name} is a JSON object. Write to {out}, for those that "
         "are active, the name, a comma and the town of its place, from A to Z."
@@ -345,7 +342,10 @@ def _letters(rng: random.Random) -> Draft:
         ),
     )
     files = {template: body, people: text_of(["name,town,debt", *(f"{n},{t},{d}" for n, t, d in rows)])}
-    checks = (Only(f"{to}/*", frozenset(due)), *(Text(path, letter) for path, letter in due.items()))
+    checks: tuple[Check, ...] = (
+        Only(f"{to}/*", frozenset(due)),
+        *(Text(path, letter) for path, letter in due.items()),
+    )
     return Draft(text, files, steps, checks, looks=(people, template))
 
 
