@@ -78,6 +78,7 @@ BUDGETS = {
     "train guess": TRAINING | SCRATCH,
     "train functions": TRAINING | SCRATCH | {"env.settings.num_tasks": "60"},
     "train sql": TRAINING | SCRATCH | {"env.settings.tasks": "60"},
+    "train terminal": TRAINING | SCRATCH | {"env.settings.per_shape": "10"},
     "train math": TRAINING | SCRATCH | {"env.settings.num_tasks": "60"},
     "train mixed": TRAINING | SCRATCH | {"env.mixture.math.settings.num_tasks": "60"},
     "rl": TRAINING,

@@ -95,7 +95,8 @@ def test_a_task_is_read_with_its_files_and_its_folder_becomes_the_box(folder):
 
 
 def test_tests_are_found_where_pytest_finds_them():
-    source = b"def test_a(): pass\ndef helper(): pass\nclass TestB:\n    def test_c(self): pass\nclass Other:\n    def test_d(self): pass\n"
+    classes = b"class TestB:\n    def test_c(self): pass\nclass Other:\n    def test_d(self): pass\n"
+    source = b"def test_a(): pass\ndef helper(): pass\n" + classes
     assert list(named_tests("t/test_x.py", source)) == ["t/test_x.py::test_a", "t/test_x.py::TestB::test_c"]
     assert list(named_tests("conftest.py", source)) == []
 

@@ -221,7 +221,8 @@ class Gzipped:
 
     def holds(self, state: Snapshot) -> bool:
         """Whether it can be unpacked and fits."""
+        data = state.files.get(self.path)
         try:
-            return same_text(unzipped(state.files.get(self.path, b"")), self.due, "lines")
+            return data is not None and same_text(unzipped(data), self.due, "lines")
         except (OSError, EOFError, ValueError, zlib.error):
             return False

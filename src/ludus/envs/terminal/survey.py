@@ -55,8 +55,10 @@ def report(splits: Splits) -> str:
     for job in jobs:
         by_topic[job.topic][job.level] += 1
     lines = ["topic     " + "".join(f"{f'level {level}':>9}" for level in LEVELS)]
-    for topic in (*TOPICS, "pairs"):
-        lines.append(f"{topic:10}" + "".join(f"{by_topic[topic][level]:9}" for level in LEVELS))
+    lines += [
+        f"{topic:10}" + "".join(f"{by_topic[topic][level]:9}" for level in LEVELS)
+        for topic in (*TOPICS, "pairs")
+    ]
     lines += ["", "level  tasks  requests  solutions"]
     for level in LEVELS:
         num, forms, shapes = distinct(job for job in jobs if job.level == level)

@@ -28,7 +28,7 @@ def _made(
 ) -> Draft:
     """A new file made of one; `command` reads IN and prints it."""
     name, out = _names(rng)
-    steps = (f"{command.replace('IN', name)} > {out}",)
+    steps = (f"{_with(command, name)} > {out}",)
     text = "".join(line + ending for line in lines)
     return Draft(
         f"{asked.replace('IN', name)} Write the result to {out}.",
