@@ -20,6 +20,7 @@ parser_name: pytest
 """
 TESTS = '''"""Tests."""
 import subprocess
+from pathlib import Path
 
 import pytest
 
@@ -126,11 +127,11 @@ CHEATS = {
 def test_the_solution_passes_and_what_else_lies_there_changes_no_verdict(folder):
     (task,) = load_bench(folder, "/app", "refuse")
     right = {"squares.txt": b"1\n4\n9\n"}
-    odd = {path: data for files in CHEATS.values() for path, data in files.items() if path != "squares.txt"}
-    solved, idle, *cheated = judged(task, {**right, **odd}, {}, *CHEATS.values())
+    odd = {path: data for files in CHEATS.values() for path, data in files.items()}
+    solved, idle, cheated = judged(task, {**odd, **right}, {}, odd)
     assert solved == dict.fromkeys(NAMES, True)
     assert idle == {**solved, NAMES[0]: False}
-    assert cheated == [idle] * len(CHEATS)
+    assert cheated == idle
 
 
 def test_a_script_judges_where_there_are_no_tests_of_pytest(folder):

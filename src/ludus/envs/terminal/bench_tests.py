@@ -24,7 +24,7 @@ from ludus.rewards.evidence import NotJson, read_json
 from ludus.sandbox.base import MIB, Limits, Sandbox, Snapshot
 
 LIMITS: Final = Limits(wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, processes=64, files_out=0)
-_PACKAGES: Final = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments")
+_PACKAGES: Final = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
 _LEXERS: Final = ("__init__.py", "_mapping.py", "python.py", "special.py", "diff.py")
 _CANARY: Final = "def test_must_fail():\n    assert False\n"
 
@@ -50,6 +50,7 @@ class Report:
 found = Report()
 words = ["-q", "-c", place + "/pytest.ini", "--rootdir", place + "/tests", "--confcutdir", place + "/tests"]
 pytest.main([*words, "-p", "no:cacheprovider", place + "/tests"], plugins=[found])
+sys.stdout.flush()
 os.write(line, ("\\n" + order["word"] + json.dumps(found.seen) + "\\n").encode())
 os._exit(0)
 """
@@ -119,6 +120,9 @@ def pytest_archive() -> bytes:
                 raise UserError(
                     f"Tests of Terminal-Bench need pytest, and {name} is not installed.", "pip install pytest"
                 )
+            if not spec.submodule_search_locations:
+                archive.write(spec.origin, f"{name}.py")
+                continue
             root = Path(spec.origin).parent
             for path in sorted(root.rglob("*.py")):
                 if path.parent.name != "lexers" or path.name in _LEXERS:

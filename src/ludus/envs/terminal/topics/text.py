@@ -31,7 +31,7 @@ def _made(
     steps = (f"{_with(command, name)} > {out}",)
     text = "".join(line + ending for line in lines)
     return Draft(
-        f"{asked.replace('IN', name)} Write the result to {out}.",
+        f"{_with(asked, name)} Write the result to {out}.",
         {name: text},
         steps,
         (Text(out, text_of(due)),),
