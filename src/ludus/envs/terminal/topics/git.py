@@ -37,11 +37,13 @@ class Story:
 
 
 def subject_of(rng: random.Random) -> str:
+    """A subject for a commit."""
     verb = rng.choice(VERBS)
     return f"{verb} the {' '.join(words(rng, 2))}"
 
 
 def story_of(rng: random.Random, num: int = 4) -> Story:
+    """A repository with so many commits on `main`."""
     drawn = words(rng, 9)
     paths = [f"{drawn[1]}.txt", f"{drawn[2]}.txt", f"src/{drawn[3]}.txt"]
     history: list[tuple[str, Mapping[str, str]]] = [
