@@ -22,6 +22,7 @@ from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 
 WORLDS: Mapping[str, str] = {
+    "code": "ludus.envs.code.world:make_code_world",
     "functions": "ludus.envs.functions.world:make_functions_world",
     "guess": "ludus.envs.guess:make_guess_world",
     "math": "ludus.envs.math.world:make_math_world",
