@@ -11,6 +11,7 @@ import json
 import math
 import os
 import sys
+from collections.abc import Callable
 
 MAX_DEPTH = 60
 MAX_CALLS = 2000
@@ -75,22 +76,37 @@ def _decode_many(kind: str, inner: list[object]) -> object:
         if kind == "frozenset":
             return frozenset(inner)
         if kind == "dict":
-            return {key: one for key, one in inner}  # type: ignore[misc]  # noqa: C416
+            return _as_dict(inner)
         if kind == "complex":
-            real, imaginary = inner
-            return complex(real, imaginary)  # type: ignore[call-overload]
-    except TypeError as error:
+            return _as_complex(inner)
+    except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
     raise ValueError(f"there is no kind {kind!r}")
 
 
-def find_function(names: dict[str, object], wanted: str) -> object:
+def _as_dict(pairs: list[object]) -> dict[object, object]:
+    made: dict[object, object] = {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError("a dictionary is made of pairs")
+        made[pair[0]] = pair[1]
+    return made
+
+
+def _as_complex(parts: list[object]) -> complex:
+    numbers = [float(part) for part in parts if isinstance(part, int | float)]
+    if len(numbers) != 2 or len(parts) != 2:
+        raise ValueError("a complex number has two parts")
+    return complex(numbers[0], numbers[1])
+
+
+def find_function(names: dict[str, object], wanted: str) -> Callable[..., object]:
     """A function of a program, or a method of its class Solution. Raises NameError."""
-    if callable(names.get(wanted)):
-        return names[wanted]
-    solution = names.get("Solution")
-    if isinstance(solution, type) and wanted in dir(solution):
-        return solution().__getattribute__(wanted)
+    found, solution = names.get(wanted), names.get("Solution")
+    if isinstance(solution, type) and wanted in dir(solution) and found is None:
+        found = solution().__getattribute__(wanted)
+    if callable(found):
+        return found
     raise NameError(f"the program defines no function {wanted}")
 
 
@@ -149,10 +165,11 @@ def run_calls() -> None:
         results.tell({"number": number, **_called(function, line)})
 
 
-def _called(function: object, line: str) -> dict[str, object]:
+def _called(function: Callable[..., object], line: str) -> dict[str, object]:
     try:
         arguments = decode(json.loads(line))
-        return {"value": encode(function(*arguments))}  # type: ignore[operator]
+        assert isinstance(arguments, list)
+        return {"value": encode(function(*arguments))}
     except NotPlain as error:
         return {"says": f"it gave {error}"}
     except BaseException as error:  # boundary: whatever a program raises is its own and is told
@@ -201,7 +218,6 @@ class Stand:
         return True
 
     __lt__ = __le__ = __gt__ = __ge__ = __eq__
-    __hash__ = None  # type: ignore[assignment]
 
     def __bool__(self) -> bool:
         return True

@@ -245,7 +245,7 @@ def _asked(question: str, record: Record, entry: str) -> str:
 
 def _tests(record: Record, key: str) -> list[Record]:
     """Test cases: a list, JSON text of one, or that compressed as LiveCodeBench does."""
-    given = record.get(key) or []
+    given: JSON = record.get(key) or []
     if isinstance(given, str):
         try:
             given = json.loads(given)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.code import records
 from ludus.envs.code.environment import CodeEnv, Weights, code_rewards
-from ludus.envs.code.generate import FAMILIES, LEVELS, SPLITS, Wanted, make_problems
+from ludus.envs.code.generate import FAMILIES, SPLITS, Wanted, make_problems
 from ludus.envs.code.grading import LIMITS, Case, CodeTruth, Judge
 from ludus.envs.code.oracle import forget, solve
 from ludus.envs.code.problems import ENTRY, NUM_SHOWN, Problem
@@ -45,7 +45,7 @@ class CodeSettings(BaseModel):
 
     tasks: int = Field(500, ge=20)
     """Of all splits together. Fewer come where the shapes run out."""
-    levels: tuple[Literal[1, 2, 3, 4, 5], ...] = Field(LEVELS, min_length=1)
+    levels: tuple[Literal[1, 2, 3, 4, 5], ...] = Field((1, 2, 3, 4, 5), min_length=1)
     """Of the tasks: 1 is an easy step or two, 5 two hard ones or several in a row."""
     families: tuple[str, ...] = Field(FAMILIES, min_length=1)
     """What the steps are about."""
