@@ -24,7 +24,7 @@ from ludus.envs.code.problems import NUM_SHOWN, TooLarge, _pool, source_of
 from ludus.envs.code.records import load_tasks
 from ludus.envs.code.shapes import shape_of
 from ludus.envs.code.survey import borrowed, constant, rates, report, unchanged, variety
-from ludus.envs.code.tools import program_of, tests_tool
+from ludus.envs.code.tools import program_of, run_tests_tool
 from ludus.envs.code.world import CodeSettings, CodeWorld, make_code_world
 from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
@@ -633,13 +633,13 @@ def test_thrift_is_measured_only_where_it_is_wanted(sandbox):
 def test_what_run_tests_says(sandbox, world):
     task = next(t for t in world.tasks("train") if t.truth.style == "function")
     judge = Judge(sandbox, QUICK)
-    tool = tests_tool(judge, task.truth)
+    tool = run_tests_tool(judge, task.truth)
     said = asyncio.run(tool.function(code="def solve(*args):\n    return 'odd'"))
     assert said.startswith("0 of 3 shown tests pass.\nFAILED: solve(")
     assert "it gave 'odd', expected" in said
     assert asyncio.run(tool.function(code="x = (")).startswith("The program does not run: SyntaxError")
     none = replace(adder(), hidden=frozenset(adder().fail_to_pass))
-    assert "shows no tests" in asyncio.run(tests_tool(judge, none).function(code=""))
+    assert "shows no tests" in asyncio.run(run_tests_tool(judge, none).function(code=""))
 
 
 def test_the_world_pays_no_cheat(sandbox):

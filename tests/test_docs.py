@@ -76,6 +76,7 @@ BUDGETS = {
     "train --resume": TRAINING | {"training.steps": "2"},
     "train --from-scratch": TRAINING | SCRATCH,
     "train guess": TRAINING | SCRATCH,
+    "train code": TRAINING | SCRATCH | {"env.settings.tasks": "60", "evaluation.tasks": "1"},
     "train functions": TRAINING | SCRATCH | {"env.settings.num_tasks": "60"},
     "train sql": TRAINING | SCRATCH | {"env.settings.tasks": "60"},
     "train terminal": TRAINING | SCRATCH | {"env.settings.per_shape": "10"},

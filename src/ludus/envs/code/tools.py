@@ -22,7 +22,7 @@ def program_of(answer: str) -> str:
     return "" if "```" in answer else answer
 
 
-def tests_tool(judge: Judge, truth: CodeTruth) -> Tool:
+def run_tests_tool(judge: Judge, truth: CodeTruth) -> Tool:
     """The tool `run_tests(code)`: the visible tests, and what a program does with them."""
     cases = truth.chosen("visible")
 

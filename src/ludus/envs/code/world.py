@@ -18,7 +18,7 @@ from ludus.envs.code.generate import FAMILIES, SPLITS, Wanted, make_problems
 from ludus.envs.code.grading import LIMITS, Case, CodeTruth, Judge
 from ludus.envs.code.oracle import forget, solve
 from ludus.envs.code.problems import ENTRY, NUM_SHOWN, Problem
-from ludus.envs.code.tools import submit_tool, tests_tool
+from ludus.envs.code.tools import submit_tool, run_tests_tool
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
@@ -135,7 +135,7 @@ class CodeWorld:
     def tools(self, truth: CodeTruth) -> tuple[Tool, ...]:
         """`python`, `run_tests` on the visible tests of a task, `submit`. They keep no state."""
         own = python_tool(self.judge.sandbox, replace(self.judge.limits, output_bytes=64 * 1024))
-        return own, tests_tool(self.judge, truth), submit_tool()
+        return own, run_tests_tool(self.judge, truth), submit_tool()
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """An endless stream by the flawed oracle on training tasks; of a file's tasks, all that have a
