@@ -516,6 +516,11 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
         ("own", '{"prompt": "a", "entry": "f", "tests": [{"args": 1}]}', "a test is"),
         ("own", '{"prompt": "a", "tests": [{"stdin": "", "stdout": ""}], "split": "dev"}', "'dev'"),
         (
+            "own",
+            '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 0}]}',
+            '"weight" is no number',
+        ),
+        (
             "humaneval",
             '{"prompt": "def f(:", "entry_point": "f", "test": "", "task_id": "a"}',
             "is no Python",

@@ -161,8 +161,8 @@ class Judge:
             for number in range(len(calls) - len(results)):
                 if number not in done:
                     if not any("loaded" in one for one in records) and not use.broken:
-                        use.broken = _end_of(outcome)
-                    results.append({"says": _end_of(outcome)})
+                        use.broken = _end_of(outcome, self.limits)
+                    results.append({"says": _end_of(outcome, self.limits)})
                     break
                 results.append(done[number])
         rest: Record = {"says": use.broken or "not run: the program kept ending before its tests were done"}
@@ -182,7 +182,7 @@ class Judge:
             error = (outcome.error_text.strip().splitlines() or [""])[-1]
             if not outcome.ok and error.startswith(("SyntaxError", "IndentationError", "TabError")):
                 use.broken = error
-            verdicts.append(Verdict(case, passed, "" if passed else _printed(outcome, error)))
+            verdicts.append(Verdict(case, passed, "" if passed else _printed(outcome, error, self.limits)))
             late = len([one for one in verdicts if one.said.startswith(_LATE)]) > 1
         return verdicts
 
@@ -249,18 +249,18 @@ def _arguments(case: Case) -> tuple[object, ...]:
     return case.given
 
 
-def _end_of(outcome: Outcome) -> str:
+def _end_of(outcome: Outcome, limits: Limits) -> str:
     """How a program ended that should have gone on."""
     if outcome.timed_out:
-        return f"{_LATE} {LIMITS.cpu_s:g} s"
+        return f"{_LATE} {limits.cpu_s:g} s"
     if outcome.memory_exceeded:
         return "it needs too much memory"
     return f"the program ended by itself (exit code {outcome.exit}, signal {outcome.signal})"
 
 
-def _printed(outcome: Outcome, error: str) -> str:
+def _printed(outcome: Outcome, error: str, limits: Limits) -> str:
     if outcome.timed_out or outcome.memory_exceeded:
-        return _end_of(outcome)
+        return _end_of(outcome, limits)
     if not outcome.ok:
         return f"it ended with exit code {outcome.exit}: {_short(error)}"
     return f"it printed {_short(outcome.text.rstrip())!r}"

@@ -111,7 +111,8 @@ def _own(record: Record, line: int) -> _Draft:
         pairs: list[tuple[object, object]] = [(_arguments(one), one.get("result")) for one in given]
     else:
         pairs = [(_text(one, "stdin"), _text(one, "stdout")) for one in given]
-    truth = _truth(pairs, shown, str(entry or ""), _optional(record, "solution"))
+    weights = [_weight(one) for one in given]
+    truth = _truth(pairs, shown, str(entry or ""), _optional(record, "solution"), weights=weights)
     return _Draft(
         str(record.get("id", f"line-{line}")),
         asked,
@@ -219,13 +220,19 @@ _READERS: Mapping[Format, Callable[[Record, int], _Draft]] = {
 
 
 def _truth(
-    pairs: Sequence[tuple[object, object]], shown: int, entry: str, reference: str, loose: bool = False
+    pairs: Sequence[tuple[object, object]],
+    shown: int,
+    entry: str,
+    reference: str,
+    loose: bool = False,
+    weights: Sequence[float] = (),
 ) -> CodeTruth:
     """Tests of a function, or without one of a program that reads and prints; the first ones are shown."""
     names = tuple(f"test {number}" for number in range(1, len(pairs) + 1))
     return CodeTruth(
         fail_to_pass=names,
         hidden=frozenset(names[shown:]),
+        weights=dict(zip(names, weights, strict=False)),
         style="function" if entry else "stdin",
         entry=entry,
         cases=tuple(Case(name, given, due) for name, (given, due) in zip(names, pairs, strict=True)),
@@ -324,6 +331,13 @@ def _arguments(test: Record) -> tuple[JSON, ...]:
     if not isinstance(given, list) or "result" not in test:
         raise _Fault('a test is {"args": [...], "result": ...}')
     return tuple(given)
+
+
+def _weight(test: Record) -> float:
+    weight = test.get("weight", 1)
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
+        raise _Fault('"weight" is no number above 0')
+    return float(weight)
 
 
 def _text(record: Record, key: str) -> str:

@@ -18,7 +18,7 @@ from ludus.envs.code.generate import FAMILIES, SPLITS, Wanted, make_problems
 from ludus.envs.code.grading import LIMITS, Case, CodeTruth, Judge
 from ludus.envs.code.oracle import forget, solve
 from ludus.envs.code.problems import ENTRY, NUM_SHOWN, Problem
-from ludus.envs.code.tools import submit_tool, run_tests_tool
+from ludus.envs.code.tools import run_tests_tool, submit_tool
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
