@@ -23,7 +23,7 @@ from ludus.envs.code.layouts import LAYOUTS
 from ludus.envs.code.problems import NUM_SHOWN, TooLarge, _pool, source_of
 from ludus.envs.code.records import load_tasks
 from ludus.envs.code.shapes import shape_of
-from ludus.envs.code.survey import borrowed, constant, rates, report, unchanged, variety
+from ludus.envs.code.survey import borrowed, constant, rates, unchanged, variety
 from ludus.envs.code.tools import program_of, run_tests_tool
 from ludus.envs.code.world import CodeSettings, CodeWorld, make_code_world
 from ludus.envs.registry import build_world
@@ -130,17 +130,18 @@ def test_splits_share_no_solution_and_composition_has_pairs_of_its_own(world):
 
 def run_on_host(problem):
     """The solution's text by itself: what it gives for the arguments of each test."""
-    given = []
+    given, names = [], {"__name__": "__main__"}
+    code = compile(problem.solution, "solution.py", "exec")
+    if problem.style == "function":
+        exec(code, names)
     for example in problem.examples:
-        names = {"__name__": "__main__"}
         if problem.style == "function":
-            exec(problem.solution, names)
             given.append(names["solve"](*example.arguments))
             continue
         stdin, due = problem.as_texts(example)
         lines, printed = iter(stdin.split("\n")), io.StringIO()
         with contextlib.redirect_stdout(printed):
-            exec(problem.solution, names | {"input": lambda lines=lines: next(lines)})
+            exec(code, names | {"input": lambda lines=lines: next(lines)})
         assert printed.getvalue() == due, (problem.id, stdin)
         given.append(example.value)
     return given
@@ -161,7 +162,6 @@ def test_little_is_solved_without_skill(world):
         solved, share = rates(test, guess)
         assert solved < 0.03
         assert share < 0.35
-    assert "different solutions" in report(world)
 
 
 def test_hidden_tests_are_not_among_the_shown_ones(world):
@@ -665,7 +665,8 @@ def test_other_words_for_the_solution_are_as_right(sandbox):
 
 def test_demonstrations_forget_steps_and_are_programs(world):
     shown = list(islice(world.demonstrations(2), 60))
-    assert shown == list(islice(world.demonstrations(2), 60))
+    again = [one.messages for one in islice(world.demonstrations(2), 60)]
+    assert [one.messages for one in shown] == again
     tried = sum(any(m["role"] == "tool" for m in one.messages) for one in shown)
     assert 15 < tried < 45
     for one in shown:

@@ -127,7 +127,7 @@ CHEATS = {
         "builtins.abs = lambda x: 0\n"
         "builtins.isinstance = lambda *a: True\n"
         "builtins.all = lambda xs: True\n"
-        'json.dumps = lambda *a, **k: \'{"number": 0, "value": true, "verdict": true}\'\n'
+        'json.dumps = lambda *a, **k: \'{{"number": 0, "value": true, "verdict": true}}\'\n'
         "def {entry}(*args, **kwargs):\n    return None\n"
     ),
     "prints the protocol": (

@@ -254,10 +254,11 @@ def _tests(record: Record, key: str) -> list[Record]:
     """Test cases: a list, JSON text of one, or that compressed as LiveCodeBench does."""
     given: JSON = record.get(key) or []
     if isinstance(given, str):
+        text = given
         try:
-            given = json.loads(given)
+            given = json.loads(text)
         except ValueError:
-            given = _json(_unpacked(given, key))
+            given = _json(_unpacked(text, key))
     if not isinstance(given, list):
         raise _Fault(f'"{key}" is no list')
     return [_object(test) for test in given]

@@ -59,8 +59,12 @@ def borrowed(train: Sequence[Problem]) -> Guess:
     """What another training task's solution gives: the one for the same arguments and result that shares most
     steps, of several the first. Nothing is tried, so that no tool is needed."""
 
+    nearest: dict[str, Chain | None] = {}
+
     def guess(problem: Problem, example: Example) -> object:
-        other = _nearest(problem.chain, train)
+        if problem.id not in nearest:
+            nearest[problem.id] = _nearest(problem.chain, train)
+        other = nearest[problem.id]
         try:
             return None if other is None else other.run(example.arguments)
         except TooLarge:
