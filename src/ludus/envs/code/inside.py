@@ -26,14 +26,8 @@ def encode(value: object, depth: int = 0) -> object:
     """A plain value as JSON that keeps its types. Raises NotPlain."""
     if depth > MAX_DEPTH:
         raise NotPlain("a value that is nested too deep")
-    if value is None or isinstance(value, bool):
-        return value
-    if isinstance(value, int):
-        return int(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
-    if isinstance(value, str):
-        return str.__str__(value)
+    if value is None or isinstance(value, bool | int | float | str | complex):
+        return _encode_one(value)
     if isinstance(value, dict):
         return {"dict": [[encode(key, depth + 1), encode(one, depth + 1)] for key, one in dict.items(value)]}
     for kind in (list, tuple, set, frozenset):
@@ -42,9 +36,19 @@ def encode(value: object, depth: int = 0) -> object:
             return inner if kind is list else {kind.__name__: inner}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).hex()}
-    if isinstance(value, complex):
-        return {"complex": [encode(value.real), encode(value.imag)]}
     raise NotPlain(f"an object of the type {type(value).__name__}, which is no plain value")
+
+
+def _encode_one(value: complex | str | None) -> object:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    return {"complex": [_encode_one(value.real), _encode_one(value.imag)]}
 
 
 def decode(value: object, depth: int = 0) -> object:
