@@ -17,8 +17,8 @@ from ludus.types import (
 )
 
 
-def call(tool="find", status=ToolStatus.OK, truncated=False, seconds=0.0):
-    return ToolOutcome("id", tool, status, "text", truncated, seconds)
+def call(tool="find", status=ToolStatus.OK, truncated=False, **more):
+    return ToolOutcome("id", tool, status, "text", truncated, **more)
 
 
 def attempt(reward, actions=(2,), stop=StopReason.ANSWERED, outcomes=(), failure=None, **parts):
@@ -48,7 +48,13 @@ def group(*trajectories):
 
 
 MIXED = group(
-    attempt(1.5, actions=(2, 4), outcomes=[call(), call("sum")], right=1.0, brief=0.5),
+    attempt(
+        1.5,
+        actions=(2, 4),
+        outcomes=[call(cost=1.5), call("sum", cost=0.25, retried=True)],
+        right=1.0,
+        brief=0.5,
+    ),
     attempt(0.5, actions=(10,), stop=StopReason.TRUNCATED, right=0.0, brief=0.5),
     attempt(0.0, failure=Failure("engine", "gone", 3), stop=StopReason.FAILED),
 )
@@ -85,14 +91,21 @@ def test_the_metrics_of_two_groups_by_hand():
         "tools/calls_per_episode": 4 / 4,
         "tools/error_rate": 2 / 4,
         "tools/truncated_rate": 1 / 4,
+        "tools/cost_per_episode": (1.5 + 0.25) / 4,
         **statuses,
         "tools/status/ok": 2 / 4,
         "tools/status/raised": 1 / 4,
         "tools/status/unknown_tool": 1 / 4,
         "tools/find/calls": 2,
         "tools/find/error_rate": 1 / 2,
+        "tools/find/timeout_rate": 0,
+        "tools/find/retried": 0,
+        "tools/find/cost": 1.5 / 4,
         "tools/sum/calls": 1,
         "tools/sum/error_rate": 0,
+        "tools/sum/timeout_rate": 0,
+        "tools/sum/retried": 1,
+        "tools/sum/cost": 0.25 / 4,
         **stops,
         "stop/answered": 2 / 5,
         "stop/truncated": 1 / 5,

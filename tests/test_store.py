@@ -41,7 +41,9 @@ TRAJECTORY = Trajectory(
         {"role": "tool", "content": "34 million\ud800", "tool_call_id": "1", "name": "find"},
     ),
     stop_reason=StopReason.MAX_TURNS,
-    outcomes=(ToolOutcome("1", "find", ToolStatus.OK, "34 million\ud800", truncated=True),),
+    outcomes=(
+        ToolOutcome("1", "find", ToolStatus.OK, "34 million\ud800", truncated=True, cost=0.25, retried=True),
+    ),
     rewards={"outcome": 1.0, "format": 0.1 + 0.2},
     reward=1.03,
     turn_rewards=(0.0, 0.5),
@@ -75,7 +77,17 @@ TRAJECTORIES = st.builds(
     ).map(tuple),
     stop_reason=st.sampled_from(StopReason),
     outcomes=st.lists(
-        st.builds(ToolOutcome, TEXT, TEXT, st.sampled_from(ToolStatus), TEXT, st.booleans()), max_size=2
+        st.builds(
+            ToolOutcome,
+            TEXT,
+            TEXT,
+            st.sampled_from(ToolStatus),
+            TEXT,
+            st.booleans(),
+            cost=NUMBERS,
+            retried=st.booleans(),
+        ),
+        max_size=2,
     ).map(tuple),
     rewards=st.dictionaries(TEXT, NUMBERS, max_size=3),
     reward=NUMBERS,
@@ -131,6 +143,17 @@ def test_a_file_from_before_there_were_anchors_is_read(tmp_path):
     del line["trajectory"]["anchors"]
     path.write_bytes(gzip.compress(json.dumps(line).encode()))
     assert list(read_rollouts(path)) == [replace(RECORD, trajectory=replace(TRAJECTORY, anchors=()))]
+
+
+def test_a_file_from_before_calls_had_a_cost_is_read(tmp_path):
+    path = tmp_path / "x.jsonl.gz"
+    write_rollouts(path, [RECORD])
+    line = json.loads(gzip.decompress(path.read_bytes()))
+    (outcome,) = line["trajectory"]["outcomes"]
+    assert (outcome.pop("cost"), outcome.pop("retried")) == (0.25, True)
+    path.write_bytes(gzip.compress(json.dumps(line).encode()))
+    (found,) = read_rollouts(path)
+    assert found.trajectory.outcomes == (replace(TRAJECTORY.outcomes[0], cost=0.0, retried=False),)
 
 
 def test_every_field_of_the_records_is_stored_but_the_clock(tmp_path):

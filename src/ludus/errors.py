@@ -61,6 +61,12 @@ class WorldError(LudusError):
     part = "environment"
 
 
+class ToolFault(WorldError):
+    """What stands behind a tool broke (a server, a sandbox): it says nothing about the model."""
+
+    part = "tool"
+
+
 class LearnerError(LudusError):
     """The optimiser step is not usable (a loss or gradient that is not finite, say)."""
 

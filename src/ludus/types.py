@@ -14,11 +14,12 @@ them and is never turned back into ids.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from functools import cached_property
-from typing import Literal, Required, TypedDict
+from typing import Final, Literal, Required, TypedDict
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 
@@ -70,6 +71,10 @@ class Message(TypedDict, total=False):
     tool_calls: list[MessageToolCall]
     tool_call_id: str
     name: str
+
+
+WORLD_TAG: Final = "world"
+"""The tag of a task that names its world in a mixture."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +138,9 @@ class ToolStatus(StrEnum):
 class ToolOutcome:
     """One tool call as it happened: for metrics, rewards and the record.
 
-    `output` is what the model saw. Two outcomes that differ in `seconds` (wall-clock) alone are equal.
+    `output` is what the model saw. `cost` is what the tool's traits ask for it, for both tries where the call
+    was `retried`, and 0 where the tool was never begun. Two outcomes that differ in `seconds` (wall-clock)
+    alone are equal.
     """
 
     call_id: str
@@ -142,6 +149,8 @@ class ToolOutcome:
     output: str
     truncated: bool = False
     seconds: float = field(default=0.0, compare=False)
+    cost: float = 0.0
+    retried: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +340,11 @@ class Trajectory:
     def num_turns(self) -> int:
         """Assistant turns that were sampled."""
         return sum(s.kind == "action" for s in self.segments)
+
+    @property
+    def tool_cost(self) -> float:
+        """What the calls of the episode cost together, in the unit of the tools' traits."""
+        return math.fsum(outcome.cost for outcome in self.outcomes)
 
     @property
     def answer(self) -> str:

@@ -83,7 +83,7 @@ def value_of(setting: Setting, config: Config) -> object:
     """A setting's value; the default in a section that is none."""
     value: object = config.model_dump()
     for name in setting.key.split("."):
-        if not isinstance(value, dict):
+        if not isinstance(value, dict) or name not in value:
             return setting.default
         value = value[name]
     return value

@@ -100,6 +100,8 @@ def train(config: Config, folder: RunFolder, session: Session | None) -> None:
         reporter = ProgressReporter(progress, config.training.steps, steps_done(folder))
         comparisons = train_run(session, folder, reporter)
     console.print(comparison_table(comparisons))
+    if any(pair.after.worlds for pair in comparisons):
+        console.print(worlds_table(comparisons))
     if any(other_conditions(pair) for pair in comparisons):
         say(console, "! Before and after were played with different settings of rollout.", "yellow")
     print_examples(console, folder, comparisons)
@@ -181,6 +183,24 @@ def comparison_table(comparisons: Sequence[Comparison]) -> Table:
         plan = pair.after.plan
         before = rate(pair.before) if pair.before else "not evaluated"
         table.add_row(plan.split, how_sampled(plan), number(pair), before, rate(pair.after))
+    return table
+
+
+def worlds_table(comparisons: Sequence[Comparison]) -> Table:
+    """Held-out success in each world of a mixture, before and after training."""
+    table = Table(title="By world")
+    for column in ("split", "sampling", "world", "tasks", "before training", "after training"):
+        table.add_column(column)
+    for pair in comparisons:
+        plan, was = pair.after.plan, pair.before.by_world() if pair.before else {}
+        for name, one in pair.after.by_world().items():
+            before = f"{was[name].rate:.1%}" if name in was else "not evaluated"
+            row = (plan.split, how_sampled(plan), name, str(one.num_tasks), before)
+            table.add_row(*row, f"{one.rate:.1%} [{one.interval.low:.1%}, {one.interval.high:.1%}]")
+        average = f"{pair.before.macro:.1%}" if pair.before else ""
+        table.add_row(
+            plan.split, how_sampled(plan), "average of the worlds", "", average, f"{pair.after.macro:.1%}"
+        )
     return table
 
 

@@ -21,12 +21,14 @@ from ludus.cli.terminal import make_console, say
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import Demonstrates, World
+from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import WORLDS, build_world
 from ludus.errors import UserError
 from ludus.evaluation.agents import Kind
 from ludus.evaluation.check import CheckPlan, CheckReport, Row, check_world
 from ludus.evaluation.scorecard import Scorecard, Share, scorecard
 from ludus.recipes import list_recipes
+from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.setup import episode_limits
 
 
@@ -52,12 +54,27 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
     config = config_of(args.name, overrides)
     world = build_world(config.env, config.rollout, config.sandbox)
+    broken = []
+    for one, rollout in worlds_in(world, config.rollout):
+        try:
+            look_at(args, console, one, episode_limits(rollout))
+        except UserError as error:
+            if world is one:
+                raise
+            broken.append(str(error))
+    if broken:
+        raise UserError(" ".join(broken), "Take a world out with --env.mixture.NAME none.")
+    return 0
+
+
+def look_at(args: argparse.Namespace, console: Console, world: World, limits: EpisodeLimits) -> None:
+    """Show or check one world. Raises UserError where its check finds a problem."""
     num = args.tasks if args.act == "check" else 1
-    plan = CheckPlan(args.split, num, args.seed, limits=episode_limits(config.rollout))
+    plan = CheckPlan(args.split, num, args.seed, limits=limits)
     report = check_world(world, plan)
     if args.act == "show":
         show(console, report)
-        return 0
+        return
     console.print(agents_table(report))
     console.print(scorecard_table(scorecard(report, plan)))
     if report.problems:
@@ -66,7 +83,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             "docs/environment.md says what each agent tries.",
         )
     say(console, f"The world {world.name!r} pays none of the agents that do not do its tasks.")
-    return 0
 
 
 def config_of(name: str, overrides: Sequence[str]) -> Config:

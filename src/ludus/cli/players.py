@@ -69,7 +69,8 @@ class EndpointPlayer:
     def scheduler(self, play: Play) -> Scheduler:
         """The same limits as for an engine."""
         rollout, parser = self.config.rollout, self.config.env.tool_parser
-        converse = endpoint_conversations(self.endpoint, rollout, play, "" if parser == "auto" else parser)
+        named = "" if parser == "auto" else parser
+        converse = endpoint_conversations(self.endpoint, rollout, play, named, self.world)
         return scheduler(self.world, converse, rollout, Ledger())
 
     async def close(self) -> None:

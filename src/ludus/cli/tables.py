@@ -46,6 +46,8 @@ def rate(result: Evaluation) -> str:
 def print_evaluations(console: Console, played: Sequence[Played], outcomes: Sequence[str]) -> None:
     """All tables. `outcomes` names the reward parts that say success, which need no column of their own."""
     console.print(success_table(played, outcomes))
+    if any(one.result.worlds for one in played):
+        console.print(world_table([one.result for one in played]))
     several = [one for one in played if one.result.plan.samples > 1]
     if several:
         console.print(attempts_table(several))
@@ -68,6 +70,20 @@ def success_table(played: Sequence[Played], outcomes: Sequence[str] = ()) -> Tab
         table.add_row(
             result.plan.split, how_sampled(result.plan), number, rate(result), *values, str(result.failed)
         )
+    return table
+
+
+def world_table(results: Sequence[Evaluation]) -> Table:
+    """Success in each world of a mixture, and the average in which each world counts the same."""
+    table = Table(title="Held-out success by world, with 95 % intervals")
+    for column in ("split", "sampling", "world", "tasks", "success"):
+        table.add_column(column)
+    for result in results:
+        split, how = result.plan.split, how_sampled(result.plan)
+        for name, one in result.by_world().items():
+            told = f"{one.rate:.1%} [{one.interval.low:.1%}, {one.interval.high:.1%}]"
+            table.add_row(split, how, name, str(one.num_tasks), told)
+        table.add_row(split, how, "average of the worlds", "", f"{result.macro:.1%}")
     return table
 
 

@@ -7,10 +7,14 @@ changed on the command line: --algorithm.group_size 16. The run goes into a new 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import argparse
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ludus.cli.stages import TrainingStage
+from ludus.cli.arguments import recipe_config, run_config
+from ludus.cli.stages import TrainingStage, resumed_folder
+from ludus.cli.terminal import silence_libraries
+from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
 
 if TYPE_CHECKING:
@@ -44,4 +48,25 @@ STAGE = TrainingStage(
     model_help="train this model instead of the cold start",
     scratch_help="make tokenizer, model and cold start first",
 )
-add_arguments, run = STAGE.add_arguments, STAGE.run
+add_arguments = STAGE.add_arguments
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Start or resume a run; under torchrun the first process does, and the others learn with it."""
+    if not launched_rank():
+        return STAGE.run(args, overrides)
+    from ludus.engines.loading import resolve_device
+    from ludus.training.follow import follow_launched
+
+    silence_libraries()
+    if args.resume is not None:
+        from ludus.training.resume import is_complete
+
+        folder = resumed_folder(args)
+        config = run_config(folder, overrides)
+        if is_complete(folder, config, STAGE.kind):
+            return 0
+    else:
+        config = recipe_config(args.recipe, STAGE.shortcuts(args), overrides)
+    follow_launched(resolve_device(config.model.device))
+    return 0

@@ -11,7 +11,7 @@ from pydantic_core import ErrorDetails
 
 from ludus.config.overrides import apply_overrides, unknown_key
 from ludus.config.schema import Config
-from ludus.config.settings import find, list_settings
+from ludus.config.settings import find, first_under
 from ludus.config.toml import toml_value
 from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
@@ -113,8 +113,9 @@ def _sentences(data: dict[str, object], details: ErrorDetails) -> Iterator[str]:
     setting = find(key)
     if setting is None:
         key = ".".join(path)
-        example = next(s.key for s in list_settings() if s.key.startswith(key))
-        yield f"{key} is {_show(details['input'])}, but must be a section of settings such as {example}."
+        under = first_under(key)
+        example = f" such as {under.key}" if under else ""
+        yield f"{key} is {_show(details['input'])}, but must be a section of settings{example}."
         return
     bound = _BOUNDS.get(details["type"])
     expected = bound.format(**details.get("ctx", {})) if bound else setting.type_text

@@ -63,7 +63,7 @@ def _apply(data: dict[str, object], override: Override) -> str:
             return f"{key} needs a value{expected}: write --{key} VALUE."
         _write(data, key, True)
         return ""
-    _write(data, key, _value(override.text, setting, free=setting is not None and setting.key != key))
+    _write(data, key, _value(override.text, setting, free=setting is not None and setting.holds(key)))
     return ""
 
 

@@ -34,12 +34,20 @@ class RewardsConfig(Section):
     """Let all other parts together move a reward by as much as the outcome or more."""
     normalise_by: str | None = None
     """A tag of the tasks: rewards are brought to one scale for each of its values by their running mean and
-    variance, before groups are compared. None leaves them as they are."""
+    variance, before groups are compared. None leaves them as they are. In a mixture `world` is such a tag."""
+    normalise_over: Literal["run", "batch"] = "run"
+    """Of `normalise_by`: mean and variance of all rewards so far, or of those that are sampled together."""
     model: str | None = None
     """A run folder of `ludus reward-model`, or a checkpoint of it: `sigmoid(score)` becomes the part
     reward_model."""
     model_weight: float = Field(0.2, ge=0)
     """Weight of the part reward_model."""
+
+    @model_validator(mode="after")
+    def _normalises(self) -> Self:
+        if self.normalise_over != "run" and self.normalise_by is None:
+            raise ValueError("rewards.normalise_over belongs to rewards.normalise_by, which is none")
+        return self
 
     @property
     def is_default(self) -> bool:

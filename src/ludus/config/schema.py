@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ludus.config.mixture import MemberConfig, budget_fault, mixture_fault
 from ludus.config.rewards import RewardModelConfig, RewardsConfig
 from ludus.config.sandbox import SandboxConfig
 from ludus.config.section import OptimiserSection, Section, Why
@@ -94,7 +95,8 @@ class EnvConfig(Section):
     """The world that the model acts in."""
 
     name: str = "search"
-    """A registered world, or `path/to/file.py` whose module registers one."""
+    """A registered world, `path/to/file.py` whose module registers one, or `mixture` for those of
+    `env.mixture`."""
     rendering: Literal["chat", "tags", "code"] = "chat"
     """`chat`: the model's chat template with tool calls. Without a template: `tags`, the text protocol of
     Search-R1, for a world with a tool `search`, or `code`, that of ReTool, for one with a tool `python`."""
@@ -104,6 +106,14 @@ class EnvConfig(Section):
     """The world's own settings; it checks them against its own schema."""
     check: bool = True
     """Before training, let scripted cheats play a few tasks, and refuse to train where one is paid."""
+    mixture: dict[str, MemberConfig] = Field({})
+    """Worlds that the run trains on together, by name, each with its weight and its own settings."""
+
+    @model_validator(mode="after")
+    def _one_world_or_several(self) -> Self:
+        if fault := mixture_fault(self.name, self.settings, self.mixture):
+            raise ValueError(fault)
+        return self
 
 
 class RolloutConfig(Section):
@@ -131,7 +141,7 @@ class RolloutConfig(Section):
     max_tool_output: int = Field(2000, ge=16)
     """Characters of one tool's output that the model sees; head and tail are kept."""
     tool_timeout_s: float = Field(20.0, gt=0)
-    """Bound on one tool call; a longer one is an error that the model sees."""
+    """Bound on a call of a tool that names none: instant tools have a quarter, slow ones thrice."""
     environment_timeout_s: float = Field(120.0, gt=0)
     """Bound on one start, step or close of an environment; longer counts as its failure."""
     episode_timeout_s: float | None = Field(None, gt=0)
@@ -159,7 +169,19 @@ class EngineConfig(Section):
     patience_s: float = Field(60.0, ge=0)
     """How long a server that cannot be reached is asked again before that counts as a failure."""
     weights_folder: str | None = None
-    """Where new weights are written; the server must see the same path. None takes a temporary folder."""
+    """Where new weights are written; the server must see the same path. None takes a temporary folder, in
+    shared memory where there is room."""
+    broadcast_host: str | None = None
+    """An address of this machine that its servers reach: `ludus serve` has new weights from here over a line
+    of gloo, without a file. None writes them to the folder."""
+    delta: bool = False
+    """Over that line, send only what changed since the last weights; keeps a copy of these."""
+
+    @model_validator(mode="after")
+    def _has_a_line(self) -> Self:
+        if self.delta and self.broadcast_host is None:
+            raise ValueError("engine.delta needs engine.broadcast_host")
+        return self
 
 
 class PartOptions(Section):
@@ -289,6 +311,19 @@ class LearnerConfig(Section):
     """Try the longest microbatch before step 1 and report the memory it takes; `auto` does so on a GPU."""
     halve_on_oom: bool = True
     """Where memory runs out, do the update again with half of training.microbatch_tokens, and go on so."""
+    ranks: int = Field(1, ge=1)
+    """Processes of the learner on this machine, a GPU each; under torchrun its number counts instead."""
+    shard: bool = False
+    """Split weights, gradients and moments between the processes (FSDP2); otherwise each holds all."""
+
+    @model_validator(mode="after")
+    def _for_one_process(self) -> Self:
+        if self.ranks > 1 and self.replay_routing:
+            raise ValueError(
+                "training.learner.replay_routing needs one process, and "
+                f"training.learner.ranks is {self.ranks}"
+            )
+        return self
 
 
 class TrainingConfig(OptimiserSection):
@@ -507,4 +542,6 @@ class Config(Section):
                 f"rollout.max_new_tokens ({self.rollout.max_new_tokens}) must be below "
                 f"rollout.max_tokens ({self.rollout.max_tokens})"
             )
+        if fault := budget_fault(self.rollout, self.env.mixture):
+            raise ValueError(fault)
         return self

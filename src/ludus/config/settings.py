@@ -20,6 +20,8 @@ _NEAR = 0.75
 """Similarity below which a name is no suggestion. A right section counts 0.3, a right last part 1."""
 _NEAR_LEAF = 0.55
 """Similarity of the last parts alone below which a name is no suggestion, whatever its section."""
+NAME = "NAME"
+"""Stands in the key of a setting for a name that the user gives: `env.mixture.NAME.weight`."""
 
 _WORDS: dict[object, str] = {
     bool: "true or false",
@@ -34,8 +36,9 @@ _WORDS: dict[object, str] = {
 class Setting:
     """One setting.
 
-    `key` is its dotted name (`algorithm.group_size`), `default` the value where nothing is given, `doc` the
-    docstring of the field, `bounds` its limits in words, `why` the reason for them (either may be empty).
+    `key` is its dotted name (`algorithm.group_size`; with `NAME` where any name may stand), `default` the
+    value where nothing is given, `doc` the docstring of the field, `bounds` its limits in words, `why` the
+    reason for them (either may be empty).
     `choices` are the names it takes, where they are known; `accepts` the plain types of its values.
     """
 
@@ -52,6 +55,16 @@ class Setting:
     def is_open(self) -> bool:
         """Whether it is a table of free keys, checked by someone else."""
         return dict in self.accepts
+
+    def is_named(self, key: str) -> bool:
+        """Whether `key` is this setting's name."""
+        return _fits(key, self.key)
+
+    def holds(self, key: str) -> bool:
+        """Whether `key` is a free key inside this table."""
+        depth = self.key.count(".") + 1
+        parts = key.split(".")
+        return self.is_open and len(parts) > depth and _fits(".".join(parts[:depth]), self.key)
 
 
 @cache
@@ -71,14 +84,24 @@ def describe(key: str) -> Setting:
 def find(key: str) -> Setting | None:
     """The setting of that dotted name; for a free key the table it belongs to; None for anything else."""
     for setting in list_settings():
-        if setting.key == key or (setting.is_open and key.startswith(f"{setting.key}.")):
+        if setting.is_named(key) or setting.holds(key):
             return setting
     return None
 
 
 def is_section(key: str) -> bool:
     """Whether settings lie under this dotted name."""
-    return any(setting.key.startswith(f"{key}.") for setting in list_settings())
+    return first_under(key) is not None
+
+
+def first_under(key: str) -> Setting | None:
+    """The first setting that lies under this dotted name."""
+    depth = key.count(".") + 1
+    for setting in list_settings():
+        parts = setting.key.split(".")
+        if len(parts) > depth and _fits(key, ".".join(parts[:depth])):
+            return setting
+    return None
 
 
 def suggestion(key: str) -> str:
@@ -101,8 +124,30 @@ def nearest(key: str) -> str | None:
         table = find(nearest(parent) or "")
         if table is not None and table.is_open:
             return f"{table.key}.{leaf}"
-    score, best = max((_likeness(key, setting.key), setting.key) for setting in list_settings())
-    return best if score >= _NEAR else None
+    depth = key.count(".")
+    names = [s.key for s in list_settings() if NAME not in s.key.split(".") or s.key.count(".") == depth]
+    score, best = max((_likeness(key, name), name) for name in names)
+    return _with_names(best, key) if score >= _NEAR else None
+
+
+def _fits(key: str, pattern: str) -> bool:
+    """Whether a dotted name is that of a pattern, in which `NAME` stands for any part."""
+    if key == pattern:
+        return True
+    parts, wanted = key.split("."), pattern.split(".")
+    return (
+        NAME in wanted
+        and len(parts) == len(wanted)
+        and all(part == other or (other == NAME and part) for part, other in zip(parts, wanted, strict=True))
+    )
+
+
+def _with_names(pattern: str, key: str) -> str:
+    """The pattern with the names that `key` has in the place of `NAME`, where it is as long."""
+    parts, wanted = key.split("."), pattern.split(".")
+    if len(parts) != len(wanted):
+        return pattern
+    return ".".join(part if other == NAME else other for part, other in zip(parts, wanted, strict=True))
 
 
 def _likeness(wrong: str, name: str) -> float:
@@ -121,6 +166,10 @@ def _ratio(one: str, other: str) -> float:
 def _walk(section: type[Section], prefix: str) -> Iterator[Setting]:
     for name, info in section.model_fields.items():
         kinds = _alternatives(info.annotation)
+        named = next((get_args(kind)[1] for kind in kinds if get_origin(kind) is dict), None)
+        if isinstance(named, type) and issubclass(named, Section):
+            yield from _walk(named, f"{prefix}{name}.{NAME}.")
+            continue
         inner = next((k for k in kinds if isinstance(k, type) and issubclass(k, Section)), None)
         if inner is None or NoneType in kinds:
             yield _setting(f"{prefix}{name}", info)

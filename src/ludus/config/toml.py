@@ -52,6 +52,9 @@ def _section(path: str, section: Section) -> Iterator[str]:
             yield f"# {name} is none"
         elif isinstance(value, Section):
             tables += _section(f"{path}.{name}", value)
+        elif isinstance(value, Mapping) and any(isinstance(inner, Section) for inner in value.values()):
+            for key, inner in value.items():
+                tables += _section(f"{path}.{name}.{_key(key)}", inner)
         elif isinstance(value, Mapping):
             tables += _table(f"{path}.{name}", value)
         else:

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from ludus.types import Group, StopReason, ToolStatus, Trajectory
+from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 
 ENTROPY: Final = "policy/entropy"
 """The name under which the learner reports the mean entropy of action tokens, in nats."""
@@ -48,7 +48,8 @@ def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict
     `success` names the reward part that says whether the task was solved (1 is solved): with it there are
     `success/mean` (the mean of that part), `groups/all_right` and `groups/all_wrong`. A part that a
     trajectory lacks counts as 0, as it does in its reward. Standard deviations have `ddof=0`. Lengths are
-    in tokens, and a token that several rows share counts once.
+    in tokens, and a token that several rows share counts once. In a mixture of worlds there is `env/NAME/`
+    for each that the groups have tasks of, and a part of one world is a mean over its own episodes.
     """
     everyone = [t for group in groups for t in group.trajectories]
     finished = [t for t in everyone if _finished(t)]
@@ -64,7 +65,7 @@ def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict
     metrics |= _tool_metrics(finished)
     stops = Counter(t.stop_reason for t in everyone)
     metrics |= {f"stop/{reason}": _share(stops[reason], len(everyone)) for reason in StopReason}
-    return metrics | _group_metrics(groups, success)
+    return metrics | _group_metrics(groups, success) | _world_metrics(groups, success)
 
 
 def alarms(history: Sequence[Mapping[str, float]], limits: AlarmLimits = AlarmLimits()) -> list[str]:
@@ -76,6 +77,7 @@ def alarms(history: Sequence[Mapping[str, float]], limits: AlarmLimits = AlarmLi
         return []
     now = history[-1]
     found = [_odd_numbers(now), _equal_rewards(now), _stuck_at_zero(history, limits)]
+    found += _worlds_at_zero(history, limits)
     found += [_entropy(now, limits), _logprob_gap(now, limits)]
     found += [_tool_errors(now, limits), _tool_error_stops(now, limits), _cut_off(now, limits)]
     return [sentence for sentence in found if sentence]
@@ -90,8 +92,14 @@ def _reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     metrics = {"reward/mean": _mean(rewards), "reward/std": _std(rewards)}
     parts = sorted({name for t in finished for name in t.rewards})
     return metrics | {
-        f"reward/part/{name}": _mean([t.rewards.get(name, 0.0) for t in finished]) for name in parts
+        f"reward/part/{name}": _mean([t.rewards.get(name, 0.0) for t in finished if _is_judged(t, name)])
+        for name in parts
     }
+
+
+def _is_judged(trajectory: Trajectory, part: str) -> bool:
+    """Whether a part of the reward is about it: one that a world of a mixture has, by its own tasks alone."""
+    return "/" not in part or part in trajectory.rewards
 
 
 def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
@@ -112,12 +120,18 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
         "tools/calls_per_episode": _share(len(calls), len(finished)),
         "tools/error_rate": _share(len(calls) - statuses[ToolStatus.OK], len(calls)),
         "tools/truncated_rate": _share(sum(call.truncated for call in calls), len(calls)),
+        "tools/cost_per_episode": _mean([t.tool_cost for t in finished]),
     }
     metrics |= {f"tools/status/{status}": _share(statuses[status], len(calls)) for status in ToolStatus}
     wrong = Counter(call.tool for call in calls if call.status not in (*_NO_TOOL, ToolStatus.OK))
     for tool, count in sorted(by_tool.items()):
+        own = [call for call in calls if call.tool == tool and call.status not in _NO_TOOL]
+        late = sum(call.status is ToolStatus.TIMED_OUT for call in own)
         metrics[f"tools/{tool}/calls"] = float(count)
         metrics[f"tools/{tool}/error_rate"] = wrong[tool] / count
+        metrics[f"tools/{tool}/timeout_rate"] = late / count
+        metrics[f"tools/{tool}/retried"] = float(sum(call.retried for call in own))
+        metrics[f"tools/{tool}/cost"] = math.fsum(call.cost for call in own) / len(finished)
     return metrics
 
 
@@ -132,6 +146,37 @@ def _group_metrics(groups: Sequence[Group], success: str | None) -> dict[str, fl
         metrics["groups/all_right"] = _share(sum(min(group) >= 1 for group in scores), len(members))
         metrics["groups/all_wrong"] = _share(sum(max(group) <= 0 for group in scores), len(members))
     return metrics
+
+
+def _world_metrics(groups: Sequence[Group], success: str | None) -> dict[str, float]:
+    """The worlds of a mixture that the step has tasks of, each apart."""
+    by_world: dict[str, list[Group]] = {}
+    for group in groups:
+        if (world := group.task.tags.get(WORLD_TAG)) is not None:
+            by_world.setdefault(world, []).append(group)
+    found: dict[str, float] = {}
+    for world, mine in sorted(by_world.items()):
+        numbers = _of_world(mine, success) | {"share": _share(len(mine), len(groups))}
+        found |= {f"env/{world}/{name}": value for name, value in numbers.items()}
+    return found
+
+
+def _of_world(groups: Sequence[Group], success: str | None) -> dict[str, float]:
+    finished = [t for group in groups for t in group.trajectories if _finished(t)]
+    numbers = _reward_metrics(finished) | _length_metrics(finished) | _tool_metrics(finished)
+    found = {
+        "reward": numbers["reward/mean"],
+        "reward_std": numbers["reward/std"],
+        "zero_variance": _group_metrics(groups, success)["groups/zero_variance"],
+        "action_tokens": numbers["length/action_tokens/mean"],
+        "turns": numbers["turns/mean"],
+        "tool_calls": numbers["tools/calls_per_episode"],
+        "tool_errors": numbers["tools/error_rate"],
+    }
+    if success is not None:
+        found["success"] = _mean([t.rewards.get(success, 0.0) for t in finished])
+    shared = {name for t in finished for name in t.rewards if "/" not in name and name != success}
+    return found | {f"part/{name}": numbers[f"reward/part/{name}"] for name in sorted(shared)}
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -178,6 +223,21 @@ def _stuck_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits) 
         f"every reward of the last {len(last)} steps is 0: the model never earns anything, or the reward "
         "never fires; read some rollouts and score one right answer by hand"
     )
+
+
+def _worlds_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> list[str]:
+    """The worlds of a mixture that never earn anything, where another one does."""
+    last = history[-limits.zero_reward_steps :]
+    if len(last) < limits.zero_reward_steps or _stuck_at_zero(history, limits):
+        return []
+    end = "/reward_std"
+    worlds = [name.removesuffix(end) for name in last[-1] if name.startswith("env/") and name.endswith(end)]
+    return [
+        f"every reward of the world {world.removeprefix('env/')} in the last {len(last)} steps is 0: the "
+        "model never earns anything there"
+        for world in worlds
+        if all(m.get(f"{world}/reward") == 0 and m.get(f"{world}/reward_std") == 0 for m in last)
+    ]
 
 
 def _entropy(now: Mapping[str, float], limits: AlarmLimits) -> str:

@@ -36,7 +36,7 @@ class StepTimings:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
 
     def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Seconds by phase, tokens/s of the rollout, and the slowest call of each tool."""
+        """Seconds by phase, tokens/s of the rollout, and the calls of each tool: all, mean, slowest."""
         total = sum(self.phases.values())
         metrics = {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
         metrics["time/step_s"] = total
@@ -59,6 +59,7 @@ class StepTimings:
                 if outcome.tool and outcome.seconds:
                     calls[outcome.tool].append(outcome.seconds)
         for tool, seconds_list in sorted(calls.items()):
+            metrics[f"tools/{tool}/total_s"] = sum(seconds_list)
             metrics[f"tools/{tool}/mean_s"] = sum(seconds_list) / len(seconds_list)
             metrics[f"tools/{tool}/slowest_s"] = max(seconds_list)
             slow = STRAGGLER * statistics.median(seconds_list)

@@ -29,9 +29,25 @@ def fingerprint_adapted(module: nn.Module, pairs: Mapping[str, LowRank]) -> str:
 
     Factors count in the precision of their layer, scalings in float32.
     """
+    return _fingerprint_parts(dict(module.named_parameters()), pairs)
+
+
+def fingerprint_gathered(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
+    """`fingerprint_module` of a model whose parameters, by its names, are at hand as `tensors`."""
+    from ludus.engines.adapters import FACTOR, LowRank, lora_layers
+
+    factors = {match.groups(): t for name, t in tensors.items() if (match := FACTOR.fullmatch(name))}
+    pairs = {
+        layer: LowRank(factors[layer, "A"], factors[layer, "B"], pair.scaling)
+        for layer, pair in lora_layers(module)
+    }
+    return _fingerprint_parts(tensors, pairs)
+
+
+def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, LowRank]) -> str:
     import torch
 
-    base = {_plain(name): p for name, p in module.named_parameters() if ".lora_" not in name}
+    base = {_plain(name): p for name, p in tensors.items() if ".lora_" not in name}
     digest = fingerprint_tensors(base)
     if not pairs:
         return digest

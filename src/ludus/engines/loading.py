@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -140,16 +140,22 @@ def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedToke
     return tokenizer
 
 
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> None:
     """Write a checkpoint that `from_pretrained` loads: safetensors, a tied tensor once, and the tokenizer.
 
-    A model with adapters writes only these, in PEFT's layout. Raises `StorageError`.
+    A model with adapters writes only these, in PEFT's layout. `weights` by name take the place of the
+    model's own. Raises `StorageError`.
     """
     from safetensors import SafetensorError
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder)
+        model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise StorageError(

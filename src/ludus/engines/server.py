@@ -6,9 +6,10 @@ say (`ServerSettings`) and then raises `EngineError` with the server's own words
 wrong weights sampled: a replica that has been out of reach, or that answers under a version that was not
 sent, gets the weights again, with their proof, before it samples more.
 
-Weights go through a folder that the server sees. After each transfer the server's digests of its tensors,
-where it gives any, are held against what was sent; the caller compares log-probabilities (`WeightSync`). LoRA
-adapters go alone, beside the server's own weights (`SentAdapters`).
+Weights go through a folder that the server sees, or over a line between processes (`Broadcaster`). After each
+transfer the server's digests of its tensors, where it gives any, are held against what was sent; the caller
+compares log-probabilities (`WeightSync`). LoRA adapters go alone, beside the server's own weights
+(`SentAdapters`).
 """
 
 from __future__ import annotations
@@ -36,6 +37,7 @@ from ludus.engines.dialects import (
     SglangDialect,
     VllmDialect,
 )
+from ludus.engines.sending import Broadcaster, broadcaster_of
 from ludus.engines.server_adapters import SentAdapters
 from ludus.engines.shelf import WeightShelf, num_bytes, read_weights, save_weights
 from ludus.engines.transport import Refused, Replica, ServerSettings
@@ -96,6 +98,7 @@ class ServerEngine:
         self._calls = Calls(self._dialect, self._name)
         self._shelf = WeightShelf(settings.weights_folder)
         self._adapters = SentAdapters(self._dialect, self._replicas, self._shelf, self._name)
+        self._broadcaster = broadcaster_of(self._replicas, settings)
         self._mode: LogprobMode | None = self._facts.logprobs
 
     @property
@@ -156,6 +159,9 @@ class ServerEngine:
         if self._lora_scaling is not None:
             await self.load_adapter(DEFAULT, version, state, self._lora_scaling)
             return
+        if self._broadcaster is not None:
+            await self._broadcast(self._broadcaster, version, state)
+            return
         state = _with_head(state)
         folder = self._shelf.folder(f"{self._name}-{version}", num_bytes(state))
         await asyncio.to_thread(save_weights, folder, state)
@@ -165,6 +171,15 @@ class ServerEngine:
         await asyncio.gather(*(self._update_locked(replica, state) for replica in self._replicas))
         if before is not None and before != folder:
             await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+
+    async def _broadcast(self, line: Broadcaster, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Send the weights over a line; no file is left to send them from again."""
+        await line.send(version, state)
+        self._sent = _Sent(version, None, self._sent.labels | {str(version)})
+        self._version = version
+        for replica in self._replicas:
+            await self._prove(replica, state)
+            replica.holds = version
 
     async def load_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
@@ -228,6 +243,8 @@ class ServerEngine:
         if not self._shelf.root:
             self._sent.folder = None
         self._shelf.close()
+        if self._broadcaster is not None:
+            self._broadcaster.close()
 
     async def _generate(self, call: Call, request: Request, adapter: ServedAdapter | None) -> Completion:
         """Sample from the weights that were sent; once more where the server had others."""
@@ -284,6 +301,7 @@ class ServerEngine:
         """
         folder = self._sent.folder
         if folder is None and not self._adapters:
+            await self._check_broadcast(replica)
             return
         in_doubt, tells = replica.holds != self._version, self._facts.logprobs == "exact" or folder is None
         if not in_doubt and (tells or not first_turn):
@@ -298,6 +316,17 @@ class ServerEngine:
             await self._adapters.restore(replica)
             replica.holds = self._version
 
+    async def _check_broadcast(self, replica: Replica) -> None:
+        """Raise EngineError where a replica, after it was out of reach, has not what was broadcast last."""
+        if self._broadcaster is None or not self._sent.labels or replica.holds == self._version:
+            return
+        if await self._dialect.version(replica) != str(self._sent.version):
+            raise EngineError(
+                f"{replica.url} has lost the weights of version {self._sent.version}, which were broadcast.",
+                "Resume the run: it sends them anew. Weights in a folder are sent again by themselves.",
+            )
+        replica.holds = self._version
+
     async def _restore(self, replica: Replica) -> None:
         await self._ready(replica, first_turn=False)
 
@@ -309,7 +338,12 @@ class ServerEngine:
         """Have one replica take the weights in the folder, and hold its digests against `state`."""
         version = self._sent.version
         await self._dialect.update(replica, str(self._sent.folder), version)
-        digests = await self._dialect.digests(replica)
+        await self._prove(replica, state)
+        replica.holds = self._version
+
+    async def _prove(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
+        """Hold the digests of a replica's tensors against `state`."""
+        version, digests = self._sent.version, await self._dialect.digests(replica)
         if digests is not None:
             proof = await asyncio.to_thread(compare_digests, digests, state)
             if proof.wrong:
@@ -319,7 +353,6 @@ class ServerEngine:
                     "The rollouts would come from another policy; nothing was trained on them.",
                 )
             log.info("%s: %d tensors proved, %d say nothing", replica.url, proof.proved, proof.silent)
-        replica.holds = self._version
 
     def _known(self, sampled: Sampled, adapter: ServedAdapter | None) -> bool:
         """Whether all tokens are of versions that were sent; true where the server does not tell."""

@@ -34,13 +34,16 @@ class ServerSettings:
 
     `timeout_s` bounds each call; `patience_s` is how long one that cannot be reached is asked again, with
     waits of `backoff_s`, doubled each time up to 5 s. Weights go through `weights_folder` (empty: a
-    temporary one), which the server must see under the same path.
+    temporary one), which the server must see under the same path; with a `broadcast_host`, at which servers
+    reach this process, over a line of gloo instead, and with `delta` what changed alone.
     """
 
     timeout_s: float = 600.0
     patience_s: float = 60.0
     backoff_s: float = 0.25
     weights_folder: str = ""
+    broadcast_host: str = ""
+    delta: bool = False
 
 
 class Refused(EngineError):

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
+from ludus.config.schema import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.sandbox.base import Sandbox
+from ludus.tasks.order import Order, TaskOrder
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task
 
@@ -110,6 +112,31 @@ class OffersParaphrases(Protocol):
 
 
 @runtime_checkable
+class SetsBounds(Protocol):
+    """A world whose episodes are bounded by their task: a mixture."""
+
+    def rollout_of(self, task: Task) -> RolloutConfig:
+        """The settings of an episode of this task; only its budgets differ from those of the run."""
+        ...
+
+
+@runtime_checkable
+class OrdersTasks(Protocol):
+    """A world that says which training task comes when: a mixture."""
+
+    def order(self, seed: int, chunk: int, num_chunks: int) -> Order:
+        """For a run of `num_chunks` steps of `chunk` tasks. Raises ConfigError for too few tasks."""
+        ...
+
+
+def order_of(world: World, seed: int, chunk: int, num_chunks: int) -> Order:
+    """The order of the training tasks for a run of `num_chunks` steps of `chunk` tasks, at least as many."""
+    if isinstance(world, OrdersTasks):
+        return world.order(seed, chunk, num_chunks)
+    return TaskOrder(world.tasks("train"), seed, chunk)
+
+
+@runtime_checkable
 class Chats(Protocol):
     """A world in which a person may ask questions of their own."""
 
@@ -128,6 +155,15 @@ class UsesSandbox(Protocol):
 
     async def close(self) -> None:
         """Close the sandbox, on the event loop where it was used. Called when a command is done with it."""
+        ...
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A world that keeps something open over its episodes: a sandbox, a server whose tools it offers."""
+
+    async def close(self) -> None:
+        """Close it. Called when a command is done with the world."""
         ...
 
 

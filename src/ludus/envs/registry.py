@@ -14,18 +14,21 @@ from typing import Any
 
 from ludus.config.sandbox import SandboxConfig
 from ludus.config.schema import EnvConfig, RolloutConfig
-from ludus.envs.base import UsesSandbox, World
+from ludus.envs.base import Closes, UsesSandbox, World
+from ludus.envs.mixture import Member, MixedWorld, bounded, check_tools
 from ludus.envs.toolbox import ToolLimits, describe_error
 from ludus.errors import ConfigError, LudusError
 from ludus.rewards.base import check_rewards
-from ludus.sandbox import SandboxSettings, open_sandbox
+from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 
 WORLDS: Mapping[str, str] = {
+    "code": "ludus.envs.code.world:make_code_world",
     "functions": "ludus.envs.functions.world:make_functions_world",
     "guess": "ludus.envs.guess:make_guess_world",
     "math": "ludus.envs.math.world:make_math_world",
     "search": "ludus.envs.search.world:make_search_world",
     "sql": "ludus.envs.sql.world:make_sql_world",
+    "terminal": "ludus.envs.terminal.world:make_terminal_world",
 }
 """Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
 
@@ -37,16 +40,45 @@ def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig |
 
     `env.name` is a name in `WORLDS` or the path of a Python file, relative to the working directory, that
     defines `make_world(settings, limits)`. A world that is a `UsesSandbox` gets the sandbox of the settings
-    (none: the default one). Raises ConfigError for an unknown name, a file without that
-    function or that raises, and rewards in which shaping could outweigh the outcome.
+    (none: the default one). Where `env.mixture` names worlds it is they, as one. Raises ConfigError for an
+    unknown name, a file without that function or that raises, and rewards in which shaping could outweigh
+    the outcome.
     """
+    if env.mixture:
+        mixture = _mixture(env, rollout)
+        check_tools(mixture, env.rendering)
+        return mixture.with_sandbox(_sandbox(sandbox)) if mixture.runs_programs else mixture
+    world = _one_world(env.name, env.settings, rollout)
+    return world.with_sandbox(_sandbox(sandbox)) if isinstance(world, UsesSandbox) else world
+
+
+def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig) -> World:
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
-    with _blaming(Path(env.name)) if env.name.endswith(".py") else nullcontext():
-        world = _factory(env.name)(env.settings, limits)
+    with _blaming(Path(name)) if name.endswith(".py") else nullcontext():
+        world = _factory(name)(settings, limits)
     check_rewards(world.rewards)
-    if isinstance(world, UsesSandbox):
-        return world.with_sandbox(open_sandbox(sandbox_settings(sandbox or SandboxConfig())))
     return world
+
+
+def _mixture(env: EnvConfig, rollout: RolloutConfig) -> MixedWorld:
+    """The worlds of `env.mixture`. Errors name the place in the mixture."""
+    members = []
+    for name, member in env.mixture.items():
+        own = bounded(rollout, member)
+        try:
+            world = _one_world(member.world or name, member.settings, own)
+        except ConfigError as error:
+            place = f"env.mixture.{name}.settings"
+            raise ConfigError(
+                error.message.replace("env.settings", place),
+                f"{error.hint.replace('env.settings', place)} (The world is env.mixture.{name}.)",
+            ) from error
+        members.append(Member(name, world, own, member.weight, member.weight_end))
+    return MixedWorld(tuple(members))
+
+
+def _sandbox(config: SandboxConfig | None) -> Sandbox:
+    return open_sandbox(sandbox_settings(config or SandboxConfig()))
 
 
 def sandbox_settings(config: SandboxConfig) -> SandboxSettings:
@@ -79,7 +111,7 @@ async def closing(world: World) -> AsyncIterator[None]:
     try:
         yield
     finally:
-        if isinstance(world, UsesSandbox):
+        if isinstance(world, Closes):
             await world.close()
 
 

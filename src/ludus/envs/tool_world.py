@@ -8,7 +8,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_env import Resource, ToolEnv
 from ludus.envs.toolbox import ToolLimits, as_text
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
@@ -29,7 +29,8 @@ class ToolWorld:
     """Tasks that are solved with stateless tools.
 
     `tools` are the same for every task; a world whose tools depend on the task, or that keeps a state,
-    implements `World` itself. `show`, if given, writes dialogues for the cold start from a seed.
+    implements `World` itself. `show`, if given, writes dialogues for the cold start from a seed. `resources`
+    are what the tools of all episodes share, an MCP server say: they are closed when a command is done.
     """
 
     name: str
@@ -38,6 +39,7 @@ class ToolWorld:
     rewards: Sequence[Reward]
     limits: ToolLimits = field(default_factory=ToolLimits)
     show: Callable[[int], Iterator[Sequence[Message]]] | None = None
+    resources: Sequence[Resource] = ()
 
     @property
     def splits(self) -> Sequence[str]:
@@ -52,6 +54,11 @@ class ToolWorld:
         """A fresh episode."""
         del task
         return ToolEnv(self.tools, self.rewards, self.limits)
+
+    async def close(self) -> None:
+        """Close the resources."""
+        for resource in self.resources:
+            await resource.close()
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """The dialogues of `show`. Raises UserError where the world shows none."""

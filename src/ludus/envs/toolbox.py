@@ -2,9 +2,12 @@
 
 Takes the calls of one action. Gives one `ToolOutcome` for each: the well-formed calls in their order, then
 the malformed ones in theirs. Waits for the slowest call, at most its deadline, in which the wait for a free
-place of the tool counts. Never raises for what a call does, and never waits for one that hangs: a thread
-that outlives its deadline, or a coroutine that refuses to be cancelled, goes on unheard. A coroutine that
-blocks without awaiting holds up the event loop; what blocks belongs into a plain function.
+place of the tool counts. Never waits for one that hangs: a thread that outlives its deadline, or a coroutine
+that refuses to be cancelled, goes on unheard. A coroutine that blocks without awaiting holds up the event
+loop; what blocks belongs into a plain function. Never raises for what a call does, but for one thing: a tool
+that raises WorldError or EngineError says that its infrastructure failed. Such a call of an idempotent tool
+is sent once more, within the same deadline; where that fails too, and for every other tool at once, all calls
+of the action come to their ends and `ToolFault` is raised.
 """
 
 from __future__ import annotations
@@ -14,11 +17,11 @@ import inspect
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from threading import Thread
 
-from ludus.errors import UserError
-from ludus.tools.base import ArgumentError, Tool, ToolError
+from ludus.errors import EngineError, ToolFault, UserError, WorldError
+from ludus.tools.base import PATIENCE, ArgumentError, Tool, ToolError
 from ludus.types import Action, CallError, ToolCall, ToolOutcome, ToolStatus
 
 
@@ -32,13 +35,25 @@ class ToolLimits:
     timeout_s: float = 20.0
     max_output: int = 2000
 
+    def deadline_s(self, tool: Tool) -> float:
+        """Seconds that a call of this tool may take: its own deadline, or that of its latency class."""
+        return self.timeout_s * PATIENCE[tool.traits.latency] if tool.timeout_s is None else tool.timeout_s
+
 
 @dataclass(frozen=True, slots=True)
 class _Reply:
-    """How a call ended, and its whole output."""
+    """How a call ended, and its whole output; or that it did not, by the fault of the infrastructure."""
 
     status: ToolStatus
     text: str
+    fault: WorldError | EngineError | None = None
+
+
+@dataclass(slots=True)
+class _Begun:
+    """How often the function of a call was begun."""
+
+    times: int = 0
 
 
 @dataclass
@@ -56,21 +71,34 @@ class Toolbox:
             raise UserError(f"Two tools share a name: {names}.", "Give each a name: @tool(name=...).")
 
     async def run(self, action: Action) -> tuple[ToolOutcome, ...]:
-        """Run all calls of an action at once; malformed ones come back as outcomes with the reason."""
-        called = await asyncio.gather(*(self._call(call) for call in action.calls))
-        return (*called, *map(self._malformed, action.errors))
+        """Run all calls of an action at once; malformed ones come back as outcomes with the reason.
 
-    async def _call(self, call: ToolCall) -> ToolOutcome:
-        begin = time.perf_counter()
-        reply = await self._answer(call)
+        Raises ToolFault, with the words of the first tool whose infrastructure failed.
+        """
+        called = await asyncio.gather(*(self._call(call) for call in action.calls))
+        for outcome in called:
+            if isinstance(outcome, ToolFault):
+                raise outcome
+        outcomes = [outcome for outcome in called if isinstance(outcome, ToolOutcome)]
+        return (*outcomes, *map(self._malformed, action.errors))
+
+    async def _call(self, call: ToolCall) -> ToolOutcome | ToolFault:
+        begin, begun = time.perf_counter(), _Begun()
+        reply = await self._answer(call, begun)
+        if reply.fault is not None:
+            fault = ToolFault(f"The tool {call.name} failed: {reply.fault.message}", reply.fault.hint)
+            fault.__cause__ = reply.fault
+            return fault
         text, truncated = self._cut(reply.text)
-        return ToolOutcome(call.id, call.name, reply.status, text, truncated, time.perf_counter() - begin)
+        outcome = ToolOutcome(call.id, call.name, reply.status, text, truncated, time.perf_counter() - begin)
+        cost = self._by_name[call.name].traits.cost * begun.times if begun.times else 0.0
+        return replace(outcome, cost=cost, retried=begun.times > 1)
 
     def _malformed(self, error: CallError) -> ToolOutcome:
         text, truncated = self._cut(as_text(f"Error: {error.reason}"))
         return ToolOutcome(error.id, "", ToolStatus.MALFORMED, text, truncated)
 
-    async def _answer(self, call: ToolCall) -> _Reply:
+    async def _answer(self, call: ToolCall, begun: _Begun) -> _Reply:
         tool = self._by_name.get(call.name)
         if tool is None:
             known = ", ".join(self._by_name) or "none"
@@ -79,11 +107,11 @@ class Toolbox:
             arguments = tool.check(call.arguments)
         except ArgumentError as error:
             return _Reply(ToolStatus.BAD_ARGUMENTS, as_text(f"Error: {error}."))
-        return await self._within_deadline(tool, arguments)
+        return await self._within_deadline(tool, arguments, begun)
 
-    async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object]) -> _Reply:
-        timeout_s = tool.timeout_s if tool.timeout_s is not None else self.limits.timeout_s
-        work = asyncio.get_running_loop().create_task(_run(tool, arguments))
+    async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object], begun: _Begun) -> _Reply:
+        timeout_s = self.limits.deadline_s(tool)
+        work = asyncio.get_running_loop().create_task(_run(tool, arguments, begun))
         try:
             await asyncio.wait({work}, timeout=timeout_s)
             if work.done():
@@ -122,16 +150,29 @@ def describe_error(error: BaseException) -> str:
     return f"{type(error).__name__}: {said}" if said else type(error).__name__
 
 
-async def _run(tool: Tool, arguments: Mapping[str, object]) -> _Reply:
-    """Run a call to its end. Never raises."""
+async def _run(tool: Tool, arguments: Mapping[str, object], begun: _Begun) -> _Reply:
+    """Run a call to its end, twice where that is allowed and helps. Never raises."""
+    reply = await _try(tool, arguments, begun)
+    if reply.fault is not None and tool.traits.idempotent:
+        reply = await _try(tool, arguments, begun)
+    return reply
+
+
+async def _try(tool: Tool, arguments: Mapping[str, object], begun: _Begun) -> _Reply:
     try:
         async with tool.slot():
+            begun.times += 1
             if not tool.is_async:
                 return await asyncio.wrap_future(_in_thread(tool, arguments))
             output: object = await tool.function(**arguments)  # type: ignore[misc]
             return _Reply(ToolStatus.OK, as_text(output))
     except BaseException as error:  # boundary: whatever a tool raises is an observation for the model
-        return _Reply(ToolStatus.RAISED, f"Error: {describe_error(error)}")
+        return _raised(error)
+
+
+def _raised(error: BaseException) -> _Reply:
+    fault = error if isinstance(error, WorldError | EngineError) else None
+    return _Reply(ToolStatus.RAISED, f"Error: {describe_error(error)}", fault)
 
 
 def _in_thread(tool: Tool, arguments: Mapping[str, object]) -> Future[_Reply]:
@@ -154,4 +195,4 @@ def _reply(tool: Tool, arguments: Mapping[str, object]) -> _Reply:
             raise TypeError(f"{tool.name} returned a coroutine, but is not declared async")
         return _Reply(ToolStatus.OK, as_text(output))
     except BaseException as error:  # boundary: a tool that fails or calls exit must not end the trainer
-        return _Reply(ToolStatus.RAISED, f"Error: {describe_error(error)}")
+        return _raised(error)

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.config.schema import Config
+from ludus.config.schema import Config, EnvConfig
 from ludus.envs.base import World, check_ids
 from ludus.errors import UserError
 from ludus.evaluation.stats import Interval, bootstrap_mean, pass_at_k, pass_hat_k, wilson
@@ -17,7 +17,7 @@ from ludus.rewards.base import Reward, success
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job, Scheduler
 from ludus.rollout.store import RolloutRecord, replaced_file, write_rollouts
-from ludus.types import StopReason, Task, Trajectory
+from ludus.types import WORLD_TAG, StopReason, Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +47,7 @@ class Conditions:
         env, rollout = config.env, config.rollout
         return cls(
             world=env.name,
-            world_settings=json.dumps(env.settings, sort_keys=True, default=str),
+            world_settings=json.dumps(_world_settings(env), sort_keys=True, default=str),
             rendering=env.rendering,
             tool_parser=env.tool_parser,
             top_p=rollout.top_p,
@@ -60,6 +60,23 @@ class Conditions:
             max_tool_errors=rollout.max_tool_errors,
             max_tool_output=rollout.max_tool_output,
         )
+
+
+def _world_settings(env: EnvConfig) -> Mapping[str, object]:
+    """What a world is made of; of a mixture that of each, without the weights, which only training reads."""
+    if not env.mixture:
+        return env.settings
+    trained = {"weight", "weight_end"}
+    return {name: one.model_dump(exclude=trained, exclude_none=True) for name, one in env.mixture.items()}
+
+
+@dataclass(frozen=True, slots=True)
+class WorldResult:
+    """Held-out success in one world of a mixture."""
+
+    rate: float
+    num_tasks: int
+    interval: Interval
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +106,10 @@ class EvaluationPlan:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Success by task, in the order of the tasks; `successes[i]` of `plan.samples` attempts at task i."""
+    """Success by task, in the order of the tasks; `successes[i]` of `plan.samples` attempts at task i.
+
+    `worlds` are those of the tasks in a mixture, empty otherwise.
+    """
 
     plan: EvaluationPlan
     task_ids: tuple[str, ...]
@@ -97,6 +117,7 @@ class Evaluation:
     families: tuple[str, ...]
     parts: Mapping[str, float]
     failed: int
+    worlds: tuple[str, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -109,12 +130,32 @@ class Evaluation:
 
         From 0 to 1 for several attempts at one task, which say nothing about other tasks.
         """
+        return self._interval(self.successes)
+
+    def _interval(self, successes: Sequence[int]) -> Interval:
         if self.plan.samples == 1:
-            return wilson(sum(self.successes), len(self.successes))
-        if len(self.successes) == 1:
+            return wilson(sum(successes), len(successes))
+        if len(successes) == 1:
             return Interval(0.0, 1.0)
-        shares = [s / self.plan.samples for s in self.successes]
+        shares = [s / self.plan.samples for s in successes]
         return bootstrap_mean(shares, seed=self.plan.seed).interval
+
+    def by_world(self) -> dict[str, WorldResult]:
+        """Success in each world of a mixture, in the order of the tasks; empty for a single world."""
+        counts: dict[str, list[int]] = {}
+        for world, count in zip(self.worlds, self.successes, strict=bool(self.worlds)):
+            counts.setdefault(world, []).append(count)
+        samples = self.plan.samples
+        return {
+            world: WorldResult(sum(c) / (len(c) * samples), len(c), self._interval(c))
+            for world, c in counts.items()
+        }
+
+    @property
+    def macro(self) -> float:
+        """The mean of the worlds' success rates, each counting the same; of a single world its rate."""
+        rates = [found.rate for found in self.by_world().values()]
+        return sum(rates) / len(rates) if rates else self.rate
 
     def pass_at(self, k: int) -> float:
         """Unbiased pass@k, averaged over tasks; k at most the attempts."""
@@ -135,11 +176,14 @@ class Evaluation:
     def metrics(self) -> dict[str, float]:
         """The numbers of a training step's row."""
         prefix = f"eval/{self.plan.split}/{'greedy' if self.plan.temperature == 0 else 'sampled'}"
-        return {
+        found = {
             f"{prefix}/success": self.rate,
             f"{prefix}/low": self.interval.low,
             f"{prefix}/high": self.interval.high,
         } | {f"{prefix}/part/{name}": value for name, value in self.parts.items()}
+        if self.worlds:
+            found[f"{prefix}/macro"] = self.macro
+        return found | {f"{prefix}/env/{name}": one.rate for name, one in self.by_world().items()}
 
 
 def plans(config: Config, step: int, policy: str = "") -> list[EvaluationPlan]:
@@ -225,17 +269,20 @@ def summarise(
     counts = dict.fromkeys((task.id for task in tasks), 0)
     for trajectory in trajectories:
         counts[trajectory.task_id] += success(rewards, trajectory)
-    parts = {
-        part.name: sum(t.rewards.get(part.name, 0.0) for t in trajectories) / len(trajectories)
-        for part in rewards
-    }
+    world_of = {task.id: task.tags[WORLD_TAG] for task in tasks if WORLD_TAG in task.tags}
+    parts: dict[str, float] = {}
+    for part in rewards:
+        judged = [t for t in trajectories if part.world in ("", world_of.get(t.task_id))]
+        if judged:
+            parts[part.name] = sum(t.rewards.get(part.name, 0.0) for t in judged) / len(judged)
     return Evaluation(
         plan=plan,
         task_ids=tuple(counts),
         successes=tuple(counts.values()),
-        families=tuple(task.tags.get("family", "all") for task in tasks),
+        families=tuple(task.tags.get("family", task.tags.get(WORLD_TAG, "all")) for task in tasks),
         parts=parts,
         failed=sum(t.stop_reason is StopReason.FAILED for t in trajectories),
+        worlds=tuple(world_of[task_id] for task_id in counts) if world_of else (),
     )
 
 
@@ -259,11 +306,19 @@ def save_evaluation(
             for task_id, family, count in zip(result.task_ids, result.families, result.successes, strict=True)
         ],
     }
+    if result.worlds:
+        data |= _worlds_data(result)
     records = [_record(episode) for episode in episodes]
     write_rollouts(path.with_suffix(".jsonl.gz"), records)
     with replaced_file(path) as file:
         file.write((json.dumps(data, indent=1) + "\n").encode())
     return path
+
+
+def _worlds_data(result: Evaluation) -> dict[str, object]:
+    """What the file of an evaluation in a mixture has more."""
+    by_world = {name: [one.rate, one.num_tasks] for name, one in result.by_world().items()}
+    return {"macro": result.macro, "by_world": by_world, "worlds": list(result.worlds)}
 
 
 def load_evaluation(path: Path) -> Evaluation:
@@ -278,6 +333,7 @@ def load_evaluation(path: Path) -> Evaluation:
             families=tuple(task["family"] for task in tasks),
             parts=data["parts"],
             failed=data["failed"],
+            worlds=tuple(data.get("worlds", ())),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -20,6 +20,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from ludus.engines.broadcast import Manifest, Place
 from ludus.errors import EngineBusy, EngineError, RequestRefused
 from ludus.gateway import chat, completions
 from ludus.gateway.answers import ErrorAnswer, ErrorInfo, ModelCard, ModelList
@@ -61,6 +62,9 @@ def make_app(service: Service, model: PreTrainedModel) -> Starlette:
         "/update_weights": (control.update, post),
         "/finish_weight_update": (control.finish, post),
         "/collective_rpc": (control.rpc, post),
+        "/join_weight_line": (control.join_line, post),
+        "/prepare_weights": (control.prepare, post),
+        "/receive_weights": (control.receive, post),
         "/update_weight_version": (control.relabel, post),
         "/reset_prefix_cache": (control.reset_cache, post),
         "/weight_checker": (control.check, post),
@@ -249,6 +253,18 @@ class _Control:
         asked = read_body(_Finish, await request.body() or b"{}")
         await self.desk.finish(None if asked.weight_version is None else _version(asked.weight_version))
         return JSONResponse({"message": "Weight update finished"})
+
+    async def join_line(self, request: Request) -> Response:
+        await self.desk.join(read_body(Place, await request.body()))
+        return JSONResponse({"message": "On the line"})
+
+    async def prepare(self, request: Request) -> Response:
+        self.desk.prepare(read_body(Manifest, await request.body()))
+        return JSONResponse({"message": "Weights are expected"})
+
+    async def receive(self, _: Request) -> Response:
+        await self.desk.receive()
+        return JSONResponse({"message": "Weights taken"})
 
     async def rpc(self, request: Request) -> Response:
         asked = read_body(_Rpc, await request.body())

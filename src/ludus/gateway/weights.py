@@ -1,4 +1,4 @@
-"""New weights for a served engine, from safetensors on disk, and the digests that prove them."""
+"""New weights for a served engine, from files or from a trainer's line, and the digests that prove them."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ludus.engines.broadcast import (
+    Line,
+    Manifest,
+    Place,
+    check_digest,
+    join_line,
+    restored,
+    room_for,
+    visit_store,
+)
 from ludus.engines.checksums import tensor_digest
 from ludus.errors import EngineError, SyncError
 from ludus.gateway.requests import BadRequest
@@ -27,12 +37,15 @@ class WeightDesk:
     """Weights on their way into the engine.
 
     `start`, any number of `update`s and `finish` exchange all of them between two passes; `reload` does it
-    in one. Both may happen while requests run: their later tokens are of the new weights, and say so.
+    in one; `prepare` and `receive` take them from a trainer's line. All may happen while requests run: their
+    later tokens are of the new weights, and say so.
     """
 
     service: Service
     model: PreTrainedModel
     _parts: dict[str, torch.Tensor] | None = field(init=False, default=None)
+    _line: Line | None = field(init=False, default=None)
+    _expected: Manifest | None = field(init=False, default=None)
 
     def start(self) -> None:
         """Open an update. Raises BadRequest where one is open."""
@@ -56,6 +69,45 @@ class WeightDesk:
     async def reload(self, path: str) -> None:
         """Take the tensors in a folder or file, under the version that the engine has."""
         await self._load(await asyncio.to_thread(read_weights, path), None)
+
+    async def join(self, place: Place) -> None:
+        """Join a trainer's line, in place of an earlier one."""
+        self._line = None
+        store = await asyncio.to_thread(visit_store, place)
+        self._line = await asyncio.to_thread(join_line, store, place.rank, place.count, place.timeout_s)
+
+    def prepare(self, manifest: Manifest) -> None:
+        """Say what will come. Raises BadRequest without a line, or with other weights than it builds on."""
+        version = self.service.engine.version
+        if self._line is None:
+            raise BadRequest("This server is on no line of weights.", _CONFLICT)
+        if manifest.base is not None and manifest.base != version:
+            raise BadRequest(f"A difference to {manifest.base} is no use: {version} is held.", _CONFLICT)
+        self._expected = manifest
+
+    async def receive(self) -> None:
+        """Take what the trainer sends.
+
+        Raises EngineError where the line breaks, BadRequest for weights that do not fit.
+        """
+        line, manifest = self._line, self._expected
+        if line is None or manifest is None:
+            raise BadRequest("No weights are expected.", _CONFLICT)
+        self._expected = None
+        try:
+            tensors = room_for(manifest)
+            await asyncio.to_thread(line.broadcast, tensors)
+            await asyncio.to_thread(check_digest, manifest, tensors)
+            found = restored(tensors, dict(self.model.state_dict(keep_vars=True)))
+        except EngineError:
+            self._line = None
+            raise
+        except SyncError as error:
+            raise BadRequest(str(error)) from error
+        if found:
+            await self._load(found, manifest.version)
+        else:
+            await self.service.engine.relabel(manifest.version)
 
     async def digests(self) -> dict[str, str]:
         """SHA-256 of each parameter by its name, after a worker's prefix as vLLM puts it."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from ludus.errors import ConfigError
-from ludus.types import Task, Trajectory
+from ludus.types import WORLD_TAG, Task, Trajectory
 
 RewardFunction = Callable[[Task, Trajectory], float]
 
@@ -21,13 +21,15 @@ class Reward:
 
     `outcome` marks what the task is about (it decides success: a value of 1); all other parts only shape.
     A part of weight 0 is reported and does not train. Shaping values are clipped to [-1, 1], so that they
-    can move the sum by twice their weights.
+    can move the sum by twice their weights. In a mixture `world` names the one whose tasks it judges; the
+    part is not on record for other tasks.
     """
 
     name: str
     function: RewardFunction
     weight: float = 1.0
     outcome: bool = False
+    world: str = ""
 
 
 def check_rewards(rewards: Sequence[Reward]) -> None:
@@ -59,6 +61,8 @@ def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Traj
     parts: dict[str, float] = {}
     total = 0.0
     for part in rewards:
+        if part.world and part.world != task.tags.get(WORLD_TAG):
+            continue
         value = float(part.function(task, trajectory))
         if not math.isfinite(value):
             raise ValueError(f"reward {part.name!r} of task {task.id} is {value}")

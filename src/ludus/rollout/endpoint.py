@@ -33,10 +33,11 @@ from ludus.chat.parse_draft import Malformed
 from ludus.chat.parse_json import call_of, decode
 from ludus.config.schema import RolloutConfig
 from ludus.engines.base import seed_for
+from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.rollout.conversation import Conversation
 from ludus.rollout.scheduler import ConversationFactory, Job
-from ludus.rollout.setup import Play, sampling_params
+from ludus.rollout.setup import Play, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import (
     JSON,
@@ -381,24 +382,24 @@ class EndpointConversation:
 
 
 def endpoint_conversations(
-    endpoint: Endpoint, rollout: RolloutConfig, play: Play, parser: str = ""
+    endpoint: Endpoint, rollout: RolloutConfig, play: Play, parser: str = "", world: World | None = None
 ) -> ConversationFactory:
     """What a scheduler needs to play against an endpoint, with the seeds that an engine would get.
 
     `parser` is empty or one of `PARSERS`, for servers that leave tool calls in the text. Raises ConfigError
-    for another name.
+    for another name. `world`, where given, may bound episodes by their task.
     """
     if parser and parser not in PARSERS:
         raise ConfigError(f"There is no tool parser {parser!r}.", f"Parsers: {', '.join(PARSERS)}.")
-    params = sampling_params(rollout, play.temperature)
 
     def converse(job: Job) -> Conversation:
         key = job.key
+        own = rollout if world is None else rollout_for(world, rollout, job.task)
         return EndpointConversation(
             endpoint=endpoint,
-            params=params,
+            params=sampling_params(own, play.temperature),
             seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
-            max_tokens=rollout.max_tokens,
+            max_tokens=own.max_tokens,
             parser=PARSERS[parser] if parser else None,
         )
 

@@ -85,7 +85,10 @@ class _Run:
 
 @dataclass
 class Scheduler:
-    """Plays jobs. `lockstep`, where given, is the engine that the conversations speak to."""
+    """Plays jobs. `lockstep`, where given, is the engine that the conversations speak to.
+
+    `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`.
+    """
 
     world: World
     converse: ConversationFactory
@@ -93,6 +96,7 @@ class Scheduler:
     limits: SchedulerLimits
     ledger: Ledger
     lockstep: LockstepEngine | None = None
+    limits_of: Callable[[Task], EpisodeLimits] | None = None
 
     async def run(
         self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None
@@ -157,9 +161,8 @@ class Scheduler:
     async def _play(self, job: Job) -> Trajectory:
         conversation = self.converse(job)
         environment = fresh_environment(self.world, job.task)
-        trajectory = await run_episode(
-            job.task, job.key.sample, environment, conversation, self.episode_limits
-        )
+        limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
+        trajectory = await run_episode(job.task, job.key.sample, environment, conversation, limits)
         late = any(outcome.status is ToolStatus.TIMED_OUT for outcome in trajectory.outcomes)
         if late or trajectory.stop_reason is StopReason.TIMEOUT:
             self.ledger.note_clock_limit(job.key.step)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from ludus.chat.render import Renderer
 from ludus.config.schema import RolloutConfig
 from ludus.engines.base import Engine, seed_for
-from ludus.envs.base import World
+from ludus.envs.base import SetsBounds, World
 from ludus.rollout.conversation import Conversation, EngineConversation
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.lockstep import LockstepEngine
 from ludus.rollout.scheduler import ConversationFactory, Job, Scheduler, SchedulerLimits, episode_name
-from ludus.types import SamplingParams
+from ludus.types import SamplingParams, Task
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,23 +46,27 @@ def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
     )
 
 
+def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConfig:
+    """The settings of an episode: the world's for the task, where it sets any, else the run's."""
+    return world.rollout_of(task) if isinstance(world, SetsBounds) else rollout
+
+
 def engine_scheduler(
     world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, play: Play, ledger: Ledger
 ) -> Scheduler:
     """A scheduler whose episodes speak to `engine`, in lock-step where the settings ask for
     repeatable runs and the engine's bits depend on what is computed together."""
     lockstep = LockstepEngine(engine) if rollout.reproducible and not engine.batch_invariant else None
-    params, greedy = (sampling_params(rollout, t) for t in (play.temperature, 0.0))
     if rollout.guided_tools:
         renderer.guide(())
 
     def converse(job: Job) -> Conversation:
-        key = job.key
+        key, own = job.key, rollout_for(world, rollout, job.task)
         return EngineConversation(
             engine=lockstep or engine,
             renderer=renderer,
-            params=greedy if job.greedy else params,
-            max_tokens=rollout.max_tokens,
+            params=sampling_params(own, 0.0 if job.greedy else play.temperature),
+            max_tokens=own.max_tokens,
             episode=episode_name(key),
             seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
             guided=rollout.guided_tools,
@@ -86,4 +90,5 @@ def scheduler(
         limits=SchedulerLimits(rollout.concurrency, rollout.retries, rollout.max_failure_rate),
         ledger=ledger,
         lockstep=lockstep,
+        limits_of=lambda task: episode_limits(rollout_for(world, rollout, task)),
     )

@@ -11,7 +11,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .` shows it), ke
     trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, anchors, tags,
                 failure
                 messages   the chat in the OpenAI shape, from the prompt on
-                outcomes   tool calls: call_id, tool, status, output, truncated
+                outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
 
 The truth of the task is not in it, nor is any wall-clock time: `ToolOutcome.seconds` reads back as 0 and
@@ -232,6 +232,8 @@ def _outcome_data(outcome: ToolOutcome) -> _Data:
         "status": outcome.status.value,
         "output": outcome.output,
         "truncated": outcome.truncated,
+        "cost": float(outcome.cost),
+        "retried": outcome.retried,
     }
 
 
@@ -291,7 +293,8 @@ def _segment(data: _Data) -> Segment:
     )
 
 
-def _outcome(data: _Data) -> ToolOutcome:
+def _outcome(stored: _Data) -> ToolOutcome:
+    data: _Data = {"cost": 0.0, "retried": False} | _object(stored)  # older files have neither
     _same_fields(data, ToolOutcome)
     return ToolOutcome(
         call_id=_str(data["call_id"]),
@@ -299,6 +302,8 @@ def _outcome(data: _Data) -> ToolOutcome:
         status=ToolStatus(data["status"]),
         output=_str(data["output"]),
         truncated=bool(data["truncated"]),
+        cost=_float(data["cost"]),
+        retried=bool(data["retried"]),
     )
 
 

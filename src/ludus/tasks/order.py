@@ -6,8 +6,27 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 from ludus.types import Task
+
+
+class Order(Protocol):
+    """An endless order over tasks, the same at each position whenever it is asked."""
+
+    @property
+    def tasks(self) -> Sequence[Task]:
+        """All tasks that it visits."""
+        ...
+
+    @property
+    def chunk(self) -> int:
+        """Tasks of a step: no step meets one twice."""
+        ...
+
+    def take(self, start: int, num: int) -> list[Task]:
+        """The tasks at positions `start` to `start + num`."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -27,13 +46,14 @@ class TaskOrder:
         size = len(self.tasks)
         lap = size - size % self.chunk
         return [
-            self.tasks[_permutation(size, self.seed, position // lap)[position % lap]]
+            self.tasks[permutation(size, self.seed, position // lap)[position % lap]]
             for position in range(start, start + num)
         ]
 
 
-@lru_cache(maxsize=4)
-def _permutation(size: int, seed: int, lap: int) -> tuple[int, ...]:
+@lru_cache(maxsize=32)
+def permutation(size: int, seed: int | str, lap: int) -> tuple[int, ...]:
+    """The numbers below `size` in an order that seed and lap decide."""
     order = list(range(size))
     random.Random(f"order:{seed}:{lap}").shuffle(order)
     return tuple(order)

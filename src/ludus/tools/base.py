@@ -23,7 +23,8 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal, TypedDict, get_type_hints, overload
+from types import MappingProxyType
+from typing import Any, Final, Literal, TypedDict, get_type_hints, overload
 from weakref import WeakKeyDictionary
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
@@ -53,14 +54,18 @@ class ToolError(Exception):
 Latency = Literal["instant", "fast", "slow"]
 """Below 10 ms, below a second, above that: what one call usually takes."""
 
+PATIENCE: Final[Mapping[Latency, float]] = MappingProxyType({"instant": 0.25, "fast": 1.0, "slow": 3.0})
+"""By what a latency class multiplies the default deadline of a call."""
+
 
 @dataclass(frozen=True, slots=True)
 class Traits:
     """What a tool says of its calls.
 
-    `cost` is that of one call, in a unit of the world's choice, for rewards that count it.
-    `idempotent` calls change nothing when they are repeated, so that one whose answer was lost may be sent
-    again. A successful call of a tool that `ends` is the last of its episode.
+    `latency` sets the deadline of a tool that names none (`PATIENCE`). `cost` is that of one call, in a unit
+    of the world's choice; it is added up in `ToolOutcome.cost`. `idempotent` calls change nothing when they
+    are repeated, so that one whose infrastructure failed is sent once more; others never are. A successful
+    call of a tool that `ends` is the last of its episode.
     """
 
     latency: Latency = "fast"
@@ -80,8 +85,10 @@ ToolFunction = Callable[..., str] | Callable[..., Awaitable[str]]
 class Tool:
     """A function with a schema.
 
-    A plain function runs in a thread, an `async` one on the event loop; `timeout_s` (None: the rollout's)
-    bounds the wait for either. `concurrency` bounds how many calls of this tool run at once, those of all
+    A plain function runs in a thread, an `async` one on the event loop; `timeout_s` (None: the rollout's,
+    times what the latency class asks for) bounds the wait for either. What the function raises is an
+    observation for the model, but for WorldError and EngineError: those say that the infrastructure failed.
+    `concurrency` bounds how many calls of this tool run at once, those of all
     episodes together; 0 is no bound. A call that is past its deadline no longer counts.
     """
 

@@ -6,7 +6,7 @@ import re
 import unicodedata
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -36,23 +36,38 @@ class PassageIndex:
 
     def search(self, query: str, k: int = 2) -> list[str]:
         """The `k` best passages, best first; passages that share no word with the query never appear."""
-        k = max(1, min(k, MAX_PASSAGES))
-        return [self.passages[i] for i in self._ranking(query)[:k]]
+        return [self.passages[i] for i in self.ranking(query, held(k))]
 
-    def _rank(self, query: str) -> list[int]:
-        """The places of the best passages for a query, at most `MAX_PASSAGES`."""
+    def ranking(self, query: str, depth: int) -> list[int]:
+        """The places of the best passages, best first, at most `depth`; only those that share a word."""
+        return self._ranking(query, max(depth, MAX_PASSAGES))[:depth]
+
+    def _rank(self, query: str, depth: int) -> list[int]:
         known = [word for word in words(query) if word in self._vocabulary]
         if not known:
             return []
         scores = np.asarray(self._bm25.get_scores(known))
-        k = min(MAX_PASSAGES, len(self.passages))
+        k = min(depth, len(self.passages))
         cut = np.partition(scores, -k)[-k]
         candidates = np.flatnonzero((scores >= cut) & (scores > 0))
         order: list[int] = candidates[np.argsort(-scores[candidates], kind="stable")][:k].tolist()
         return order
 
 
-def search_tool(index: PassageIndex, default_k: int = 2) -> Tool:
+def held(k: int) -> int:
+    """A number of passages that a search may return."""
+    return max(1, min(k, MAX_PASSAGES))
+
+
+class Searches(Protocol):
+    """An index: `PassageIndex`, or one of `ludus.tools.dense`."""
+
+    def search(self, query: str, k: int = 2) -> list[str]:
+        """The `k` best passages, best first."""
+        ...
+
+
+def search_tool(index: Searches, default_k: int = 2) -> Tool:
     """The tool `search(query, k)` over an index."""
 
     def search(query: str, k: int = default_k) -> str:

@@ -108,6 +108,33 @@ def microbatches(
     return [_pad([rows[i] for i in part], tuple(part), device, dtype) for part in parts]
 
 
+def balanced(rows: Sequence[Row], count: int, *, shared: bool = True) -> list[list[int]]:
+    """The places of the rows, dealt to `count` processes so that each has about as many tokens to compute.
+
+    `shared`: rows that share a prefix stay together, which then is computed once; each process has the fair
+    share up to the new tokens of one row. Otherwise the longest row goes to whoever has least so far.
+    """
+    parts: list[list[int]] = [[] for _ in range(count)]
+    if shared:
+        order, new = _in_order(rows)
+        total, done = max(1, sum(new)), 0
+        for i, size in zip(order, new, strict=True):
+            parts[min(count - 1, (2 * done + size) * count // (2 * total))].append(i)
+            done += size
+    else:
+        loads = [0] * count
+        for i in sorted(range(len(rows)), key=lambda i: (-len(rows[i].tokens), i)):
+            least = loads.index(min(loads))
+            parts[least].append(i)
+            loads[least] += len(rows[i].tokens)
+    return [sorted(part) for part in parts]
+
+
+def blank(device: torch.device, dtype: torch.dtype) -> Microbatch:
+    """A microbatch of no row: one token that nobody asks for."""
+    return _pad([Row((0,), (False,), (False,), (0.0,), (0.0,))], (), device, dtype)
+
+
 def _by_length(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
     """Longest first."""
     parts: list[list[int]] = []
@@ -120,12 +147,8 @@ def _by_length(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
 
 
 def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
-    """In the order of their tokens, each row counted without what it shares with the one before."""
-    order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
-    new = [len(rows[i].tokens) for i in order]
-    for at, (a, b) in enumerate(pairwise(order), start=1):
-        shared = shared_length(rows[a].tokens, rows[b].tokens)
-        new[at] -= shared if shared >= LEAST_SHARED else 0
+    """In the order of their tokens."""
+    order, new = _in_order(rows)
     num_parts = max(1, -(-sum(new) // max_tokens))
     fair = sum(new) / num_parts
     parts: list[list[int]] = []
@@ -139,6 +162,16 @@ def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
             parts[-1].append(i)
             size += new[at]
     return parts
+
+
+def _in_order(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
+    """The rows by their tokens, and the tokens of each without what it shares with the one before."""
+    order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
+    new = [len(rows[i].tokens) for i in order]
+    for at, (a, b) in enumerate(pairwise(order), start=1):
+        shared = shared_length(rows[a].tokens, rows[b].tokens)
+        new[at] -= shared if shared >= LEAST_SHARED else 0
+    return order, new
 
 
 def _pad(rows: Sequence[Row], index: tuple[int, ...], device: torch.device, dtype: torch.dtype) -> Microbatch:

@@ -1,7 +1,8 @@
 """Checkpoints: everything a run needs to go on, written at once or not at all.
 
 A checkpoint is a folder in Hugging Face layout, which `from_pretrained` loads, with `trainer/` in it: the
-optimiser's moments (safetensors) and the trainer's state (JSON). It is written under another name, synced
+optimiser's moments (safetensors, or the shards of the processes that split the weights) and the trainer's
+state (JSON). It is written under another name, synced
 to disk and then renamed, so that a folder called `step-N` is always whole.
 """
 
@@ -14,6 +15,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,7 +25,10 @@ from ludus.algorithms.kl_run import KlState
 from ludus.engines.loading import save_model
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import LedgerCounts, LedgerState
+from ludus.training.crew import Save
 from ludus.training.optimiser import Optimiser
+from ludus.training.sharding import is_sharded
+from ludus.training.shards import SHARDS, load_shards, save_shards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -86,12 +91,19 @@ def save_checkpoint(
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         (unfinished / "trainer").mkdir(parents=True)
-        save_model(model, tokenizer, unfinished)
-        _save_trainer(unfinished / "trainer", optimiser, state)
-        for name, tensors in extra.parts.items():
-            _save_tensors(unfinished / "trainer" / f"{name}.safetensors", tensors)
+        trainer = unfinished / "trainer"
+        if is_sharded(model):
+            with optimiser.ranks.together(Save(trainer / SHARDS)):
+                weights = save_shards(trainer / SHARDS, model, optimiser, extra.parts)
+            save_model(model, tokenizer, unfinished, weights)
+        else:
+            save_model(model, tokenizer, unfinished)
+            _save_tensors(trainer / "optimiser.safetensors", optimiser.state())
+            for name, tensors in extra.parts.items():
+                _save_tensors(trainer / f"{name}.safetensors", tensors)
         for name, text in extra.texts.items():
-            (unfinished / "trainer" / name).write_text(text, "utf-8")
+            (trainer / name).write_text(text, "utf-8")
+        (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
         _sync(unfinished)
         if final.exists():
             shutil.rmtree(final)
@@ -111,7 +123,7 @@ def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
     """Put the moments back into `optimiser`; gives the rest. Raises UserError where they do not belong."""
     try:
         data = json.loads((folder / "trainer" / "state.json").read_text("utf-8"))
-        moments = _read_tensors(folder / "trainer" / "optimiser.safetensors")
+        moments = _read_part(folder, "optimiser", optimiser.blank_state())
     except (OSError, ValueError) as error:
         raise UserError(
             f"{folder} holds no state of a trainer to resume from: {error}.",
@@ -132,13 +144,28 @@ def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
     )
 
 
-def load_part(folder: Path, name: str) -> dict[str, torch.Tensor]:
-    """The tensors of another model that trains. Raises UserError where the checkpoint has none."""
-    path = folder / "trainer" / f"{name}.safetensors"
-    if not path.is_file():
+def load_part(
+    folder: Path, name: str, like: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
+    """The tensors of another model that trains; `like` are tensors split as those are to be.
+
+    Raises UserError where the checkpoint has none.
+    """
+    trainer = folder / "trainer"
+    known = (trainer / SHARDS).is_dir() or (trainer / f"{name}.safetensors").is_file()
+    found = _read_part(folder, name, like) if known else {}
+    if not found:
         raise UserError(
             f"{folder} holds no {name}.", "Resume with the algorithm that the run was started with."
         )
+    return found
+
+
+def _read_part(folder: Path, name: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors under a name, in one piece or, where processes saved their shards, as `like` is split."""
+    shards, path = folder / "trainer" / SHARDS, folder / "trainer" / f"{name}.safetensors"
+    if shards.is_dir():
+        return load_shards(shards, name, like)
     return _read_tensors(path)
 
 
@@ -212,11 +239,6 @@ def prune(shelf: Path, keep: int) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
     for leftover in [*shelf.glob(".step-*.tmp"), *shelf.glob(".step-*.old")]:
         shutil.rmtree(leftover, ignore_errors=True)
-
-
-def _save_trainer(folder: Path, optimiser: Optimiser, state: TrainerState) -> None:
-    _save_tensors(folder / "optimiser.safetensors", optimiser.state())
-    (folder / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
 
 
 def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:

@@ -37,7 +37,7 @@ from ludus.rollout.scheduler import Episode
 from ludus.training.reward_data import Judged, action_ends
 from ludus.training.reward_model import RewardModel, find_reward_model, load_reward_model
 from ludus.training.session import Session
-from ludus.types import Group, Trajectory
+from ludus.types import WORLD_TAG, Group, Task, Trajectory
 
 MODEL_PART = "reward_model"
 """The name of the part that a reward model gives."""
@@ -49,13 +49,17 @@ FULL = 1 - 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One part of the reward: its weight over the steps, and the range that its value is held in."""
+    """One part of the reward: its weight over the steps, and the range that its value is held in.
+
+    `world`: of a mixture the one whose tasks it judges.
+    """
 
     name: str
     outcome: bool
     weight: Schedule
     low: float
     high: float
+    world: str = ""
 
 
 def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[Part, ...]:
@@ -84,7 +88,8 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[Part, ...]:
         if min(outcomes) < 0 or max(outcomes) == 0:
             raise ConfigError("No outcome has a weight above 0.", "See rewards.weights and weights_end.")
         if settings.combination != "pareto" and not settings.allow_outweigh:
-            _check_outcome(parts, settings, step)
+            for world in {part.world for part in parts}:
+                _check_outcome([p for p in parts if p.world in ("", world)], settings, step)
     return parts
 
 
@@ -106,7 +111,13 @@ def check_reward_settings(config: Config, world: World) -> None:
     plan_parts(config, parts_of(config, world))
     if settings.model is not None:
         find_reward_model(Path(settings.model))
-    task = world.tasks("train")[0]
+    by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
+    for task in by_world.values():
+        _check_task(settings, task)
+
+
+def _check_task(settings: RewardsConfig, task: Task) -> None:
+    """ConfigError for a task that the preset cannot judge, or without the tag that says its scale."""
     if settings.preset is not None and not isinstance(task.truth, PUBLISHED[settings.preset].truth):
         wanted, given = PUBLISHED[settings.preset].truth.__name__, type(task.truth).__name__
         raise ConfigError(
@@ -217,7 +228,8 @@ class Combiner:
                 for t, reward in zip(trajectories, rewards.tolist(), strict=True)
             ]
             domains = [episode.task.tags.get(self.settings.normalise_by, "") for episode in episodes]
-            self.moments = self.moments.updated(domains, rewards)
+            before = self.moments if self.settings.normalise_over == "run" else DomainMoments()
+            self.moments = before.updated(domains, rewards)
             rewards = domain_normalised(rewards=rewards, domains=domains, moments=self.moments)
         for (g, i), trajectory, reward in zip(places, trajectories, rewards.tolist(), strict=True):
             found[g][i] = replace(groups[g][i], trajectory=replace(trajectory, reward=reward))
@@ -357,7 +369,7 @@ def _planned(config: Config, part: Reward) -> Part:
     if part.outcome:
         return Part(part.name, True, schedule, -torch.inf, torch.inf)
     cap = config.rewards.caps.get(part.name, 1.0)
-    return Part(part.name, False, schedule, -cap, cap)
+    return Part(part.name, False, schedule, -cap, cap, part.world)
 
 
 def _schedule(config: Config, name: str, weight: float) -> Schedule:

@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.losses import value_loss
-from ludus.errors import LearnerError
 from ludus.training.batch import Row
 from ludus.training.optimiser import OptimiserSettings
-from ludus.training.state_model import StateModel, load_state_of, padded, scored, state_of
+from ludus.training.ranks import ONE_PROCESS, Ranks, merged
+from ludus.training.state_model import StateModel, blank_state_of, load_state_of, padded, scored, state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,11 +42,12 @@ class Critic:
         policy: PreTrainedModel,
         optimiser: OptimiserSettings,
         settings: CriticSettings = CriticSettings(),
+        ranks: Ranks = ONE_PROCESS,
     ) -> None:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
         self.settings = settings
         size, again = settings.microbatch_tokens, settings.recompute
-        self.states = StateModel(policy, 1, optimiser, size, recompute=again)
+        self.states = StateModel(policy, 1, optimiser, size, recompute=again, ranks=ranks)
         self.model, self.optimiser = self.states.model, self.states.optimiser
 
     @torch.no_grad()
@@ -56,6 +57,7 @@ class Critic:
         for part in self.states.parts(rows):
             values = self.states.read(part)[:, :, 0]
             found |= {i: values[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        found = merged(found, self.states.ranks)
         return [found[i] for i in range(len(rows))]
 
     def train(
@@ -80,6 +82,10 @@ class Critic:
         """Weights and moments, for a checkpoint."""
         return state_of(self.model, self.optimiser)
 
+    def blank_state(self) -> dict[str, Tensor]:
+        """What `state` gives after a step, all zeros."""
+        return blank_state_of(self.model, self.optimiser)
+
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         """Put back what `state` gave. Raises LearnerError for another critic."""
         load_state_of(self.model, self.optimiser, state, num_steps, "critic")
@@ -87,7 +93,7 @@ class Critic:
     def _step(
         self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor], tokens: int
     ) -> float:
-        total = 0.0
+        total, fault = 0.0, ""
         for part in self.states.parts(rows):
             values = self.states.read(part)[:, :, 0]
             loss = value_loss(
@@ -99,11 +105,11 @@ class Critic:
             )
             scaled = loss.sum() / tokens
             if not torch.isfinite(scaled):
-                raise LearnerError("The critic's loss is not a number.", "Lower critic.learning_rate.")
+                fault = "The critic's loss is not a number."
             torch.autograd.backward(scaled)
             total += float(scaled.detach())
-        self.optimiser.step()
-        return total
+        self.optimiser.step_together(fault, "Lower critic.learning_rate.")
+        return sum(self.states.ranks.gather(total))
 
 
 def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:

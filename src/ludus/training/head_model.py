@@ -10,9 +10,17 @@ from torch import Tensor, nn
 
 from ludus.errors import LearnerError, UserError
 from ludus.training.scoring import Scorer
+from ludus.training.sharding import within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+
+class _Parts(nn.ModuleDict):
+    """Named parts that can be split between processes."""
+
+    def forward(self) -> None:
+        """They are used one by one."""
 
 
 class HeadModel:
@@ -37,7 +45,7 @@ class HeadModel:
         )
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
-        self.model = nn.ModuleDict({"body": self._scorer.body, "head": self.head})
+        self.model = _Parts({"body": self._scorer.body, "head": self.head})
 
     @property
     def device(self) -> torch.device:
@@ -51,8 +59,13 @@ class HeadModel:
 
     def read(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
         """The numbers `[A, outputs]` after the positions `at` (rows, columns) of `tokens` `[B, L]`."""
-        values: Tensor = self.head(self._scorer.states(tokens, at))
+        values: Tensor = within(self.model, lambda: self.head(self._scorer.states(tokens, at)))
         return values.to(self.dtype)
+
+    def idle(self) -> Tensor:
+        """0, after a pass of one token, which processes that share the weights make together."""
+        nowhere = torch.zeros(1, dtype=torch.int64, device=self.device)
+        return 0.0 * self.read(nowhere[None], (nowhere, nowhere)).sum()
 
     def load_head(self, stored: Mapping[str, Tensor]) -> None:
         """Put a head's `weight` and `bias` back. Raises LearnerError for one of another shape."""

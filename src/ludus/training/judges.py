@@ -16,11 +16,13 @@ from ludus.config.schema import Config
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory
 from ludus.training.credit import Credit, Estimates
+from ludus.training.crew import JudgeLearns, JudgeSays
 from ludus.training.critic import Critic, CriticSettings
 from ludus.training.learner import Learner
 from ludus.training.optimiser import OptimiserSettings
 from ludus.training.outcome_critic import OutcomeCritic, OutcomeCriticSettings
 from ludus.training.process_reward import ProcessReward, ProcessRewardSettings
+from ludus.training.ranks import ONE_PROCESS, Ranks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,8 +30,10 @@ if TYPE_CHECKING:
 Judge = Critic | OutcomeCritic | ProcessReward
 
 
-def make_judge(config: Config, algorithm: Algorithm, model: PreTrainedModel, success: str) -> Judge | None:
-    """The critic or process reward model of the algorithm, where it has one.
+def make_judge(
+    config: Config, algorithm: Algorithm, model: PreTrainedModel, success: str, ranks: Ranks = ONE_PROCESS
+) -> Judge | None:
+    """The critic or process reward model of the algorithm, where it has one; `ranks` train it together.
 
     `success` names the reward part that says whether a task was solved.
     """
@@ -43,14 +47,19 @@ def make_judge(config: Config, algorithm: Algorithm, model: PreTrainedModel, suc
             ProcessRewardSettings(
                 size, prime.epochs, beta, config.rollout.temperature or 1.0, success, again
             ),
+            ranks,
         )
     optimiser = OptimiserSettings(
         learning_rate=critic.learning_rate, total_steps=training.steps * critic.epochs
     )
     if algorithm.advantage == "coderl":
-        return OutcomeCritic(model, optimiser, OutcomeCriticSettings(size, critic.epochs, success, again))
+        return OutcomeCritic(
+            model, optimiser, OutcomeCriticSettings(size, critic.epochs, success, again), ranks
+        )
     if algorithm.advantage in CRITIC_ADVANTAGES:
-        return Critic(model, optimiser, CriticSettings(size, critic.epochs, critic.clip or None, again))
+        return Critic(
+            model, optimiser, CriticSettings(size, critic.epochs, critic.clip or None, again), ranks
+        )
     return None
 
 
@@ -69,17 +78,27 @@ def judged(judge: Judge, credits: Sequence[Credit], rows: Sequence[Row], learner
 
     Raises LearnerError where it needs a reference and there is none.
     """
+    solved = [] if isinstance(judge, Critic) else _solved(credits, judge.settings.success)
+    with judge.optimiser.ranks.together(JudgeSays(rows, solved)):
+        said = at_actions(say(judge, rows, solved), rows)
     match judge:
         case Critic():
-            return Estimates(values=at_actions(judge.values(rows), rows))
+            return Estimates(values=said)
         case OutcomeCritic():
-            solved = _solved(credits, judge.settings.success)
-            return Estimates(outcome_probs=at_actions(judge.probabilities(rows, solved), rows))
+            return Estimates(outcome_probs=said)
         case ProcessReward():
-            return Estimates(
-                prm_logprobs=at_actions(judge.logprobs(rows), rows),
-                ref_logprobs=at_actions(learner.reference(rows), rows),
-            )
+            return Estimates(prm_logprobs=said, ref_logprobs=at_actions(learner.reference(rows), rows))
+
+
+def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool]) -> list[Tensor]:
+    """What it says of each row's tokens, `[T]`; `solved` are the outcomes, for a critic of outcomes."""
+    match judge:
+        case Critic():
+            return judge.values(rows)
+        case OutcomeCritic():
+            return judge.probabilities(rows, solved)
+        case ProcessReward():
+            return judge.logprobs(rows)
 
 
 def train_judge(judge: Judge, credits: Sequence[Credit]) -> dict[str, float]:
@@ -88,16 +107,28 @@ def train_judge(judge: Judge, credits: Sequence[Credit]) -> dict[str, float]:
     rows = [row_of_trajectory(credit.episode.trajectory, 0.0) for credit in trained]
     if not rows:
         return {}
+    solved = [] if isinstance(judge, Critic) else _solved(trained, judge.settings.success)
+    given: list[list[tuple[float, ...] | None]] = []
+    if isinstance(judge, Critic):
+        given = [[credit.targets for credit in trained], [credit.values for credit in trained]]
+    elif isinstance(judge, ProcessReward):
+        given = [[credit.reference for credit in trained]]
+    tables = tuple([_spread(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
+    with judge.optimiser.ranks.together(JudgeLearns(rows, tables, solved)):
+        return teach(judge, rows, tables, solved)
+
+
+def teach(
+    judge: Judge, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+) -> dict[str, float]:
+    """Train it on `tables` of numbers `[T]` a row, as its `train` takes them, or on the outcomes."""
     match judge:
         case Critic():
-            targets = [_spread(credit.targets, row) for credit, row in zip(trained, rows, strict=True)]
-            values = [_spread(credit.values, row) for credit, row in zip(trained, rows, strict=True)]
-            return judge.train(rows, targets, values)
+            return judge.train(rows, tables[0], tables[1])
         case OutcomeCritic():
-            return judge.train(rows, _solved(trained, judge.settings.success))
+            return judge.train(rows, solved)
         case ProcessReward():
-            references = [_spread(credit.reference, row) for credit, row in zip(trained, rows, strict=True)]
-            return judge.train(rows, references, _solved(trained, judge.settings.success))
+            return judge.train(rows, tables[0], solved)
 
 
 def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:

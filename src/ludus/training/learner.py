@@ -25,13 +25,15 @@ from ludus.algorithms.objective import Statistics, objective
 from ludus.algorithms.terms import coefficient
 from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
-from ludus.training.batch import Microbatch, Row, microbatches
+from ludus.training.batch import Microbatch, Row, balanced, blank, microbatches
+from ludus.training.crew import Score, Train
 from ludus.training.head import Entropy
 from ludus.training.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
 from ludus.training.optimiser import Optimiser
-from ludus.training.ranks import Ranks, current_ranks, sum_gradients
+from ludus.training.ranks import Ranks, current_ranks, merged, raise_together, sum_gradients
 from ludus.training.routing import following, recording
 from ludus.training.scoring import Scorer, Scores
+from ludus.training.sharding import is_sharded
 from ludus.training.token_budget import TokenBudget
 
 CHOOSING_LOSSES = ("clip_cov", "kl_cov")
@@ -94,18 +96,26 @@ class Learner:
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=current_ranks)
     budget: TokenBudget = field(init=False)
+    _fault: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
-        self.budget = TokenBudget(self.settings.microbatch_tokens, self.settings.halve_on_oom)
+        self._sharded = is_sharded(self.scorer.model)
+        halve = self.settings.halve_on_oom and not self._sharded
+        self.budget = TokenBudget(self.settings.microbatch_tokens, halve)
 
     def score(self, rows: Sequence[Row]) -> list[Tensor]:
         """Log-probabilities `[T]` of each row's training tokens under the present weights."""
-        return [scores.logprobs for scores in self._score_all(rows, self.scorer)[0]]
+        return [scores.logprobs for scores in self.ask("", rows)]
 
     def entropies(self, rows: Sequence[Row]) -> list[Tensor]:
         """Entropies `[T]` in nats at each row's training tokens under the present weights."""
-        found, _ = self._score_all(rows, self.scorer, "value")
+        found = self.ask("", rows, "value")
         return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
+
+    def ask(self, name: str, rows: Sequence[Row], entropy: Entropy = "none") -> list[Scores]:
+        """The scores of each row, `[T]`, by the policy ("") or another scorer, by its name."""
+        with self.ranks.together(Score(name, rows, entropy)):
+            return self._score_all(rows, self.scorers[name] if name else self.scorer, entropy)[0]
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
         """Log-probabilities `[T]` of each row's training tokens under the reference.
@@ -114,8 +124,7 @@ class Learner:
         """
         if "reference" not in self.scorers:
             raise LearnerError("There is no reference to compare with.")
-        found, _ = self._score_all(rows, self.scorers["reference"])
-        return [scores.logprobs for scores in found]
+        return [scores.logprobs for scores in self.ask("reference", rows)]
 
     def penalties(self, rows: Sequence[Row], proximal: Sequence[Tensor]) -> list[Tensor]:
         """The KL estimate to the reference `[T]` of each row, 0 off its training tokens.
@@ -134,13 +143,18 @@ class Learner:
 
         `seed` orders the rows where there are several minibatches. Without a row nothing changes. Raises
         LearnerError where loss or gradient is not finite; the weights are then those of the last good step.
-        With several processes `rows` are this one's part, which may be empty, and the metrics are of all.
+        With several processes `rows` are all rows or this one's part, which may be empty, as `Ranks.whole`
+        says, and the metrics are of all.
         """
+        with self.ranks.together(Train(rows, seed, self.algorithm)):
+            return self._train(rows, seed)
+
+    def _train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         if not any(self.ranks.gather(len(rows))):
             return {}
-        if self.ranks.count > 1 and self.algorithm.loss in CHOOSING_LOSSES:
+        if not self.ranks.whole and self.algorithm.loss in CHOOSING_LOSSES:
             raise LearnerError(
-                f"The loss {self.algorithm.loss} chooses tokens of the whole batch: one process."
+                f"The loss {self.algorithm.loss} chooses tokens of all rows, which each process needs."
             )
         settings = self.settings
         known = self._start(rows, seed)
@@ -176,7 +190,8 @@ class Learner:
         With several processes all are those of the batch that they share. Raises LearnerError where memory
         runs out over one row alone.
         """
-        known = known or Known()
+        mine = self._mine(rows)
+        rows, known = [rows[i] for i in mine], (known or Known()).of(mine)
         own = Normaliser(
             sum(sum(row.trains[1:]) for row in rows),
             sum(any(row.trains[1:]) for row in rows),
@@ -188,22 +203,47 @@ class Learner:
         found: list[Statistics] = []
 
         def backward(part: Microbatch) -> None:
-            found.append(self._backward(part, normaliser, known))
+            statistics = self._backward(part, normaliser, known)
+            if part.index:
+                found.append(statistics)
 
         def forget() -> None:
             found.clear()
             self.optimiser.clear()
 
+        self._fault = ""
         self.budget.each(lambda limit: self._split(rows, limit), backward, forget)
+        self._check_finite()
         sum_gradients(self.optimiser.parameters, self.ranks)
         everything = [statistics for part in self.ranks.gather(found) for statistics in part]
         if not everything:
             raise ValueError("a batch needs at least one row")
         return functools.reduce(operator.add, everything), normaliser.tokens
 
+    def _mine(self, rows: Sequence[Row]) -> Sequence[int]:
+        """The places of the rows that this process works on."""
+        if not self.ranks.whole or self.ranks.count == 1:
+            return range(len(rows))
+        return balanced(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]
+
     def _split(self, rows: Sequence[Row], limit: int) -> list[Microbatch]:
+        """In as many parts as the others have, where weights are split: each pass is made together."""
         device = next(self.scorer.model.parameters()).device
-        return microbatches(rows, limit, device, self._float, shared=self.scorer.shares_prefixes)
+        parts = microbatches(rows, limit, device, self._float, shared=self.scorer.shares_prefixes)
+        if not self._sharded:
+            return parts
+        most = max(self.ranks.gather(len(parts)))
+        return parts + [blank(device, self._float)] * (most - len(parts))
+
+    def _check_finite(self) -> None:
+        """Raise LearnerError in all processes where the loss of one is not finite."""
+        try:
+            raise_together(
+                self._fault, "Look for extreme rewards or log-probabilities in this step.", self.ranks
+            )
+        except LearnerError:
+            self.optimiser.clear()
+            raise
 
     @property
     def _float(self) -> torch.dtype:
@@ -218,7 +258,7 @@ class Learner:
             "optim/grad_norm": norm,
             "optim/learning_rate": rate,
             "batch/trained_tokens": float(tokens),
-            "batch/trained_rows": float(sum(self.ranks.gather(len(batch)))),
+            "batch/trained_rows": float(sum(self.ranks.gather(len(self._mine(batch))))),
         }
 
     def _backward(self, part: Microbatch, normaliser: Normaliser, known: Known) -> Statistics:
@@ -227,10 +267,9 @@ class Learner:
         with following(self.scorer.routing, experts):
             loss, statistics = self._loss(part, normaliser, known, reference)
             if not torch.isfinite(loss):
-                raise LearnerError(
-                    f"The loss is {float(loss.detach())}.",
-                    "Look for extreme rewards or log-probabilities in this step.",
-                )
+                self._fault = f"The loss is {float(loss.detach())}."
+                if self.ranks.count == 1:
+                    self._check_finite()
             if loss.requires_grad:
                 torch.autograd.backward(loss)
         return statistics
@@ -258,7 +297,10 @@ class Learner:
             positive=part.positive,
             expert=part.expert,
         )
-        return objective(batch, self.algorithm, normaliser)
+        loss, statistics = objective(batch, self.algorithm, normaliser)
+        if self._sharded and not (loss.requires_grad and part.index):
+            loss = 0.0 * scores.logprobs.sum()
+        return loss, statistics
 
     def _other(self, name: str, part: Microbatch) -> Tensor | None:
         if name not in self.scorers:
@@ -274,17 +316,20 @@ class Learner:
         found: dict[int, Scores] = {}
         experts: dict[int, Tensor] = {}
         routing = self.scorer.routing
+        mine = self._mine(rows)
+        own = [rows[i] for i in mine]
 
         def score(part: Microbatch) -> None:
             scores = scorer.score(part.tokens, part.trains, entropy)
             for place, i in enumerate(part.index):
-                length = len(rows[i].tokens)
+                length = len(own[i].tokens)
                 spread = None if scores.entropy is None else scores.entropy[place, :length]
-                found[i] = Scores(scores.logprobs[place, :length], spread)
-            if routing is not None and routing.records:
-                experts.update(zip(part.index, routing.taken(), strict=True))
+                found[mine[i]] = Scores(scores.logprobs[place, :length], spread)
+            if part.index and routing is not None and routing.records:
+                experts.update(zip((mine[i] for i in part.index), routing.taken(), strict=True))
 
-        self.budget.each(lambda limit: self._split(rows, limit), score, found.clear)
+        self.budget.each(lambda limit: self._split(own, limit), score, found.clear)
+        found, experts = merged(found, self.ranks), merged(experts, self.ranks)
         every = range(len(rows))
         return [found[i] for i in every], [experts[i] for i in every] if experts else None
 

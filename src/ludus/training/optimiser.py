@@ -9,10 +9,15 @@ from typing import Literal
 
 import torch
 from torch import nn
+from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ludus.config.rewards import RewardModelConfig
 from ludus.config.schema import PreferenceConfig, RftConfig, SftConfig, TrainingConfig
 from ludus.errors import LearnerError
+from ludus.training.ranks import Alone, Ranks, raise_together, sum_gradients
+from ludus.training.sharding import local, put, whole
+
+_MOMENTS = ("exp_avg", "exp_avg_sq")
 
 SectionOfOptimiser = TrainingConfig | SftConfig | PreferenceConfig | RftConfig | RewardModelConfig
 """The sections that set an optimiser, by the same names."""
@@ -61,12 +66,22 @@ class OptimiserSettings:
 class Optimiser:
     """AdamW over the parameters that require a gradient. Matrices decay, vectors do not.
 
+    `ranks` are the processes that train the same model; what is split between them stays split here.
+
     With `masters` a parameter of less than 32 bits is moved as a float32 copy, the moments are float32, and
     the parameter is the copy, rounded. An update below the parameter's resolution then adds up.
     """
 
-    def __init__(self, model: nn.Module, settings: OptimiserSettings, *, masters: bool = True) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        settings: OptimiserSettings,
+        *,
+        masters: bool = True,
+        ranks: Ranks | None = None,
+    ) -> None:
         self.settings = settings
+        self.ranks: Ranks = Alone() if ranks is None else ranks
         self.num_steps = 0
         self._named = {name: p for name, p in model.named_parameters() if p.requires_grad}
         self._masters = {
@@ -105,7 +120,7 @@ class Optimiser:
         """
         if self._adamw.state:
             return 0
-        return sum(2 * p.numel() * p.element_size() for p in self._moved.values())
+        return sum(2 * local(p).numel() * p.element_size() for p in self._moved.values())
 
     def step(self) -> float:
         """Clip the gradients, take one step, clear them. Gives the norm before clipping.
@@ -113,7 +128,10 @@ class Optimiser:
         Raises LearnerError, with the weights untouched, where the norm is not finite.
         """
         self._hand_over()
-        norm = float(nn.utils.clip_grad_norm_(list(self._moved.values()), self.settings.max_grad_norm))
+        moved = [p for p in self._moved.values() if p.grad is not None]
+        total = whole(get_total_norm([p.grad for p in moved if p.grad is not None]))
+        clip_grads_with_norm_(moved, self.settings.max_grad_norm, total)
+        norm = float(total)
         if not math.isfinite(norm):
             self.clear()
             raise LearnerError(
@@ -130,6 +148,19 @@ class Optimiser:
         self.num_steps += 1
         return norm
 
+    def step_together(self, fault: str, hint: str) -> float:
+        """Sum the gradients of the processes, then `step`.
+
+        Raises LearnerError in all of them where one has a fault (a sentence; empty: none).
+        """
+        try:
+            raise_together(fault, hint, self.ranks)
+        except LearnerError:
+            self.clear()
+            raise
+        sum_gradients(self.parameters, self.ranks)
+        return self.step()
+
     def _hand_over(self) -> None:
         """Move the gradients to the master weights; before the first step these are the present weights."""
         for name, master in self._masters.items():
@@ -145,16 +176,23 @@ class Optimiser:
             f"{kind}/{name}": self._adamw.state[moved][kind]
             for name, moved in self._moved.items()
             if moved in self._adamw.state
-            for kind in ("exp_avg", "exp_avg_sq")
+            for kind in _MOMENTS
         }
         return moments | {f"master/{name}": m for name, m in self._masters.items() if self.num_steps}
+
+    def blank_state(self) -> dict[str, torch.Tensor]:
+        """What `state` gives after a step, in its shapes, types and split; the numbers are zeros."""
+        moments = {
+            f"{kind}/{name}": torch.zeros_like(m) for name, m in self._moved.items() for kind in _MOMENTS
+        }
+        return moments | {f"master/{name}": torch.zeros_like(m) for name, m in self._masters.items()}
 
     def load_state(self, state: dict[str, torch.Tensor], num_steps: int) -> None:
         """Put back what `state` gave after `num_steps` steps. Raises LearnerError for other parameters."""
         self.num_steps = num_steps
         if num_steps == 0:
             return
-        expected = {f"{kind}/{name}" for name in self._named for kind in ("exp_avg", "exp_avg_sq")}
+        expected = {f"{kind}/{name}" for name in self._named for kind in _MOMENTS}
         expected |= {f"master/{name}" for name in self._masters}
         if set(state) != expected:
             odd = sorted(expected ^ set(state))[0]
@@ -165,10 +203,9 @@ class Optimiser:
                 else "",
             )
         for name, moved in self._moved.items():
-            self._adamw.state[moved] = {
-                "step": torch.tensor(float(num_steps)),
-                "exp_avg": state[f"exp_avg/{name}"].to(moved).clone(),
-                "exp_avg_sq": state[f"exp_avg_sq/{name}"].to(moved).clone(),
-            }
+            moments = {kind: torch.zeros_like(moved) for kind in _MOMENTS}
+            for kind, moment in moments.items():
+                put(moment, state[f"{kind}/{name}"])
+            self._adamw.state[moved] = {"step": torch.tensor(float(num_steps)), **moments}
         for name, master in self._masters.items():
-            master.copy_(state[f"master/{name}"])
+            put(master, state[f"master/{name}"])

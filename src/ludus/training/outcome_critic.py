@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
-from ludus.errors import LearnerError
 from ludus.training.batch import Row
 from ludus.training.optimiser import OptimiserSettings
-from ludus.training.state_model import StateModel, load_state_of, scored, state_of
+from ludus.training.ranks import ONE_PROCESS, Ranks, merged
+from ludus.training.state_model import StateModel, blank_state_of, load_state_of, scored, state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -45,11 +45,12 @@ class OutcomeCritic:
         policy: PreTrainedModel,
         optimiser: OptimiserSettings,
         settings: OutcomeCriticSettings = OutcomeCriticSettings(),
+        ranks: Ranks = ONE_PROCESS,
     ) -> None:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
         self.settings = settings
         size, again = settings.microbatch_tokens, settings.recompute
-        self.states = StateModel(policy, CLASSES, optimiser, size, recompute=again)
+        self.states = StateModel(policy, CLASSES, optimiser, size, recompute=again, ranks=ranks)
         self.model, self.optimiser = self.states.model, self.states.optimiser
 
     @torch.no_grad()
@@ -61,6 +62,7 @@ class OutcomeCritic:
             for place, i in enumerate(part.index):
                 own = torch.where(scored(part)[place], chances[place, :, int(solved[i])], 0.0)
                 found[i] = own[: len(rows[i].tokens)]
+        found = merged(found, self.states.ranks)
         return [found[i] for i in range(len(rows))]
 
     def train(self, rows: Sequence[Row], solved: Sequence[bool]) -> dict[str, float]:
@@ -81,22 +83,28 @@ class OutcomeCritic:
         """Weights and moments, for a checkpoint."""
         return state_of(self.model, self.optimiser)
 
+    def blank_state(self) -> dict[str, Tensor]:
+        """What `state` gives after a step, all zeros."""
+        return blank_state_of(self.model, self.optimiser)
+
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         """Put back what `state` gave. Raises LearnerError for another critic."""
         load_state_of(self.model, self.optimiser, state, num_steps, "critic")
 
     def _step(self, rows: Sequence[Row], solved: Sequence[bool], tokens: int) -> tuple[float, int]:
-        total, right = 0.0, 0
+        total, right, fault = 0.0, 0, ""
         for part in self.states.parts(rows):
             mask = scored(part)
-            logits = self.states.read(part, after=True)[mask]
+            table = self.states.read(part, after=True)
+            logits = table[mask]
             classes = torch.tensor([int(solved[i]) for i in part.index], device=logits.device)
             labels = classes[:, None].expand(mask.shape)[mask]
             loss = cross_entropy(logits, labels, reduction="sum") / tokens
             if not torch.isfinite(loss):
-                raise LearnerError("The critic's loss is not a number.", "Lower critic.learning_rate.")
-            torch.autograd.backward(loss)
+                fault = "The critic's loss is not a number."
+            torch.autograd.backward(loss if part.index else 0.0 * table.sum())
             total += float(loss.detach())
             right += int((logits.argmax(1) == labels).sum())
-        self.optimiser.step()
-        return total, right
+        self.optimiser.step_together(fault, "Lower critic.learning_rate.")
+        ranks = self.states.ranks
+        return sum(ranks.gather(total)), sum(ranks.gather(right))

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ludus.errors import LearnerError
-from ludus.training.batch import Microbatch, Row, microbatches
+from ludus.training.batch import Row
+from ludus.training.dealing import Dealer
 from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.ranks import ONE_PROCESS, Ranks, merged
 from ludus.training.scoring import Scorer
-from ludus.training.state_model import load_state_of, padded, scored, state_of
+from ludus.training.state_model import blank_state_of, load_state_of, padded, scored, state_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,19 +51,24 @@ class ProcessReward:
         policy: PreTrainedModel,
         optimiser: OptimiserSettings,
         settings: ProcessRewardSettings = ProcessRewardSettings(),
+        ranks: Ranks = ONE_PROCESS,
     ) -> None:
         self.settings = settings
         self.model = copy.deepcopy(policy)
         self._scorer = Scorer(self.model, settings.temperature, recompute=settings.recompute)
-        self.optimiser = Optimiser(self.model, optimiser)
+        ranks.split(self.model)
+        self.ranks = ranks
+        self.optimiser = Optimiser(self.model, optimiser, ranks=ranks)
+        self._dealer = Dealer(ranks, self.model, settings.microbatch_tokens, self._scorer.shares_prefixes)
 
     @torch.no_grad()
     def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
         """Its log-probability of each training token, `[T]` a row, 0 elsewhere."""
         found: dict[int, Tensor] = {}
-        for part in self._parts(rows):
+        for part in self._dealer.parts(rows):
             scores = self._scorer.score(part.tokens, part.trains).logprobs
             found |= {i: scores[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        found = merged(found, self.ranks)
         return [found[i] for i in range(len(rows))]
 
     def train(
@@ -84,6 +90,10 @@ class ProcessReward:
         """Weights and moments, for a checkpoint."""
         return state_of(self.model, self.optimiser)
 
+    def blank_state(self) -> dict[str, Tensor]:
+        """What `state` gives after a step, all zeros."""
+        return blank_state_of(self.model, self.optimiser)
+
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         """Put back what `state` gave. Raises LearnerError for another model."""
         load_state_of(self.model, self.optimiser, state, num_steps, "process reward model")
@@ -91,25 +101,20 @@ class ProcessReward:
     def _step(
         self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]
     ) -> tuple[float, int]:
-        total, right = 0.0, 0
-        for part in self._parts(rows):
+        total, right, fault = 0.0, 0, ""
+        for part in self._dealer.parts(rows):
             scores = self._scorer.score(part.tokens, part.trains).logprobs
+            if not part.index:
+                torch.autograd.backward(0.0 * scores.sum())
+                continue
             ratio = scores - padded(references, part, scores)
             logits = self.settings.beta * torch.where(scored(part), ratio, 0.0).sum(1)
             labels = torch.tensor([float(solved[i]) for i in part.index]).to(logits)
             loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / len(rows)
             if not torch.isfinite(loss):
-                raise LearnerError(
-                    "The process reward model's loss is not a number.", "Lower prime.learning_rate."
-                )
+                fault = "The process reward model's loss is not a number."
             torch.autograd.backward(loss)
             total += float(loss.detach())
             right += int(((logits > 0) == (labels > 0.5)).sum())
-        self.optimiser.step()
-        return total, right
-
-    def _parts(self, rows: Sequence[Row]) -> list[Microbatch]:
-        parameter = next(self.model.parameters())
-        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
-        shared = self._scorer.shares_prefixes
-        return microbatches(rows, self.settings.microbatch_tokens, parameter.device, dtype, shared=shared)
+        self.optimiser.step_together(fault, "Lower prime.learning_rate.")
+        return sum(self.ranks.gather(total)), sum(self.ranks.gather(right))

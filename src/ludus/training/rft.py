@@ -21,7 +21,7 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine
-from ludus.envs.base import World
+from ludus.envs.base import World, order_of
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import (
@@ -39,7 +39,6 @@ from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.setup import Play, engine_scheduler
 from ludus.rollout.store import rollouts_path, write_rollouts
-from ludus.tasks.order import TaskOrder
 from ludus.training.batch import row_of_trajectory
 from ludus.training.checkpoint import (
     TrainerState,
@@ -81,6 +80,7 @@ def check_rft(config: Config, world: World) -> None:
             f"A round needs {config.rft.tasks_per_round} tasks, and the split train has {num}.",
             f"Write --rft.tasks_per_round {num}, or less.",
         )
+    order_of(world, config.run.seed, config.rft.tasks_per_round, config.rft.rounds)
     check_cheats(config, world)
 
 
@@ -137,7 +137,7 @@ class RftLoop:
         """One group of attempts at each task of the round."""
         config = self.session.config
         world, settings = self.session.world, config.rft
-        order = TaskOrder(world.tasks("train"), config.run.seed, settings.tasks_per_round)
+        order = order_of(world, config.run.seed, settings.tasks_per_round, settings.rounds)
         tasks = order.take((number - 1) * settings.tasks_per_round, settings.tasks_per_round)
         play = Play("rft", config.rollout.temperature, config.run.seed)
         scheduler = engine_scheduler(

@@ -19,7 +19,7 @@ from ludus.diagnostics.metrics import alarms, rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine
-from ludus.envs.base import World
+from ludus.envs.base import World, order_of
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import (
     Evaluation,
@@ -31,7 +31,7 @@ from ludus.evaluation.evaluate import (
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import rollouts_path, write_rollouts
-from ludus.tasks.order import TaskOrder
+from ludus.tasks.order import Order
 from ludus.training.checkpoint import Extra, TrainerState, prune, save_checkpoint
 from ludus.training.credit import Credit
 from ludus.training.judges import part_name
@@ -100,7 +100,7 @@ class RlLoop:
         for step in range(done + 1, self.session.config.training.steps + 1):
             await self.end_step(step, await self.step(step, order))
 
-    async def step(self, step: int, order: TaskOrder) -> dict[str, float]:
+    async def step(self, step: int, order: Order) -> dict[str, float]:
         """One step: everything between two versions of the weights."""
         clock = StepTimings()
         self.engine.stats(reset=True)
@@ -245,7 +245,7 @@ def proof_metrics(proof: SyncProof) -> dict[str, float]:
     return {"sync/probe_gap": proof.probe_gap}
 
 
-def task_order(config: Config, world: World) -> TaskOrder:
+def task_order(config: Config, world: World) -> Order:
     """Which tasks come when. Raises ConfigError where one step needs more than there are."""
     tasks = world.tasks("train")
     chunk = config.training.tasks_per_step * (resolve(config.algorithm).resample_rounds + 1)
@@ -254,7 +254,7 @@ def task_order(config: Config, world: World) -> TaskOrder:
             f"One step may need {chunk} tasks, and the split train has {len(tasks)}.",
             "Lower training.tasks_per_step or algorithm.resample_rounds.",
         )
-    return TaskOrder(tasks, config.run.seed, chunk)
+    return order_of(world, config.run.seed, chunk, config.training.steps)
 
 
 def _groups(credits: Sequence[Credit]) -> list[Group]:

@@ -17,7 +17,7 @@ from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job, Scheduler
 from ludus.rollout.setup import Play, engine_scheduler
-from ludus.tasks.order import TaskOrder
+from ludus.tasks.order import Order
 from ludus.training.combine import Combiner
 from ludus.training.credit import Credit, assign_credit
 from ludus.training.experts import Experts
@@ -70,7 +70,7 @@ class Sampler:
         moments = "" if self.combiner is None else self.combiner.moments.to_json()
         return SamplerState(self.memory, self.skipped, moments)
 
-    async def sample(self, step: int, order: TaskOrder) -> list[Credit]:
+    async def sample(self, step: int, order: Order) -> list[Credit]:
         """Roll out groups, in rounds until enough of them can train or the rounds are used up."""
         num_tasks = self.session.config.training.tasks_per_step
         rounds = self.algorithm.resample_rounds + 1
@@ -87,7 +87,7 @@ class Sampler:
                 break
         return self.as_batch(credits)
 
-    def choose(self, step: int, order: TaskOrder, wanted: int, taken: set[str]) -> Sequence[Task]:
+    def choose(self, step: int, order: Order, wanted: int, taken: set[str]) -> Sequence[Task]:
         """The next tasks that GRESO does not skip, none of those in `taken`."""
         chosen = choose(order, wanted, self.memory, taken, Draw(self.session.config.run.seed, step))
         self.memory = chosen.memory

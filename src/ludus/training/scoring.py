@@ -19,6 +19,7 @@ from ludus.training import forest as forests
 from ludus.training.head import Entropy, Head, TokenScores, logits_to_scores
 from ludus.training.recompute import recomputable_layers, recomputing
 from ludus.training.routing import Routing
+from ludus.training.sharding import is_sharded, within
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -70,12 +71,21 @@ class Scorer:
             if self.routing is not None:
                 self.routing.place([rows] * tokens.shape[0], 0)
             nothing = torch.zeros(tokens.shape, dtype=self._dtype, device=tokens.device)
+            if is_sharded(self.model):
+                nothing = nothing + self._idle(tokens.device)
             return Scores(nothing, None if entropy == "none" else nothing)
         found = self._planted_scores if self._planted else self._padded_scores
         scores = found(tokens, (rows, columns), entropy)
         at = (rows, columns + 1)
         spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
         return Scores(_placed(scores.logprobs, at, tokens), spread)
+
+    def _idle(self, device: torch.device) -> Tensor:
+        """0, after a pass of one token: processes that share the weights make their passes together."""
+        nowhere = torch.zeros(1, dtype=torch.int64, device=device)
+        found = self._planted_scores if self._planted else self._padded_scores
+        scores = found(torch.zeros(1, 2, dtype=torch.int64, device=device), (nowhere, nowhere))
+        return 0.0 * scores.logprobs.sum()
 
     @property
     def _dtype(self) -> torch.dtype:
@@ -93,9 +103,14 @@ class Scorer:
         if forest.branches:
             pairs = torch.stack([states, targets])
             (states, targets), back = torch.unique(pairs, dim=1, return_inverse=True)
-        assert self._head is not None
-        head = Head(self._head.weight, self._head.bias, self.temperature)
-        scores = head.score(self._hidden(forest)[states], targets, entropy)
+
+        def scored() -> TokenScores:
+            assert self._head is not None
+            head = Head(self._head.weight, self._head.bias, self.temperature)
+            found = head.score(self._hidden(forest)[states], targets, entropy)
+            return TokenScores(found.logprobs.clone(), found.entropy)  # a view would do for no hooks
+
+        scores = within(self.model, scored)
         if back is None:
             return scores
         return TokenScores(scores.logprobs[back], None if scores.entropy is None else scores.entropy[back])

@@ -13,6 +13,7 @@ from ludus.algorithms.filters import variance_top
 from ludus.rollout.ledger import Outcome
 from ludus.training.credit import Credit, Estimates, with_estimates
 from ludus.training.roles import role_of
+from ludus.types import WORLD_TAG
 
 
 def as_one_batch(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int) -> list[Credit]:
@@ -49,7 +50,8 @@ def with_role_baselines(
     Each trajectory that was compared reads the average before its own reward enters, in their order.
     """
     compared = [credit for credit in credits if credit.advantages is not None]
-    roles = [(environment, role_of(credit.episode.task)) for credit in compared]
+    tasks = [credit.episode.task for credit in compared]
+    roles = [(task.tags.get(WORLD_TAG, environment), role_of(task)) for task in tasks]
     rewards = torch.tensor([c.episode.trajectory.reward for c in compared], dtype=torch.float64)
     read = iter(averages.read(roles, rewards).tolist())
     found = [c if c.advantages is None else replace(c, baseline=next(read)) for c in credits]

@@ -114,6 +114,8 @@ def server_engine(config: Config) -> ServerEngine:
         timeout_s=engine.timeout_s,
         patience_s=engine.patience_s,
         weights_folder=engine.weights_folder or "",
+        broadcast_host=engine.broadcast_host or "",
+        delta=engine.delta,
     )
     scaling = None if lora is None else lora.alpha / lora.rank
     return ServerEngine((engine.url or "").split(","), engine.dialect, settings, lora_scaling=scaling)

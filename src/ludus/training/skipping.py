@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ludus.algorithms.filters import zero_variance
 from ludus.algorithms.greso import GresoSettings, Visit
-from ludus.tasks.order import TaskOrder
+from ludus.tasks.order import Order
 from ludus.training.credit import Credit
 from ludus.training.memory import Memory
 from ludus.types import Task
@@ -36,7 +36,7 @@ class Draw:
     step: int
 
 
-def choose(order: TaskOrder, num: int, memory: Memory, taken: Collection[str], draw: Draw) -> Chosen:
+def choose(order: Order, num: int, memory: Memory, taken: Collection[str], draw: Draw) -> Chosen:
     """The next `num` tasks that are not skipped, none of them in `taken`; looks at one lap at most.
 
     Where all are skipped the first of them are played: a step without a task teaches nothing.

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -20,13 +21,16 @@ from ludus.algorithms.resolve import algorithm_of
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World
+from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, closing
+from ludus.errors import ConfigError
 from ludus.evaluation.check import refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.setup import episode_limits, sampling_params
 from ludus.training import modes
 from ludus.training.checkpoint import (
+    TrainerState,
     checkpoint_path,
     list_checkpoints,
     load_part,
@@ -35,15 +39,17 @@ from ludus.training.checkpoint import (
     load_weights,
 )
 from ludus.training.combine import check_reward_settings, make_combiner, reward_doubts
+from ludus.training.crew import Start, leading
 from ludus.training.dry_run import dry_run_of
 from ludus.training.experts import check_experts, make_experts
 from ludus.training.head import Entropy
-from ludus.training.judges import make_judge, part_name
+from ludus.training.judges import Judge, make_judge, part_name
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
 from ludus.training.learning import Learning
 from ludus.training.memory import Memory
 from ludus.training.old_logprobs import check_old_logprobs
 from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.ranks import ONE_PROCESS, Ranks, same_weights
 from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
 from ludus.training.routing import Routing
@@ -115,7 +121,8 @@ def check(config: Config, world: World) -> None:
 def check_cheats(config: Config, world: World) -> None:
     """Raise ConfigError where the world pays for cheating, unless `env.check` is off."""
     if config.env.check:
-        refuse_cheats(world, episode_limits(config.rollout), config.run.seed)
+        for one, rollout in worlds_in(world, config.rollout):
+            refuse_cheats(one, episode_limits(rollout), config.run.seed)
 
 
 def check_trackers(config: Config) -> None:
@@ -144,10 +151,22 @@ def train(session: Session, folder: RunFolder, reporter: Reporter) -> list[Compa
     for text in doubts(config):
         log.warning(text)
         reporter.alarm(text)
-    loop, done = build_loop(session, folder, algorithm, reporter)
-    with _closing(loop):
-        dry_run_of(config, loop.learning.learner)
-        return asyncio.run(_run(loop, done, stream_before(loop, done)))
+    with leading(config, next(session.model.parameters()).device) as ranks:
+        check_mode(config, ranks.count)
+        loop, done = build_loop(session, folder, algorithm, reporter, ranks)
+        with _closing(loop):
+            if ranks.count == 1:
+                dry_run_of(config, loop.learning.learner)
+            return asyncio.run(_run(loop, done, stream_before(loop, done)))
+
+
+def check_mode(config: Config, num_ranks: int) -> None:
+    """Raise ConfigError where several processes should learn while others sample: that is not there."""
+    if num_ranks > 1 and config.training.mode != "sync":
+        raise ConfigError(
+            f"training.mode = {config.training.mode!r} learns in one process, and {num_ranks} are asked for.",
+            "Set training.mode = 'sync', or training.learner.ranks = 1.",
+        )
 
 
 def stream_before(loop: RlLoop, done: int) -> StreamState:
@@ -189,49 +208,46 @@ def doubts(config: Config) -> list[str]:
 
 
 def build_loop(
-    session: Session, folder: RunFolder, algorithm: Algorithm, reporter: Reporter
+    session: Session,
+    folder: RunFolder,
+    algorithm: Algorithm,
+    reporter: Reporter,
+    ranks: Ranks = ONE_PROCESS,
 ) -> tuple[RlLoop, int]:
     """The parts of the loop, brought to the newest checkpoint; and the step of that checkpoint.
 
     Nothing in the folder changes before all of them are there.
     """
-    config = session.config
+    config, model = session.config, session.model
     control = control_of(config, algorithm)
     experts = make_experts(session, algorithm)
-    scorers = _scorers(session, algorithm, control)
-    model = session.model
-    updates = config.training.steps * config.training.epochs * config.training.minibatches
-    how = OptimiserSettings.of(config.training, updates)
-    optimiser = Optimiser(model, how, masters=config.model.master_weights)
-    judge = make_judge(config, algorithm, model, session.world.rewards[0].name)
     combiner = make_combiner(session, algorithm)
     spanning = config.training.mode == "async"
     done, ledger, memory = 0, Ledger(spanning=spanning), Memory.start(algorithm)
     found = list_checkpoints(folder.checkpoints)
-    if found:
+    engine = make_engine(session) if ranks.count > 1 else None  # before the weights are split
+    with ranks.together(Start(config, folder.path, found[-1][1] if found else None)):
+        parts = make_parts(session, algorithm, ranks, found[-1][1] if found else None)
+    stored = parts.stored
+    if stored is not None:
         done, path = found[-1]
-        load_weights(path, model)
-        stored = load_trainer(path, optimiser)
         ledger = Ledger.restore(stored.ledger, spanning=spanning)
         memory = Memory.start(algorithm, stored.memory)
         control = control.restored(stored.kl)
         if combiner is not None:
             combiner.restore(stored.reward_moments)
-        if judge is not None:
-            judge.load_state(load_part(path, part_name(judge)), stored.judge_steps)
         log.info("resumed from %s", path)
-    engine = make_engine(session)
+    engine = engine or make_engine(session)
     probe = probe_tokens(session)
     save_config(folder, config)
     forget_after(folder, done)
     sampler = Sampler(session, engine, algorithm, reporter, ledger, memory, combiner, experts)
-    learner = make_learner(session, algorithm, optimiser, scorers)
     loop = RlLoop(
         session=session,
         folder=folder,
         sampler=sampler,
-        learning=Learning(session, learner, control, ledger, judge, over_age_bound(config)),
-        sync=WeightSync(model, engine, probe, config.training.sync_tolerance),
+        learning=Learning(session, parts.learner, control, ledger, parts.judge, over_age_bound(config)),
+        sync=WeightSync(model, engine, probe, config.training.sync_tolerance, ranks=ranks),
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
         history=[row.metrics for row in read_metrics(folder.metrics)] if done else [],
@@ -243,6 +259,42 @@ def over_age_bound(config: Config) -> int | None:
     """The age in versions beyond which tokens do not train; None where they are waited for instead."""
     masks = config.training.mode == "async" and config.staleness.over_age == "mask"
     return config.staleness.max_staleness if masks else None
+
+
+@dataclass(frozen=True)
+class LearnerParts:
+    """What learns in a run, and what a checkpoint says besides; None where there was none."""
+
+    learner: Learner
+    judge: Judge | None
+    stored: TrainerState | None
+
+
+def make_parts(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Path | None) -> LearnerParts:
+    """Policy, optimiser, scorers and judge, brought to a checkpoint; each of `ranks` makes its own.
+
+    Their weights are split where the ranks work so. Copies of the model are made before.
+    """
+    config, model = session.config, session.model
+    same_weights(model, ranks)
+    scorers = _scorers(session, algorithm, control_of(config, algorithm))
+    judge = make_judge(config, algorithm, model, session.world.rewards[0].name, ranks)
+    if resumed is not None:
+        load_weights(resumed, model)
+    ranks.split(model)
+    for scorer in scorers.values():
+        if isinstance(scorer, Scorer):
+            ranks.split(scorer.model)
+    updates = config.training.steps * config.training.epochs * config.training.minibatches
+    how = OptimiserSettings.of(config.training, updates)
+    optimiser = Optimiser(model, how, masters=config.model.master_weights, ranks=ranks)
+    stored = None
+    if resumed is not None:
+        stored = load_trainer(resumed, optimiser)
+        if judge is not None:
+            part = load_part(resumed, part_name(judge), judge.blank_state())
+            judge.load_state(part, stored.judge_steps)
+    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), judge, stored)
 
 
 def make_learner(
@@ -264,7 +316,7 @@ def make_learner(
         config.model.activation_checkpointing,
         Routing.of(session.model) if training.learner.replay_routing else None,
     )
-    return Learner(scorer, optimiser, algorithm, settings, scorers)
+    return Learner(scorer, optimiser, algorithm, settings, scorers, optimiser.ranks)
 
 
 def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]:

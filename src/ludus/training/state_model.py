@@ -14,9 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from ludus.errors import LearnerError
-from ludus.training.batch import Microbatch, Row, microbatches
+from ludus.training.batch import Microbatch, Row
+from ludus.training.dealing import Dealer
 from ludus.training.head_model import HeadModel
 from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.ranks import ONE_PROCESS, Ranks
+from ludus.training.sharding import is_sharded, put
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -33,18 +36,21 @@ class StateModel:
         microbatch_tokens: int,
         *,
         recompute: bool = False,
+        ranks: Ranks = ONE_PROCESS,
     ) -> None:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
         hint = "Choose an algorithm without a critic."
         self._states = HeadModel(copy.deepcopy(policy), "critic", hint, outputs, recompute=recompute)
         self.head, self.model = self._states.head, self._states.model
         self.model.requires_grad_(True)
-        self.optimiser = Optimiser(self.model, optimiser)
-        self._microbatch_tokens = microbatch_tokens
+        ranks.split(self.model)
+        self.ranks = ranks
+        self.optimiser = Optimiser(self.model, optimiser, ranks=ranks)
+        self._dealer = Dealer(ranks, self.model, microbatch_tokens)
 
     def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
-        """The rows in microbatches."""
-        return microbatches(rows, self._microbatch_tokens, self._states.device, self._states.dtype)
+        """This process's part of the rows in microbatches; `index` tells the places among all rows."""
+        return self._dealer.parts(rows)
 
     def read(self, part: Microbatch, *, after: bool = False) -> Tensor:
         """The numbers `[B, L, outputs]` of the states before (or after) the training tokens, 0 elsewhere.
@@ -53,7 +59,8 @@ class StateModel:
         """
         rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
         if not rows.numel():
-            return torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
+            nothing = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
+            return nothing + self._states.idle() if is_sharded(self.model) else nothing
         wide = self._states.read(part.tokens, (rows, columns + after))
         empty = torch.zeros(*part.tokens.shape, wide.shape[1], dtype=wide.dtype, device=wide.device)
         return empty.index_put((rows, columns + 1), wide)
@@ -80,6 +87,14 @@ def state_of(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
     return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.state().items()}
 
 
+def blank_state_of(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
+    """What `state_of` gives after a step, in its shapes, types and split; the numbers are zeros."""
+    weights = {
+        f"model/{name}": torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad
+    }
+    return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.blank_state().items()}
+
+
 def load_state_of(
     model: nn.Module, optimiser: Optimiser, state: Mapping[str, Tensor], num_steps: int, name: str
 ) -> None:
@@ -91,7 +106,7 @@ def load_state_of(
             stored = state.get(f"model/{key}")
             if stored is None or stored.shape != parameter.shape:
                 raise LearnerError(f"The checkpoint's {name} does not fit: {key}.")
-            parameter.copy_(stored)
+            put(parameter, stored)
     prefix = "optimiser/"
     moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
     optimiser.load_state(moments, num_steps)

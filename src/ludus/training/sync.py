@@ -9,16 +9,20 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ludus.engines.base import Engine
-from ludus.engines.fingerprint import fingerprint_module
+from ludus.engines.fingerprint import fingerprint_gathered
 from ludus.errors import EngineError, SyncError
+from ludus.training.crew import Gather, Probe
+from ludus.training.ranks import Alone, Ranks
 from ludus.training.scoring import Scorer
+from ludus.training.sharding import gathered, is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -38,10 +42,11 @@ class SyncProof:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What the engine says of the weights that it was sent: their digest, and its scores of the probe."""
+    """What was sent and what the engine says of it: the digest here and there, its scores of the probe."""
 
     version: int
-    fingerprint: str | None
+    ours: str
+    theirs: str | None
     scores: Sequence[float]
 
 
@@ -54,6 +59,7 @@ class WeightSync:
     probe: tuple[int, ...]
     tolerance: float = 1e-3
     deadline_s: float = 300.0
+    ranks: Ranks = field(default_factory=Alone)
 
     async def publish(self, version: int) -> SyncProof:
         """Send the weights as `version` and prove it."""
@@ -61,7 +67,8 @@ class WeightSync:
 
     async def send(self, version: int) -> Received:
         """Send the weights as `version`; they must not change until this has ended."""
-        state = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+        weights = self._gathered()
+        state = {name: weights[name] for name, p in self.model.named_parameters() if p.requires_grad}
         try:
             async with asyncio.timeout(self.deadline_s):
                 await self.engine.load_weights(version, state)
@@ -71,19 +78,25 @@ class WeightSync:
             raise SyncError(f"Sending weights {version} took longer than {self.deadline_s:g} s.") from error
         except EngineError as error:
             raise SyncError(f"The engine refused weights {version}: {error}") from error
-        return Received(version, theirs, scores)
+        return Received(version, fingerprint_gathered(self.model, weights), theirs, scores)
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """All weights in one piece, as they are in this moment where they are not split."""
+        if not is_sharded(self.model):
+            return {name: p.detach() for name, p in self.model.named_parameters()}
+        with self.ranks.together(Gather()):
+            return gathered(self.model)
 
     def compare(self, received: Received) -> SyncProof:
         """Compare what the engine said with the learner's weights. Raises SyncError where they differ."""
-        version, theirs, scores = received.version, received.fingerprint, received.scores
-        ours = fingerprint_module(self.model)
+        version, ours, theirs = received.version, received.ours, received.theirs
         if theirs is not None and ours != theirs:
             raise SyncError(
                 f"The engine's weights are not those of version {version}: digest {theirs[:12]} there, "
                 f"{ours[:12]} here.",
                 "The rollouts would come from another policy; nothing was trained on them.",
             )
-        gap = self._probe_gap(scores)
+        gap = self._probe_gap(received.scores)
         if not gap <= self.tolerance:
             raise SyncError(
                 f"Engine and learner disagree on the probe by {gap:.3g} nats (tolerance {self.tolerance:g}).",
@@ -93,12 +106,21 @@ class WeightSync:
 
     @torch.no_grad()
     def _probe_gap(self, scores: Sequence[float]) -> float:
-        device = next(self.model.parameters()).device
-        tokens = torch.tensor([self.probe], device=device)
-        own = self._scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
-        theirs = torch.tensor(scores, dtype=own.dtype, device=device)
+        if is_sharded(self.model):
+            with self.ranks.together(Probe(self.probe)):
+                own = probe_logprobs(Scorer(self.model), self.probe)
+        else:
+            own = probe_logprobs(self._scorer, self.probe)
+        theirs = torch.tensor(scores, dtype=own.dtype, device=own.device)
         return float((own[1:] - theirs[1:]).abs().max())
 
     @cached_property
     def _scorer(self) -> Scorer:
         return Scorer(self.model)
+
+
+@torch.no_grad()
+def probe_logprobs(scorer: Scorer, probe: Sequence[int]) -> Tensor:
+    """The log-probability of each token `[T]`; 0 for the first."""
+    tokens = torch.tensor([probe], device=next(scorer.model.parameters()).device)
+    return scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ludus.rollout.scheduler import Episode, Job
-from ludus.tasks.order import TaskOrder
+from ludus.tasks.order import Order
 from ludus.training.sampling import Sampler
 from ludus.types import Task
 
@@ -20,7 +20,7 @@ class TaskStream:
     """
 
     sampler: Sampler
-    order: TaskOrder
+    order: Order
     per_step: int
     spare: int = 0
     _recent: deque[str] = field(init=False)

@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -17,10 +18,12 @@ from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError
 from ludus.rewards.answers import Answers, exact_match, token_f1, well_formed
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
-from ludus.tools.search import PassageIndex, search_tool
+from ludus.tools.dense import DenseIndex, FolderEncoder, HybridIndex
+from ludus.tools.search import PassageIndex, Searches, search_tool
 from ludus.types import Message, Task
 
 SYSTEM = {
@@ -42,6 +45,10 @@ class SearchSettings(BaseModel):
     """Passages that a search returns unless the model asks for another number."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
     """Of an episode that ends with an answer and has no failed call; a right answer weighs 1."""
+    method: Literal["bm25", "dense", "hybrid"] = "bm25"
+    """By words, by the meaning that `encoder` sees, or both rankings fused."""
+    encoder: str = ""
+    """The folder of the model that makes vectors of passages and queries, for `dense` and `hybrid`."""
     seed: int = 0
     """Of the choice and order of the tasks."""
 
@@ -62,9 +69,12 @@ class SearchWorld:
         return load_facts()
 
     @property
-    def index(self) -> PassageIndex:
-        """The passages, indexed."""
-        return _index()
+    def index(self) -> Searches:
+        """The passages, indexed. Raises UserError for an encoder that cannot be read."""
+        if self.settings.method == "bm25":
+            return _index()
+        dense = _dense_index(self.settings.encoder)
+        return dense if self.settings.method == "dense" else HybridIndex(_index(), dense)
 
     @cached_property
     def tool(self) -> Tool:
@@ -163,6 +173,12 @@ def _index() -> PassageIndex:
 
 
 @cache
+def _dense_index(folder: str) -> DenseIndex:
+    """The vectors of all passages, made once in a process."""
+    return DenseIndex(load_facts().passages, FolderEncoder(Path(folder)))
+
+
+@cache
 def _questions(split: str, seed: int) -> tuple[Question, ...]:
     """The questions of a split, composed once in a process."""
     return tuple(sample_questions(load_facts(), split, SIZES[split], seed))
@@ -170,4 +186,10 @@ def _questions(split: str, seed: int) -> tuple[Question, ...]:
 
 def make_search_world(settings: Mapping[str, Any], limits: ToolLimits) -> SearchWorld:
     """The factory by which the world is registered. Raises ConfigError for settings that do not fit."""
-    return SearchWorld(read_settings(SearchSettings, settings), limits)
+    chosen = read_settings(SearchSettings, settings)
+    if chosen.method != "bm25" and not chosen.encoder:
+        raise ConfigError(
+            f"env.settings.method (= {chosen.method!r}) needs an encoder.",
+            "Set env.settings.encoder to the folder of a model.",
+        )
+    return SearchWorld(chosen, limits)

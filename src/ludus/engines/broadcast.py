@@ -1,0 +1,191 @@
+"""Weights over a line between processes: the trainer sends, its servers receive, nothing touches a disk.
+
+The line is a gloo group of its own, apart from any that the processes belong to otherwise. What is sent may
+be a difference: of a tensor of which few elements changed, these alone with their places; of one that did
+not change, nothing. Both sides hold the digest of what was sent against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING, cast
+
+from pydantic import BaseModel
+
+from ludus.errors import EngineError, SyncError
+
+if TYPE_CHECKING:
+    import torch
+    from torch._C._distributed_c10d import TCPStore
+    from torch.distributed import ProcessGroup
+
+_PLACES, _VALUES = "@places", "@values"
+TRAINER = 0
+
+
+class Place(BaseModel):
+    """Where a server joins the line, and as which of its `count` members."""
+
+    host: str
+    port: int
+    rank: int
+    count: int
+    timeout_s: float
+
+
+class Tensor(BaseModel):
+    """A tensor that will be sent."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+
+
+class Manifest(BaseModel):
+    """What will be sent, in its order. `base` is the version that it is a difference to; None: all weights.
+
+    `digest` is `fingerprint_tensors` of what is sent.
+    """
+
+    version: int
+    base: int | None
+    digest: str
+    tensors: list[Tensor]
+
+
+@dataclass
+class Line:
+    """One end of it."""
+
+    store: TCPStore
+    group: ProcessGroup
+
+    def broadcast(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        """Send, or fill, the tensors one by one. Raises EngineError where the line breaks or time is up."""
+        from torch.distributed import BroadcastOptions
+
+        options = BroadcastOptions()
+        options.rootRank = TRAINER
+        try:
+            for tensor in tensors.values():
+                self.group.broadcast([tensor], options).wait()
+        except RuntimeError as error:
+            raise EngineError(f"The line of weights broke: {_first_line(error)}.") from error
+
+
+def open_store(timeout_s: float) -> TCPStore:
+    """The meeting place of a line, on this machine, at a free port."""
+    from torch._C._distributed_c10d import TCPStore
+
+    limit = timedelta(seconds=timeout_s)
+    return TCPStore("0.0.0.0", 0, is_master=True, timeout=limit, wait_for_workers=False)
+
+
+def visit_store(place: Place) -> TCPStore:
+    """The trainer's meeting place. Raises EngineError where it cannot be reached."""
+    from torch._C._distributed_c10d import TCPStore
+
+    limit = timedelta(seconds=place.timeout_s)
+    try:
+        return TCPStore(place.host, place.port, is_master=False, timeout=limit, wait_for_workers=False)
+    except RuntimeError as error:
+        raise EngineError(
+            f"The trainer's line at {place.host}:{place.port} cannot be reached: {_first_line(error)}.",
+            "Set engine.broadcast_host to an address of the trainer that its servers reach.",
+        ) from error
+
+
+def join_line(store: TCPStore, rank: int, count: int, timeout_s: float) -> Line:
+    """Wait for all members. Raises EngineError where one does not come."""
+    from torch.distributed import ProcessGroupGloo
+
+    try:
+        group = ProcessGroupGloo(store, rank, count, timedelta(seconds=timeout_s))
+        return Line(store, cast("ProcessGroup", group))
+    except RuntimeError as error:
+        raise EngineError(f"The line of weights did not come about: {_first_line(error)}.") from error
+
+
+def difference(
+    state: Mapping[str, torch.Tensor], before: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """What of `state` is not as in `before` (the same names and shapes), bit for bit, as it is sent."""
+    import torch
+
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        flat, old = tensor.reshape(-1), before[name].reshape(-1)
+        size = flat.element_size()
+        changed = (flat.view(torch.uint8) != old.view(torch.uint8)).view(-1, size).any(1)
+        places = changed.nonzero()[:, 0]
+        kind = torch.int32 if flat.numel() < 1 << 31 else torch.int64
+        if len(places) * (size + kind.itemsize) >= flat.numel() * size:
+            found[name] = tensor
+        elif len(places):
+            found[name + _PLACES] = places.to(kind)
+            found[name + _VALUES] = flat[places]
+    return found
+
+
+def restored(sent: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The changed tensors, whole, from what `difference` gave and the tensors that it is a difference to.
+
+    Raises SyncError for a name that is not among them.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in sent.items():
+        if name.endswith(_VALUES):
+            continue
+        plain = name.removesuffix(_PLACES)
+        if plain not in own:
+            raise SyncError(f"The weights do not belong to the engine's model: {plain}.")
+        if plain == name:
+            found[name] = tensor
+            continue
+        whole = own[plain].detach().cpu().clone()
+        whole.view(-1)[tensor.long()] = sent[plain + _VALUES].to(whole.dtype)
+        found[plain] = whole
+    return found
+
+
+def manifest_of(version: int, base: int | None, tensors: Mapping[str, torch.Tensor]) -> Manifest:
+    """What a receiver has to know of tensors before they come."""
+    from ludus.engines.fingerprint import fingerprint_tensors
+
+    listed = [Tensor(name=n, dtype=_plain(t.dtype), shape=list(t.shape)) for n, t in tensors.items()]
+    return Manifest(version=version, base=base, digest=fingerprint_tensors(tensors), tensors=listed)
+
+
+def room_for(manifest: Manifest) -> dict[str, torch.Tensor]:
+    """Tensors to fill. Raises SyncError for a format that is not known."""
+    import torch
+
+    known = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int32, torch.int64)
+    formats = {_plain(dtype): dtype for dtype in known}
+    odd = sorted({t.dtype for t in manifest.tensors} - formats.keys())
+    if odd:
+        raise SyncError(f"Weights cannot be sent as {odd[0]}.")
+    return {t.name: torch.empty(t.shape, dtype=formats[t.dtype]) for t in manifest.tensors}
+
+
+def check_digest(manifest: Manifest, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise SyncError where what came is not what was sent."""
+    from ludus.engines.fingerprint import fingerprint_tensors
+
+    found = fingerprint_tensors(tensors)
+    if found != manifest.digest:
+        raise SyncError(
+            f"The weights of version {manifest.version} were damaged on their way: digest {found[:12]} came, "
+            f"{manifest.digest[:12]} was sent.",
+            "Nothing was taken from them.",
+        )
+
+
+def _plain(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _first_line(error: RuntimeError) -> str:
+    return str(error).strip().splitlines()[0].rstrip(".")

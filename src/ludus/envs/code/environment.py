@@ -1,0 +1,97 @@
+"""One episode of programming: tools until the program is handed in, then the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from ludus.envs.code.grading import CodeTruth, Judge
+from ludus.envs.code.tools import program_of
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.toolbox import ToolLimits
+from ludus.rewards.answers import well_formed
+from ludus.rewards.base import Reward
+from ludus.rewards.evidence import NotJson, last_output, read_json
+from ludus.rewards.suites import share_passed, suite_passes, thrift
+from ludus.tools.base import Tool
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
+
+REPORT: Final = "report"
+_read = last_output(REPORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of the parts of the reward; right on all tests weighs 1."""
+
+    share: float = 0.25
+    loads: float = 0.05
+    well_formed: float = 0.05
+    thrift: float = 0.0
+
+
+def loads(task: Task, trajectory: Trajectory) -> float:
+    """1 if the program compiled and defined what is asked for, else 0."""
+    del task
+    try:
+        report = read_json(_read(trajectory))
+    except NotJson:
+        return 0.0
+    return float(isinstance(report, dict) and report.get("loads") is True)
+
+
+def code_rewards(outcome: Literal["all", "share"], weights: Weights) -> tuple[Reward, ...]:
+    """The tests decide, all or nothing or by the share that passed; parts of weight 0 are left out."""
+    passes = suite_passes(_read) if outcome == "all" else share_passed(_read)
+    parts = [Reward("tests", passes, outcome=True)]
+    if outcome == "all":
+        parts.append(Reward("hidden_share", share_passed(_read, "hidden"), weight=weights.share))
+    parts += [
+        Reward("loads", loads, weight=weights.loads),
+        Reward("well_formed", well_formed, weight=weights.well_formed),
+        Reward("thrift", thrift(_read), weight=weights.thrift),
+    ]
+    return tuple(part for part in parts if part.weight or part.outcome)
+
+
+@dataclass
+class CodeEnv:
+    """One episode. When it ends with an answer, all tests run, and their report is left as an outcome that
+    the model does not see."""
+
+    tools: Sequence[Tool]
+    rewards: Sequence[Reward]
+    judge: Judge
+    limits: ToolLimits = field(default_factory=ToolLimits)
+
+    def __post_init__(self) -> None:
+        self._inner = ToolEnv(self.tools, self.rewards, self.limits)
+        self._measured = any(part.name == "thrift" for part in self.rewards)
+        self._truth: CodeTruth | None = None
+
+    async def start(self, task: Task) -> list[Message]:
+        """The task's own messages."""
+        assert isinstance(task.truth, CodeTruth)
+        self._truth = task.truth
+        return await self._inner.start(task)
+
+    async def step(self, action: Action) -> StepResult:
+        """Run the calls; where the answer is given, grade it."""
+        result = await self._inner.step(action)
+        if not result.done or self._truth is None:
+            return result
+        program = program_of(_answer(action))
+        grading = await self.judge.judge(program, self._truth, self._truth.cases)
+        report = ToolOutcome("", REPORT, ToolStatus.OK, grading.report(self._measured))
+        return replace(result, outcomes=(*result.outcomes, report))
+
+    async def close(self) -> None:
+        """Nothing of its own is open."""
+        await self._inner.close()
+
+
+def _answer(action: Action) -> str:
+    """What is handed in: the text of a call that ends the episode, or of the message."""
+    handed = [call.arguments.get("answer") for call in action.calls]
+    return next((text for text in reversed(handed) if isinstance(text, str)), action.message["content"])

@@ -1,0 +1,295 @@
+"""`MixedWorld`: several worlds as one, each with its share of the tasks and its own bounds.
+
+A task keeps its world's name in front of its id and family, and in the tag `world`; the world itself sees it
+as it made it. The outcome of every world is the part `solved`, in which a solved task is 1, and its other
+parts keep their proportion to that; they carry the world's name, and are scored on its tasks alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+from ludus.config.mixture import BUDGETS, MIXTURE, MemberConfig
+from ludus.config.schema import RolloutConfig
+from ludus.envs.base import (
+    Anchored,
+    Closes,
+    Demonstrates,
+    Demonstration,
+    Environment,
+    OffersParaphrases,
+    ShowsTasks,
+    UsesSandbox,
+    World,
+)
+from ludus.envs.tool_world import check_split
+from ludus.errors import ConfigError, UserError
+from ludus.rewards.base import Reward
+from ludus.sandbox.base import Sandbox
+from ludus.tasks.mixture import MixtureOrder, Pool, Shares
+from ludus.tools.base import Tool
+from ludus.types import WORLD_TAG, Action, Message, StepResult, Task, Trajectory
+
+SOLVED = "solved"
+"""The part of the reward that all worlds of a mixture share: 1 where the task is solved."""
+_BELOW_ONE = math.nextafter(1.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Member:
+    """A world of a mixture: its name there, its weight at the first and the last step, its bounds."""
+
+    name: str
+    world: World
+    rollout: RolloutConfig
+    weight: float = 1.0
+    weight_end: float | None = None
+
+    def mixed(self, task: Task) -> Task:
+        """A task of the world as the mixture has it. Raises ConfigError for one that has the tag `world`."""
+        if WORLD_TAG in task.tags:
+            raise ConfigError(
+                f"Tasks of the world {self.name!r} have a tag {WORLD_TAG!r}, which a mixture needs.",
+                "Give the tag another name.",
+            )
+        tags = {**task.tags, WORLD_TAG: self.name}
+        if "family" in tags:
+            tags["family"] = f"{self.name}/{tags['family']}"
+        return replace(task, id=f"{self.name}/{task.id}", tags=tags)
+
+    def own(self, task: Task) -> Task:
+        """The task as the world made it; one that is not of the mixture stays as it is."""
+        if task.tags.get(WORLD_TAG) != self.name:
+            return task
+        tags = {name: tag for name, tag in task.tags.items() if name != WORLD_TAG}
+        if "family" in tags:
+            tags["family"] = tags["family"].removeprefix(f"{self.name}/")
+        return replace(task, id=task.id.removeprefix(f"{self.name}/"), tags=tags)
+
+
+def bounded(rollout: RolloutConfig, member: MemberConfig) -> RolloutConfig:
+    """The settings of episodes of one world: its own budgets, and what the run says otherwise."""
+    own = {key: value for key, value in member.model_dump(include=set(BUDGETS)).items() if value is not None}
+    return rollout.model_copy(update=own)
+
+
+class MemberEnvironment:
+    """An episode in a world of a mixture. The world sees its own task."""
+
+    def __init__(self, environment: Environment, task: Task, rewards: Sequence[Reward]) -> None:
+        self.rewards = rewards
+        self._environment = environment
+        self._task = task
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """Those of the world."""
+        return self._environment.tools
+
+    async def start(self, task: Task) -> list[Message]:
+        """The messages that open the episode."""
+        del task
+        return await self._environment.start(self._task)
+
+    async def step(self, action: Action) -> StepResult:
+        """The world's answer."""
+        return await self._environment.step(action)
+
+    async def close(self) -> None:
+        """Close what the world has opened."""
+        await self._environment.close()
+
+
+class AnchoredEnvironment(MemberEnvironment):
+    """An episode in a world that names its states."""
+
+    def anchor(self) -> str:
+        """The state as the world names it."""
+        named = self._environment
+        return named.anchor() if isinstance(named, Anchored) else ""
+
+
+@dataclass(frozen=True)
+class MixedWorld:
+    """Several worlds as one. Splits are those of any of them, tasks of a split in turns."""
+
+    members: Sequence[Member]
+    name: str = MIXTURE
+    _tasks: dict[str, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @property
+    def splits(self) -> Sequence[str]:
+        """The splits that a world has, in their first order."""
+        return tuple(dict.fromkeys(split for member in self.members for split in member.world.splits))
+
+    @cached_property
+    def rewards(self) -> Sequence[Reward]:
+        """`solved`, and the other parts of each world under its name."""
+        shared = Reward(SOLVED, self._solved, weight=1.0, outcome=True)
+        return (shared, *(part for member in self.members for part in _own_parts(member)))
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The tasks of the worlds that have the split, in turns, until each has run out."""
+        check_split(split, self.splits, self.name)
+        if split not in self._tasks:
+            lists = [
+                [member.mixed(task) for task in member.world.tasks(split)]
+                for member in self.members
+                if split in member.world.splits
+            ]
+            rounds = itertools.zip_longest(*lists)
+            self._tasks[split] = tuple(task for turn in rounds for task in turn if task is not None)
+        return self._tasks[split]
+
+    def environment(self, task: Task) -> MemberEnvironment:
+        """A fresh episode in the task's world; in the first one for a task of none."""
+        member = self.member_of(task)
+        own = member.own(task)
+        environment = member.world.environment(own)
+        kind = AnchoredEnvironment if isinstance(environment, Anchored) else MemberEnvironment
+        return kind(environment, own, self.rewards)
+
+    def member_of(self, task: Task) -> Member:
+        """The world that a task is of; the first one for a task of none."""
+        name = task.tags.get(WORLD_TAG)
+        return next((member for member in self.members if member.name == name), self.members[0])
+
+    def rollout_of(self, task: Task) -> RolloutConfig:
+        """The bounds of an episode of this task."""
+        return self.member_of(task).rollout
+
+    def order(self, seed: int, chunk: int, num_chunks: int) -> MixtureOrder:
+        """Training tasks by weight. Raises ConfigError where a world has too few of them."""
+        pools = []
+        for member in self.members:
+            mine = [task for task in self.tasks("train") if task.tags[WORLD_TAG] == member.name]
+            pools.append(Pool(member.name, mine, member.weight, member.weight_end))
+        return MixtureOrder(pools, seed, chunk, num_chunks)
+
+    def demonstrations(self, seed: int) -> Iterator[Demonstration]:
+        """Dialogues of all worlds, by the weights of the first step.
+
+        Raises UserError for a world that has none.
+        """
+        streams = []
+        for member in self.members:
+            if not isinstance(member.world, Demonstrates):
+                raise UserError(
+                    f"The world {member.name!r} of the mixture has no demonstrations to fine-tune on.",
+                    "Pass dialogues in a file (sft.dialogues), or start from a model (model.path).",
+                )
+            streams.append(member.world.demonstrations(seed))
+        pools = [Pool(member.name, (), member.weight) for member in self.members]
+        for turn in Shares(pools).turns():
+            shown = next(streams[turn], None)
+            if shown is None:
+                return
+            yield shown
+
+    def texts(self) -> Iterator[str]:
+        """Texts of all worlds that have some, for a tokenizer."""
+        for member in self.members:
+            if isinstance(member.world, Demonstrates):
+                yield from member.world.texts()
+
+    def expert(self, task: Task) -> Demonstration | None:
+        """What the task's world shows."""
+        member = self.member_of(task)
+        return member.world.expert(member.own(task)) if isinstance(member.world, ShowsTasks) else None
+
+    def paraphrases(self, task: Task) -> Sequence[str]:
+        """What the task's world says."""
+        member = self.member_of(task)
+        world = member.world
+        return world.paraphrases(member.own(task)) if isinstance(world, OffersParaphrases) else ()
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether a world needs a sandbox."""
+        return any(isinstance(member.world, UsesSandbox) for member in self.members)
+
+    def with_sandbox(self, sandbox: Sandbox) -> MixedWorld:
+        """This mixture with one sandbox for all of its worlds that need one."""
+        members = [
+            replace(member, world=member.world.with_sandbox(sandbox))
+            if isinstance(member.world, UsesSandbox)
+            else member
+            for member in self.members
+        ]
+        return MixedWorld(tuple(members), self.name)
+
+    async def close(self) -> None:
+        """Close what the worlds have opened."""
+        for member in self.members:
+            if isinstance(member.world, Closes):
+                await member.world.close()
+
+    def _solved(self, task: Task, trajectory: Trajectory) -> float:
+        """The weighted mean of the outcomes of the task's world; 1 or more exactly where it is solved."""
+        member = self.member_of(task)
+        own, seen = member.own(task), _own_view(member, task, trajectory)
+        parts = [part for part in member.world.rewards if part.outcome]
+        values = [float(part.function(own, seen)) for part in parts]
+        mean = sum(p.weight * v for p, v in zip(parts, values, strict=True)) / _full(member.world.rewards)
+        return max(mean, 1.0) if all(value >= 1 for value in values) else min(mean, _BELOW_ONE)
+
+
+def worlds_in(world: World, rollout: RolloutConfig) -> list[tuple[World, RolloutConfig]]:
+    """The worlds of a mixture, each with its bounds; a world that is none alone, with those of the run."""
+    if isinstance(world, MixedWorld):
+        return [(member.world, member.rollout) for member in world.members]
+    return [(world, rollout)]
+
+
+def check_tools(world: MixedWorld, rendering: str) -> None:
+    """Raise ConfigError where a rendering that writes calls of one tool only meets worlds that share none."""
+    if rendering == "chat":
+        return
+    offered: dict[str, set[str]] = {}
+    for member in world.members:
+        tools = member.world.environment(member.world.tasks("train")[0]).tools
+        if tools:
+            offered[member.name] = {tool.name for tool in tools}
+    if offered and not set.intersection(*offered.values()):
+        told = "; ".join(f"{name} has {', '.join(sorted(tools))}" for name, tools in offered.items())
+        raise ConfigError(
+            f"env.rendering is {rendering!r}: it writes calls of one tool, and the worlds "
+            f"share none: {told}.",
+            "Set env.rendering to 'chat', or take the others out with --env.mixture.NAME none.",
+        )
+
+
+def _full(rewards: Sequence[Reward]) -> float:
+    """What a solved task earns by its outcomes."""
+    return sum(part.weight for part in rewards if part.outcome)
+
+
+def _own_view(member: Member, task: Task, trajectory: Trajectory) -> Trajectory:
+    own = member.own(task)
+    return replace(trajectory, task_id=own.id, tags=dict(own.tags))
+
+
+def _own_parts(member: Member) -> Iterator[Reward]:
+    """The parts that only this world has. Several outcomes are reported one by one as well."""
+    rewards = member.world.rewards
+    full = _full(rewards)
+    several = sum(part.outcome for part in rewards) > 1
+    for part in rewards:
+        if not part.outcome or several:
+            weight = 0.0 if part.outcome else part.weight / full
+            yield Reward(f"{member.name}/{part.name}", _Own(member, part), weight, world=member.name)
+
+
+@dataclass(frozen=True)
+class _Own:
+    """A world's reward, called with its own task."""
+
+    member: Member
+    part: Reward
+
+    def __call__(self, task: Task, trajectory: Trajectory) -> float:
+        return self.part.function(self.member.own(task), _own_view(self.member, task, trajectory))

@@ -1,0 +1,130 @@
+"""Tests of pytest over the final files of an episode, in a fresh run of the sandbox.
+
+The session of the policy is over; its files are laid out anew, the tests beside them in a folder whose name
+nobody knew. A driver runs pytest, brought along in an archive, with no configuration, plugin or conftest but
+those of the tests, and reports over a pipe that programs run by the tests do not hold, behind a word that
+came over its stdin. A test that must fail is among them. Which tests there are is read from their files on
+the host. What remains: a test that imports the policy's code lets it into the process that reports.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import secrets
+import zipfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from ludus.errors import UserError
+from ludus.rewards.evidence import NotJson, read_json
+from ludus.sandbox.base import MIB, Limits, Sandbox, Snapshot
+
+LIMITS: Final = Limits(wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, processes=64, files_out=0)
+_PACKAGES: Final = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
+_LEXERS: Final = ("__init__.py", "_mapping.py", "python.py", "special.py", "diff.py")
+_CANARY: Final = "def test_must_fail():\n    assert False\n"
+
+_DRIVER: Final = """
+import ctypes, json, os, sys
+ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
+order = json.loads(sys.stdin.readline())
+for path in order["executable"]:
+    os.chmod(path, 0o755)
+place = os.path.abspath(order["place"])
+sys.path[:] = [place + "/pytest.zip", *(p for p in sys.path if os.path.abspath(p or ".") != os.getcwd())]
+sys.dont_write_bytecode = True
+os.environ["TEST_DIR"] = place + "/tests"
+line = os.dup(1)
+import pytest
+
+class Report:
+    def __init__(self):
+        self.seen = []
+    def pytest_runtest_logreport(self, report):
+        self.seen.append([report.nodeid, report.when, report.outcome])
+
+found = Report()
+words = ["-q", "-c", place + "/pytest.ini", "--rootdir", place + "/tests", "--confcutdir", place + "/tests"]
+pytest.main([*words, "-p", "no:cacheprovider", place + "/tests"], plugins=[found])
+sys.stdout.flush()
+os.write(line, ("\\n" + order["word"] + json.dumps(found.seen) + "\\n").encode())
+os._exit(0)
+"""
+
+
+async def judge_tests(
+    names: Sequence[str], tests: Mapping[str, bytes], script: str, state: Snapshot, sandbox: Sandbox
+) -> dict[str, bool]:
+    """Which of the tests pass over these files; a script stands for all where it is given.
+
+    Raises WorldError where the sandbox breaks, UserError where pytest is not installed.
+    """
+    if script:
+        mode = "".join(f"chmod +x {json.dumps(path)}\n" for path in sorted(state.executable))
+        outcome = await sandbox.run(["bash", "-c", mode + script], files=state.files, limits=LIMITS)
+        return dict.fromkeys(names, outcome.ok)
+    place, word, canary = f".{secrets.token_hex(8)}", secrets.token_hex(16), secrets.token_hex(8)
+    files = {
+        **state.files,
+        f"{place}/pytest.zip": pytest_archive(),
+        f"{place}/pytest.ini": b"[pytest]\n",
+        f"{place}/tests/test_{canary}.py": _CANARY.encode(),
+        **{f"{place}/tests/{path}": data for path, data in tests.items()},
+    }
+    order = {"place": place, "word": word, "executable": sorted(state.executable)}
+    outcome = await sandbox.run(_DRIVER, files=files, stdin=json.dumps(order).encode() + b"\n", limits=LIMITS)
+    seen = _reports(outcome.text, word)
+    passed = _passed(seen)
+    if passed.get(f"test_{canary}.py::test_must_fail", True):
+        return dict.fromkeys(names, False)
+    return {name: passed.get(name, False) for name in names}
+
+
+def _reports(text: str, word: str) -> list[list[str]]:
+    """What the driver said behind its word: node, phase and outcome of each report."""
+    told = [line.removeprefix(word) for line in text.split("\n") if line.startswith(word)]
+    try:
+        value = read_json(told[0]) if len(told) == 1 else None
+    except NotJson:
+        return []
+    rows = value if isinstance(value, list) else []
+    return [[str(cell) for cell in row] for row in rows if isinstance(row, list) and len(row) == 3]
+
+
+def _passed(reports: Sequence[Sequence[str]]) -> dict[str, bool]:
+    """Whether a test passed, all its parameters and phases, by its name without parameters."""
+    called: dict[str, bool] = {}
+    for node, when, outcome in reports:
+        name = node.partition("[")[0]
+        good = outcome == "passed"
+        if when == "call" or not good:
+            called[name] = called.get(name, True) and good
+    return called
+
+
+@cache
+def pytest_archive() -> bytes:
+    """The installed pytest with all that it needs, as an archive from which it can be imported.
+
+    Raises UserError where it is not installed.
+    """
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name in _PACKAGES:
+            spec = importlib.util.find_spec(name)
+            if spec is None or spec.origin is None:
+                raise UserError(
+                    f"Tests of Terminal-Bench need pytest, and {name} is not installed.", "pip install pytest"
+                )
+            if not spec.submodule_search_locations:
+                archive.write(spec.origin, f"{name}.py")
+                continue
+            root = Path(spec.origin).parent
+            for path in sorted(root.rglob("*.py")):
+                if path.parent.name != "lexers" or path.name in _LEXERS:
+                    archive.write(path, f"{name}/{path.relative_to(root).as_posix()}")
+    return buffer.getvalue()

@@ -1,0 +1,188 @@
+"""A task of the terminal: what lies there, what is asked, how it is done, and what has to hold at the end."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
+
+from ludus.envs.terminal.checks import Check, Executable, Kept, Only, Text, fits
+from ludus.rewards.suites import Suite
+from ludus.sandbox.base import Limits, Sandbox, Snapshot
+
+RUN_LIMITS = Limits(wall_s=15.0, cpu_s=10.0, files_out=200)
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """What a command gives, run afresh over some of the final files: those that fit `takes`, and no others.
+
+    `files` are laid beside them (or over them): hidden inputs, and programs as they were at first. `stdout`
+    and `exit`, where given, have to be so, and so have the checks `leaves` on the files afterwards.
+    """
+
+    name: str
+    command: str
+    takes: tuple[str, ...]
+    files: Mapping[str, str] = field(default_factory=dict)
+    stdout: str | None = None
+    exit: int | None = None
+    leaves: tuple[Check, ...] = ()
+
+    async def holds(self, state: Snapshot, sandbox: Sandbox) -> bool:
+        """Whether it does. Raises WorldError where the sandbox breaks."""
+        taken = {path: data for path, data in state.files.items() if fits(path, self.takes)}
+        given = {**taken, **{path: text.encode() for path, text in self.files.items()}}
+        outcome = await sandbox.run(["bash", "-c", self.command], files=given, limits=RUN_LIMITS)
+        if outcome.timed_out or outcome.memory_exceeded:
+            return False
+        if self.exit is not None and outcome.exit != self.exit:
+            return False
+        after = Snapshot({**given, **outcome.files})
+        said = Snapshot({"stdout": outcome.stdout})
+        told = self.stdout is None or Text("stdout", self.stdout).holds(said)
+        return told and all(check.holds(after) for check in self.leaves)
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What a maker draws.
+
+    `steps` are the commands that do it; they print nothing. `changes` are patterns of the files that may
+    change or go; all others are to be kept. `looks` are files whose first lines are worth a look.
+    """
+
+    text: str
+    files: Mapping[str, str | bytes]
+    steps: tuple[str, ...]
+    checks: tuple[Check, ...] = ()
+    runs: tuple[Ran, ...] = ()
+    changes: tuple[str, ...] = ()
+    executable: frozenset[str] = frozenset()
+    looks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Maker:
+    """Draws tasks that differ in names and numbers alone."""
+
+    name: str
+    level: int
+    draw: Callable[[random.Random], Draft]
+    held_out: bool = False
+
+
+class Assignment(Protocol):
+    """What an episode is about: a task of this world, or a foreign one."""
+
+    @property
+    def id(self) -> str: ...
+
+    @property
+    def parts(self) -> tuple[str, ...]: ...
+
+    @property
+    def topic(self) -> str: ...
+
+    @property
+    def level(self) -> int: ...
+
+    @property
+    def text(self) -> str: ...
+
+    @property
+    def start(self) -> Snapshot: ...
+
+    @property
+    def suite(self) -> Suite: ...
+
+    async def judge(self, state: Snapshot, sandbox: Sandbox) -> Mapping[str, bool]:
+        """What holds of the final files, by name. Raises WorldError where the sandbox breaks."""
+        ...
+
+
+@dataclass(frozen=True)
+class Job:
+    """A task. `parts` are the names of the makers that it is made by: one, or those of a pair."""
+
+    parts: tuple[str, ...]
+    topic: str
+    level: int
+    number: int
+    draft: Draft
+
+    @property
+    def id(self) -> str:
+        """Unique among the tasks."""
+        return f"{'+'.join(self.parts)}:{self.number}"
+
+    @cached_property
+    def start(self) -> Snapshot:
+        """The files at the beginning."""
+        files = {
+            path: data.encode() if isinstance(data, str) else data for path, data in self.draft.files.items()
+        }
+        return Snapshot(files, self.draft.executable)
+
+    @cached_property
+    def checks(self) -> tuple[Check, ...]:
+        """All that is judged without running anything; that the rest is kept comes last."""
+        kept = Kept(self.start.files, self.draft.changes, self.draft.executable)
+        return (*self.draft.checks, kept)
+
+    @property
+    def text(self) -> str:
+        """What is asked."""
+        return self.draft.text
+
+    @cached_property
+    def suite(self) -> Suite:
+        """The names of all that has to hold; what holds at the beginning has to go on holding."""
+        held = tuple(check.name for check in self.checks if check.holds(self.start))
+        due = tuple(check.name for check in self.checks if check.name not in held)
+        return Suite((*due, *(run.name for run in self.draft.runs)), held)
+
+    async def judge(self, state: Snapshot, sandbox: Sandbox) -> Mapping[str, bool]:
+        """What holds of the final files, by name. Programs run only where all else holds.
+
+        Raises WorldError where the sandbox breaks.
+        """
+        found = {check.name: check.holds(state) for check in self.checks}
+        for run in self.draft.runs:
+            found[run.name] = all(found.values()) and await run.holds(state, sandbox)
+        return found
+
+
+def pair(first: Job, second: Job, number: int) -> Job:
+    """Both tasks in one folder. Raises ValueError where one touches the other's files."""
+    one, two = first.draft, second.draft
+    if _touches(first, second) or _touches(second, first):
+        raise ValueError(f"{first.id} and {second.id} are about the same files")
+    draft = Draft(
+        f"Do two things.\n1. {one.text}\n2. {two.text}",
+        {**one.files, **two.files},
+        (*one.steps, *two.steps),
+        (*one.checks, *two.checks),
+        (*one.runs, *two.runs),
+        (*one.changes, *two.changes),
+        one.executable | two.executable,
+        (*one.looks, *two.looks),
+    )
+    level = min(4, max(first.level, second.level) + 1)
+    return Job((*first.parts, *second.parts), "pairs", level, number, draft)
+
+
+def _touches(first: Job, second: Job) -> bool:
+    """Whether what the first is about has files of the second in it."""
+    patterns = [*first.draft.changes, *(c.pattern for c in first.checks if isinstance(c, Only | Executable))]
+    shared = [path for path in first.start.files if second.start.files.get(path, b"") != b""]
+    same_names = {check.name for check in first.draft.checks} & {check.name for check in second.draft.checks}
+    odd = [path for path in shared if first.start.files[path] != second.start.files[path]]
+    return bool(odd or same_names) or any(fits(path, tuple(patterns)) for path in second.start.files)
+
+
+def rows(lines: Sequence[object]) -> str:
+    """Lines as the text of a file."""
+    return "".join(f"{line}\n" for line in lines)

@@ -1,0 +1,1 @@
+"""What tasks are about: each module draws drafts of one topic."""

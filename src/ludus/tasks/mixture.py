@@ -1,0 +1,163 @@
+"""Tasks of several pools in one order, each pool with its share of every step.
+
+Whose turn it is follows from the weights alone. With `S(p)` the sum of a pool's shares over the first `p`
+positions, the pool has been taken at least `floor(S(p))` and at most `ceil(S(p))` times: a step holds exact
+shares wherever those are whole numbers. The j-th turn of a pool may come from the first position with
+`S > j - 1` on, and is due at the first one with `S >= j`; the earliest due goes first, which meets every date
+(the chairman assignment problem, Tijdeman, Discrete Mathematics 32, 1980).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count, islice
+
+from ludus.errors import ConfigError
+from ludus.tasks.order import permutation
+from ludus.types import Task
+
+_SLACK = 1e-9
+"""Sums of shares that differ by less are the same number."""
+
+
+@dataclass(frozen=True)
+class Pool:
+    """Tasks that share a weight. It goes evenly from `weight` to `weight_end` (None: it stays)."""
+
+    name: str
+    tasks: Sequence[Task]
+    weight: float = 1.0
+    weight_end: float | None = None
+
+    @property
+    def moves(self) -> bool:
+        """Whether the weight changes."""
+        return self.weight_end is not None and self.weight_end != self.weight
+
+    def weight_at(self, progress: float) -> float:
+        """The weight when this share of the steps is done, 0 to 1."""
+        end = self.weight if self.weight_end is None else self.weight_end
+        return self.weight + (end - self.weight) * progress
+
+
+@dataclass
+class Shares:
+    """Whose turn it is, position by position. Weights move over the first `num_chunks` chunks."""
+
+    pools: Sequence[Pool]
+    chunk: int = 1
+    num_chunks: int = 1
+    _starts: list[list[float]] = field(default_factory=list, init=False)
+    """By chunk, each pool's `S` before it."""
+    _shares: dict[int, list[float]] = field(default_factory=dict, init=False)
+
+    def turns(self) -> Iterator[int]:
+        """Indices of pools, without end."""
+        everyone = range(len(self.pools))
+        taken = [0] * len(self.pools)
+        places = [0] * len(self.pools)  # the chunks in which the next turns are due
+        due = [self._due(i, 1, places) for i in everyone]
+        for number in count():
+            chunk = min(number, self._last)
+            starts, shares = self.sums(chunk), self.at(chunk)
+            offset = (number - chunk) * self.chunk
+            for place in range(offset + 1, offset + self.chunk + 1):
+                ready = [i for i in everyone if taken[i] + _SLACK < starts[i] + place * shares[i]]
+                chosen = min(ready, key=lambda i: (due[i], i))
+                taken[chosen] += 1
+                due[chosen] = self._due(chosen, taken[chosen] + 1, places)
+                yield chosen
+
+    def at(self, chunk: int) -> Sequence[float]:
+        """The share of every pool in a chunk."""
+        chunk = min(chunk, self._last)
+        if chunk not in self._shares:
+            steps = max(self.num_chunks - 1, 1)
+            weights = [pool.weight_at(min(chunk / steps, 1.0)) for pool in self.pools]
+            self._shares[chunk] = [weight / sum(weights) for weight in weights]
+        return self._shares[chunk]
+
+    def sums(self, chunk: int) -> Sequence[float]:
+        """`S` of every pool before a chunk, at most the one after which weights stay."""
+        if not self._starts:
+            self._starts.append([0.0] * len(self.pools))
+        while len(self._starts) <= chunk:
+            before, shares = self._starts[-1], self.at(len(self._starts) - 1)
+            self._starts.append([s + share * self.chunk for s, share in zip(before, shares, strict=True)])
+        return self._starts[chunk]
+
+    def _due(self, pool: int, turn: int, places: list[int]) -> float:
+        """The first position by which `S` is as much as `turn`; infinite where it never is."""
+        while places[pool] < self._last and self.sums(places[pool] + 1)[pool] < turn - _SLACK:
+            places[pool] += 1
+        chunk = places[pool]
+        share, missing = self.at(chunk)[pool], turn - self.sums(chunk)[pool]
+        return chunk * self.chunk + math.ceil(missing / share - _SLACK) if share > 0 else math.inf
+
+    @cached_property
+    def _last(self) -> int:
+        """From this chunk on the shares stay as they are."""
+        return self.num_chunks - 1 if any(pool.moves for pool in self.pools) else 0
+
+
+@dataclass
+class MixtureOrder:
+    """An endless order over the tasks of several pools, as `TaskOrder` is over those of one.
+
+    A pool's laps are each in another order and visit a task at most once. No chunk meets a task twice: where
+    a lap has fewer tasks left than a chunk takes, those wait for another lap. Weights reach their ends after
+    `num_chunks` chunks. Raises ConfigError where a pool has fewer tasks than one chunk may take.
+    """
+
+    pools: Sequence[Pool]
+    seed: int
+    chunk: int = 1
+    num_chunks: int = 1
+    _chunks: list[list[Task]] = field(default_factory=list, init=False)
+    _laps: list[tuple[int, int]] = field(default_factory=list, init=False)
+    """By pool: the lap, and how many of its tasks are done."""
+
+    def __post_init__(self) -> None:
+        shares = Shares(self.pools, self.chunk, self.num_chunks)
+        self._turns = shares.turns()
+        self._laps = [(0, 0)] * len(self.pools)
+        for i, pool in enumerate(self.pools):
+            exact = max(shares.at(0)[i], shares.at(self.num_chunks)[i]) * self.chunk
+            whole = not any(p.moves for p in self.pools) and abs(exact - round(exact)) < _SLACK
+            most = min(round(exact) if whole else math.ceil(exact) + 1, self.chunk)
+            if len(pool.tasks) < most:
+                raise ConfigError(
+                    f"One step may need {most} tasks of the world {pool.name!r}, and its split train has "
+                    f"{len(pool.tasks)}.",
+                    "Lower its weight, or training.tasks_per_step.",
+                )
+
+    @cached_property
+    def tasks(self) -> Sequence[Task]:
+        """The tasks of all pools."""
+        return [task for pool in self.pools for task in pool.tasks]
+
+    def take(self, start: int, num: int) -> list[Task]:
+        """The tasks at positions `start` to `start + num`, counted over all laps."""
+        return [self._chunk(p // self.chunk)[p % self.chunk] for p in range(start, start + num)]
+
+    def _chunk(self, number: int) -> list[Task]:
+        while len(self._chunks) <= number:
+            self._chunks.append(self._next())
+        return self._chunks[number]
+
+    def _next(self) -> list[Task]:
+        """The tasks of one more chunk."""
+        turns = list(islice(self._turns, self.chunk))
+        found: list[Iterator[Task]] = []
+        for i, pool in enumerate(self.pools):
+            (lap, done), num = self._laps[i], turns.count(i)
+            if done + num > len(pool.tasks):
+                lap, done = lap + 1, 0
+            self._laps[i] = lap, done + num
+            places = permutation(len(pool.tasks), f"{self.seed}:{pool.name}", lap)[done : done + num]
+            found.append(iter([pool.tasks[place] for place in places]))
+        return [next(found[i]) for i in turns]

@@ -1,0 +1,118 @@
+"""`fetch`: read pages of a local corpus by their URL. Nothing is fetched from anywhere else."""
+
+from __future__ import annotations
+
+import difflib
+import html
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+from urllib.parse import unquote, urldefrag
+
+from ludus.errors import UserError
+from ludus.tools.base import Tool, ToolError, Traits, tool
+
+PAGE: Final = 1500
+"""Characters of one page of a text; with its header it stays below `rollout.max_tool_output`."""
+NEAR: Final = 3
+_TEXTS: Final = (".html", ".htm", ".md", ".txt")
+
+
+def fetch_tool(corpus: Mapping[str, str], page_size: int = PAGE) -> Tool:
+    """The tool `fetch(url, page)` over a corpus, URL -> text. Raises UserError for two that mean one."""
+    by_key = {_key(url): url for url in corpus}
+    if len(by_key) < len(corpus):
+        twice = next(url for url in corpus if by_key[_key(url)] != url)
+        raise UserError(f"Two URLs of the corpus mean the same: {twice} and {by_key[_key(twice)]}.")
+
+    async def fetch(url: str, page: int = 1) -> str:
+        """Read a web page. A long one has several pages.
+
+        Args:
+            url: its address.
+            page: which of its pages, from 1.
+        """
+        found = by_key.get(_key(url))
+        if found is None:
+            raise ToolError(f"there is no page {url!r}. {_near(url, by_key)}")
+        pages = split_pages(corpus[found], page_size)
+        if not 1 <= page <= len(pages):
+            raise ToolError(f"{found} has {len(pages)} pages; there is no page {page}")
+        head = f"[{found}, page {page} of {len(pages)}]\n" if len(pages) > 1 else ""
+        return head + pages[page - 1]
+
+    return tool(traits=Traits(latency="instant", idempotent=True))(fetch)
+
+
+def split_pages(text: str, size: int) -> list[str]:
+    """Pieces of at most `size` characters, cut after a line where one ends in the last third, else a word.
+
+    Together they are the text. An empty text is one empty page.
+    """
+    pages: list[str] = []
+    while len(text) > size:
+        floor = size * 2 // 3
+        cut = text.rfind("\n", floor, size) + 1 or text.rfind(" ", floor, size) + 1 or size
+        pages.append(text[:cut])
+        text = text[cut:]
+    return [*pages, text]
+
+
+def load_corpus(path: Path) -> dict[str, str]:
+    """The texts of a corpus by URL.
+
+    A JSON-lines file has objects with `url` and `text`. Of a folder, each .html, .htm, .md and .txt file is a
+    page, whose URL is its path in the folder; of HTML the text is kept. Raises UserError.
+    """
+    if path.is_dir():
+        files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file())
+        return {file.relative_to(path).as_posix(): _read(file) for file in files}
+    corpus: dict[str, str] = {}
+    for number, line in enumerate(_read(path).splitlines(), start=1):
+        try:
+            entry = json.loads(line)
+            url, text = entry["url"], entry["text"]
+        except (ValueError, KeyError, TypeError) as error:
+            raise UserError(
+                f"{path}, line {number} is no page of a corpus.", 'Each line is {"url": ..., "text": ...}.'
+            ) from error
+        if not isinstance(url, str) or not isinstance(text, str) or url in corpus:
+            raise UserError(f"{path}, line {number}: url and text are texts, and each url is there once.")
+        corpus[url] = text
+    return corpus
+
+
+def text_of_html(page: str) -> str:
+    """What a reader sees of a page: no scripts, styles and tags; blocks are lines."""
+    page = re.sub(r"(?is)<!--.*?-->|<(script|style|head)\b.*?</\1\s*>", " ", page)
+    page = re.sub(r"\s+", " ", page)
+    page = re.sub(r"(?i)<(?:br|/?(?:p|div|li|ul|ol|tr|table|h[1-6]|section|article|pre))\b[^>]*>", "\n", page)
+    lines = (" ".join(line.split()) for line in html.unescape(re.sub(r"<[^>]*>", "", page)).splitlines())
+    return "\n".join(line for line in lines if line)
+
+
+def _read(file: Path) -> str:
+    try:
+        text = file.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{file} cannot be read: {error}.", "A corpus is text in UTF-8.") from error
+    return text_of_html(text) if file.suffix in (".html", ".htm") else text
+
+
+def _key(url: str) -> str:
+    """What spellings of one address share: no scheme, `www.`, fragment, final slash, capitals."""
+    plain = unquote(urldefrag(url.strip())[0]).casefold()
+    return re.sub(r"^(?:https?://)?(?:www\.)?", "", plain).rstrip("/")
+
+
+def _near(url: str, by_key: Mapping[str, str]) -> str:
+    """The nearest addresses, in words."""
+    key = _key(url)
+    near = difflib.get_close_matches(key, by_key, n=NEAR, cutoff=0.4)
+    last = key.rpartition("/")[2]
+    near += [other for other in by_key if last and last in other and other not in near]
+    if not near:
+        return "Search for the page first."
+    return "Near ones: " + ", ".join(by_key[other] for other in near[:NEAR])

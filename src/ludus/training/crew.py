@@ -1,0 +1,263 @@
+"""The processes of one learner on this machine, or on several: the first leads, the others follow.
+
+The leader runs the loop: it samples, gives credit, saves. Whatever the model that trains is asked or taught
+is done by all: the leader tells the others (`together`) and does the same itself. A follower waits for what
+it is told, and ends with its leader.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING, cast
+
+import torch
+from torch import Tensor, distributed
+
+from ludus.algorithms.algorithm import Algorithm
+from ludus.config.environment import launched_rank
+from ludus.config.schema import Config
+from ludus.errors import LearnerError, UserError
+from ludus.training.batch import Row
+from ludus.training.head import Entropy
+from ludus.training.ranks import Alone, Ranks, SharedBatch
+
+if TYPE_CHECKING:
+    from torch.distributed.distributed_c10d import ProcessGroup
+
+_PATIENCE = timedelta(days=30)
+"""How long a follower waits to be told something: rollouts may take long."""
+_LAST_WORDS = 2000
+_END_S = 20.0
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Build the parts of the run in `folder`; `resumed` is its newest checkpoint."""
+
+    config: Config
+    folder: Path
+    resumed: Path | None
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """`Learner.score` and its like; `name` is that of another scorer, empty for the policy."""
+
+    name: str
+    rows: Sequence[Row]
+    entropy: Entropy
+
+
+@dataclass(frozen=True, slots=True)
+class Train:
+    """`Learner.train`."""
+
+    rows: Sequence[Row]
+    seed: int
+    algorithm: Algorithm
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeSays:
+    """What a critic or process reward model is asked; `solved` where it is told the outcomes."""
+
+    rows: Sequence[Row]
+    solved: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class JudgeLearns:
+    """What it is taught; `tables` are numbers `[T]` a row, as its `train` takes them."""
+
+    rows: Sequence[Row]
+    tables: tuple[Sequence[Tensor], ...]
+    solved: Sequence[bool]
+
+
+@dataclass(frozen=True, slots=True)
+class Gather:
+    """Put the policy's weights together."""
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """Score tokens at temperature 1."""
+
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Save:
+    """Write this process's part of a checkpoint into `folder`."""
+
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """The run is over."""
+
+
+Command = Start | Score | Train | JudgeSays | JudgeLearns | Gather | Probe | Save | Stop
+
+
+class Follower(SharedBatch):
+    """A process that does what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._control = _control_group()
+
+    def split_on(self, device: torch.device) -> None:
+        """From here on weights are split, on this device."""
+        self._device = device
+
+    def hear(self) -> Command:
+        """Wait for the next command."""
+        return _broadcast(None, self._control)
+
+
+class Leader(SharedBatch):
+    """The process that tells the others, those of `crew` where they were started here."""
+
+    def __init__(self, crew: Crew, split: torch.device | None) -> None:
+        super().__init__(split)
+        self._control = _control_group()
+        self._crew = crew
+        self._lock = threading.RLock()
+
+    def together(self, command: object) -> AbstractContextManager[None]:
+        """Have the others do what is done within the block. Raises LearnerError where one has ended."""
+        return self._lead(command)
+
+    @contextmanager
+    def _lead(self, command: object) -> Iterator[None]:
+        try:
+            with self._lock:
+                _broadcast(command, self._control)
+                yield
+        except RuntimeError as error:
+            words = self._crew.last_words()
+            if not words and not _broken(error):
+                raise
+            raise LearnerError(
+                f"A process of the learner has ended: {words or error}", "Resume the run."
+            ) from error
+
+
+@dataclass
+class Crew:
+    """The other processes, where they were started here."""
+
+    folder: tempfile.TemporaryDirectory[str] | None = None
+    processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
+
+    def start(self, count: int, device: torch.device) -> str:
+        """Start `count - 1` followers on such a device; gives where all of them meet."""
+        self.folder = tempfile.TemporaryDirectory(prefix="ludus-ranks-")
+        place = Path(self.folder.name)
+        for rank in range(1, count):
+            command = [sys.executable, "-m", "ludus.training.follow", str(place), str(rank), str(count)]
+            command.append(device.type)
+            with (place / f"said-{rank}").open("wb") as said:
+                self.processes.append(subprocess.Popen(command, stderr=said, stdout=said))
+        return meeting_place(place)
+
+    def last_words(self) -> str:
+        """The end of what an ended process said; empty where none has ended."""
+        for rank, process in enumerate(self.processes, start=1):
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(1.0)
+            if process.poll() is not None and self.folder is not None:
+                said = (Path(self.folder.name) / f"said-{rank}").read_text("utf-8", "replace").strip()
+                return f"process {rank} ({process.returncode}): {said[-_LAST_WORDS:]}"
+        return ""
+
+    def close(self) -> None:
+        """Wait for them to end, and see to it that they do."""
+        for process in self.processes:
+            try:
+                process.wait(_END_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self.folder is not None:
+            self.folder.cleanup()
+
+
+def meeting_place(folder: Path) -> str:
+    """The address at which processes of one machine meet."""
+    return f"file://{folder / 'store'}"
+
+
+@contextmanager
+def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
+    """The processes of the run, led by this one: those that torchrun started, or `training.learner.ranks`.
+
+    Raises UserError for more of them than there are GPUs, and for routing that is replayed.
+    """
+    learner, launched = config.training.learner, launched_rank() is not None
+    if learner.ranks == 1 and not launched:
+        yield Alone()
+        return
+    if learner.replay_routing:
+        raise UserError("Experts are replayed in one process.", "Leave training.learner.replay_routing out.")
+    crew = Crew()
+    try:
+        if launched:
+            join(device, "env://", -1, -1)
+        else:
+            check_devices(device, learner.ranks)
+            join(device, crew.start(learner.ranks, device), 0, learner.ranks)
+        leader = Leader(crew, device if learner.shard else None)
+        try:
+            yield leader
+        finally:
+            with suppress(LearnerError), leader.together(Stop()):
+                pass
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+        crew.close()
+
+
+def check_devices(device: torch.device, count: int) -> None:
+    """Raise UserError where there are fewer GPUs than processes."""
+    if device.type == "cuda" and torch.cuda.device_count() < count:
+        raise UserError(
+            f"training.learner.ranks is {count}, and there are {torch.cuda.device_count()} GPUs.",
+            "Set it to their number, or model.device to cpu.",
+        )
+
+
+def join(device: torch.device, place: str, rank: int, count: int) -> None:
+    """Meet the others; on a GPU this process takes the one of its number on the machine."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    distributed.init_process_group(backend, init_method=place, rank=rank, world_size=count)
+    if device.type == "cuda":
+        torch.cuda.set_device(distributed.get_rank() % torch.cuda.device_count())
+
+
+def _control_group() -> ProcessGroup:
+    """A line for commands, on which waiting is no failure."""
+    return cast("ProcessGroup", distributed.new_group(backend="gloo", timeout=_PATIENCE))
+
+
+def _broadcast(command: object, group: ProcessGroup) -> Command:
+    holder = [command]
+    distributed.broadcast_object_list(holder, src=0, group=group, device=torch.device("cpu"))
+    return cast(Command, holder[0])
+
+
+def _broken(error: RuntimeError) -> bool:
+    """Whether a connection between processes is gone."""
+    text = str(error)
+    return any(word in text for word in ("gloo", "NCCL", "Connection", "ncclRemoteError"))

@@ -1,0 +1,75 @@
+"""The part of a checkpoint that several processes write, each its own, with `torch.distributed.checkpoint`.
+
+Any number of processes reads it back, one without a group as well: each tensor is split anew.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING
+
+import torch
+
+from ludus.errors import StorageError
+from ludus.training.sharding import gathered
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from ludus.training.optimiser import Optimiser
+
+SHARDS = "shards"
+"""The folder in `trainer/`."""
+
+
+def save_shards(
+    folder: Path,
+    model: nn.Module,
+    optimiser: Optimiser,
+    parts: Mapping[str, Mapping[str, torch.Tensor]],
+) -> dict[str, torch.Tensor]:
+    """Write moments, weights and `parts`, each process its shards; gives the weights that train, whole.
+
+    Every process calls this.
+    """
+    from torch.distributed.checkpoint.state_dict_saver import save
+
+    weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    every = {"model": weights, "optimiser": optimiser.state(), **parts}
+    tensors = {f"{part}/{name}": t for part, named in every.items() for name, t in named.items()}
+    with _quiet():
+        save(tensors, checkpoint_id=folder)
+    found = gathered(model)
+    return {name: found[name] for name in weights}
+
+
+def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors of a part, split as those of `like`, which are overwritten.
+
+    One that `like` has not is given without its numbers. Empty where there is no such part. Raises
+    StorageError for broken files.
+    """
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.filesystem import FileSystemReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    try:
+        known = FileSystemReader(folder).read_metadata().state_dict_metadata
+        names = [name.removeprefix(f"{part}/") for name in known if name.startswith(f"{part}/")]
+        wanted: dict[str, torch.Tensor] = {f"{part}/{name}": like[name] for name in names if name in like}
+        with _quiet():
+            load(wanted, checkpoint_id=folder)
+    except (OSError, EOFError, UnpicklingError, RuntimeError, CheckpointException) as error:
+        raise StorageError(f"{folder} is broken: {error}.", "Remove its checkpoint, and resume.") from error
+    return {name: wanted.get(f"{part}/{name}", torch.empty(0)) for name in names}
+
+
+class _quiet(warnings.catch_warnings):
+    """One process without a group is what is meant."""
+
+    def __enter__(self) -> None:
+        super().__enter__()
+        warnings.filterwarnings("ignore", module="torch.distributed.checkpoint")

@@ -1,0 +1,111 @@
+"""A small MCP server over standard streams, without any package: it starts at once, and breaks when told to.
+
+Arguments: `dies` ends before it answers, `mute` never answers. The file named by FLAG (environment) makes
+`die_once` end the process where the file is missing; it is made then.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
+NONE = {"type": "object", "properties": {}, "additionalProperties": False}
+SAFE = {"readOnlyHint": True}
+TOOLS = [
+    {"name": "echo", "description": "Say it again.", "inputSchema": TEXT, "annotations": SAFE},
+    {"name": "many.kinds", "description": "Of each kind one.", "inputSchema": NONE},
+    {"name": "data", "description": "Data alone.", "inputSchema": NONE},
+    {"name": "nothing", "inputSchema": NONE},
+    {"name": "fail", "description": "An error.", "inputSchema": NONE},
+    {"name": "refuse", "description": "A protocol error.", "inputSchema": NONE},
+    {"name": "hang", "description": "Never answers.", "inputSchema": NONE},
+    {"name": "die", "description": "Ends.", "inputSchema": NONE},
+    {
+        "name": "die_once",
+        "description": "Ends.",
+        "inputSchema": NONE,
+        "annotations": SAFE,
+    },
+    {"name": "die_once_unsafe", "description": "Ends.", "inputSchema": NONE},
+    {"name": "count", "description": "Calls so far.", "inputSchema": NONE},
+    {"name": "pid", "description": "Processes.", "inputSchema": NONE},
+]
+KINDS = [
+    {"type": "text", "text": "seen"},
+    {"type": "image", "data": "AAAAAAA=", "mimeType": "image/png"},
+    {"type": "audio", "data": "AAAA", "mimeType": "audio/wav"},
+    {"type": "resource", "resource": {"uri": "memo://a", "text": "a memo"}},
+    {"type": "resource", "resource": {"uri": "memo://b", "blob": "AAAA", "mimeType": "x/y"}},
+    {"type": "resource_link", "uri": "memo://c", "name": "c", "description": "another"},
+]
+SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+calls = 0
+child = None
+
+
+def answer(name, arguments):
+    global calls, child
+    calls += 1
+    said = {
+        "echo": lambda: {"content": [{"type": "text", "text": arguments["text"]}]},
+        "many.kinds": lambda: {"content": KINDS, "structuredContent": {"kinds": 6}},
+        "data": lambda: {"content": [], "structuredContent": {"a": [1, "é"]}},
+        "nothing": lambda: {"content": []},
+        "fail": lambda: {"content": [{"type": "text", "text": "no such thing: try echo"}], "isError": True},
+        "count": lambda: {"content": [{"type": "text", "text": str(calls)}]},
+    }
+    if name == "hang":
+        return None
+    if name == "pid":
+        child = child or subprocess.Popen(SLEEP, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+        return {"content": [{"type": "text", "text": f"{os.getpid()} {child.pid}"}]}
+    if name.startswith("die"):
+        flag = Path(os.environ.get("FLAG", "/nowhere"))
+        if name == "die" or not flag.exists():
+            if name != "die":
+                flag.write_text("died")
+            os._exit(3)
+        return {"content": [{"type": "text", "text": "alive"}]}
+    return said[name]()
+
+
+def reply(request):
+    method, given = request["method"], request.get("params", {})
+    if method == "initialize":
+        info = {"name": "small", "version": "1"}
+        version = given["protocolVersion"]
+        return {"protocolVersion": version, "capabilities": {"tools": {}}, "serverInfo": info}
+    if method == "tools/list":
+        first = "cursor" not in given
+        return {"tools": TOOLS[:5], "nextCursor": "5"} if first else {"tools": TOOLS[5:]}
+    if method == "tools/call" and given["name"] != "refuse":
+        return answer(given["name"], given.get("arguments") or {})
+    raise KeyError(method)
+
+
+def serve():
+    for line in sys.stdin:
+        request = json.loads(line)
+        if "id" not in request:
+            continue
+        head = {"jsonrpc": "2.0", "id": request["id"]}
+        try:
+            result = reply(request)
+        except KeyError:
+            body = {"error": {"code": -32601, "message": "there is no such method"}}
+        else:
+            if result is None:
+                continue
+            body = {"result": result}
+        print(json.dumps(head | body), flush=True)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["dies"]:
+        sys.exit("the licence has run out")
+    if sys.argv[1:] == ["mute"]:
+        time.sleep(600)
+    serve()

@@ -1,0 +1,38 @@
+"""Runs the same function in several processes that form a gloo group, and gives what each found."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+
+def in_processes(script: Path, name: str, count: int, *arguments: str) -> list:
+    """The results of `name(*arguments)` of a script, one of each of `count` processes, in their order."""
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        command = [sys.executable, str(script), name, folder, str(count)]
+        processes = [
+            subprocess.Popen([*command, str(rank), *arguments], stderr=subprocess.PIPE)
+            for rank in range(count)
+        ]
+        said = [process.communicate(timeout=300)[1].decode() for process in processes]
+        for process, error in zip(processes, said, strict=True):
+            assert process.returncode == 0, error
+        return [pickle.loads((place / str(rank)).read_bytes()) for rank in range(count)]
+
+
+def work(functions: dict) -> None:
+    """What the script does in one of them: `SCRIPT NAME FOLDER COUNT RANK ARGUMENTS`."""
+    name, folder, count, rank, *arguments = sys.argv[1:]
+    store = f"file://{folder}/store"
+    distributed.init_process_group("gloo", init_method=store, rank=int(rank), world_size=int(count))
+    torch.set_num_threads(1)
+    found = functions[name](*arguments)
+    (Path(folder) / rank).write_bytes(pickle.dumps(found))
+    distributed.destroy_process_group()

@@ -1,0 +1,172 @@
+"""What each process does in the tests of split weights; see `rank_processes.work`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import distributed
+
+from ludus.algorithms.presets import PRESETS
+from ludus.engines.loading import load_tokenizer
+from ludus.rollout.ledger import Ledger
+from ludus.training.checkpoint import (
+    TrainerState,
+    load_part,
+    load_trainer,
+    load_weights,
+    save_checkpoint,
+)
+from ludus.training.critic import Critic, CriticSettings
+from ludus.training.learner import Known, Learner, LearnerSettings
+from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.ranks import Alone, SharedBatch
+from ludus.training.scoring import Scorer
+from ludus.training.sharding import is_sharded, whole
+from ludus.training.shards import SHARDS, save_shards
+from rank_processes import work
+from served import COLD_START
+from test_learner import WITH_ALL_TERMS, random_rows, tiny_model
+
+CASES = {
+    "tokens": WITH_ALL_TERMS,
+    "sums": replace(WITH_ALL_TERMS, aggregation="seq_mean_token_sum", entropy_coef=0.01),
+    "gspo": PRESETS["gspo"],
+}
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+def policy(kind, dtype):
+    """A tiny model: plain, with adapters, untied, or padded (its attention knows no forest)."""
+    model = tiny_model(dtype)
+    if kind == "lora":
+        from peft import LoraConfig, get_peft_model
+
+        torch.manual_seed(1)
+        config = LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", init_lora_weights=False)
+        model = get_peft_model(model, config)
+    elif kind == "untied":
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.detach() * 0.5)
+        model.config.tie_word_embeddings = False
+    elif kind == "padded":
+        model.set_attn_implementation("eager")
+    return model
+
+
+def ranks_here():
+    """All processes, with split weights; one where there is no group."""
+    if not distributed.is_initialized():
+        return Alone()
+    return SharedBatch(torch.device("cpu"))
+
+
+def make(kind, dtype, algorithm, settings, ranks):
+    """A learner, its weights split where there are several processes."""
+    model, reference = policy(kind, dtype), tiny_model(dtype, seed=1).requires_grad_(False)
+    ranks.split(model)
+    ranks.split(reference)
+    how = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
+    scorer = Scorer(model, recompute=kind == "recomputed")
+    optimiser = Optimiser(model, how, ranks=ranks)
+    return Learner(scorer, optimiser, algorithm, settings, {"reference": Scorer(reference)}, ranks)
+
+
+def policy_results(kind, dtype):
+    """Numbers by name: gradients and losses of each case, metrics and weights after two clipped steps."""
+    ranks, rows, found = ranks_here(), random_rows(), {}
+    known = Known([torch.full((len(row.tokens),), -2.0, dtype=dtype) for row in rows])
+    for case, algorithm in CASES.items():
+        one = make(kind, dtype, algorithm, LearnerSettings(microbatch_tokens=60), ranks)
+        statistics, tokens = one.gradient(rows, known)
+        named = {n: p for n, p in one.scorer.model.named_parameters() if p.requires_grad}
+        found |= {f"{case}/gradient/{n}": whole(p.grad).clone() for n, p in named.items()}
+        found[f"{case}/loss"] = torch.tensor([statistics.loss, statistics.kl_mean or 0.0, tokens])
+    one = make(kind, dtype, WITH_ALL_TERMS, LearnerSettings(60, epochs=2, minibatches=2), ranks)
+    found |= {f"metrics/{n}": torch.tensor(value) for n, value in one.train(rows, seed=3).items()}
+    found |= {f"weights/{n}": whole(p).clone() for n, p in one.scorer.model.named_parameters()}
+    return found | {f"score/{i}": scores for i, scores in enumerate(one.score(rows))}
+
+
+def critic_results(dtype):
+    """Values before and after two steps of a critic, its metrics and its weights."""
+    ranks, rows, found = ranks_here(), random_rows(), {}
+    how = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
+    critic = Critic(tiny_model(dtype), how, CriticSettings(microbatch_tokens=60, epochs=2), ranks)
+    targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
+    old = critic.values(rows)
+    found |= {f"metrics/{n}": torch.tensor(v) for n, v in critic.train(rows, targets, old).items()}
+    found |= {f"weights/{n}": whole(p).clone() for n, p in critic.model.named_parameters()}
+    return found | {f"value/{i}": values for i, values in enumerate(critic.values(rows))}
+
+
+def results(*cases):
+    """The numbers of cases such as `lora:float64`, by the case's name and their own."""
+    found = {}
+    for case in cases:
+        kind, _, name = case.partition(":")
+        dtype = DTYPES[name]
+        own = critic_results(dtype) if kind == "critic" else policy_results(kind, dtype)
+        found |= {f"{case}/{name}": value for name, value in own.items()}
+    return found
+
+
+def parts_of_run(kind, ranks, resumed=None):
+    """A learner and a critic, brought to a checkpoint where there is one; float64."""
+    model, reference = policy(kind, torch.float64), tiny_model(seed=1).requires_grad_(False)
+    how = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
+    critic = Critic(tiny_model(seed=2), how, CriticSettings(microbatch_tokens=60), ranks)
+    if resumed is not None:
+        load_weights(resumed, model)
+    ranks.split(model)
+    ranks.split(reference)
+    optimiser = Optimiser(model, how, ranks=ranks)
+    if resumed is not None:
+        state = load_trainer(resumed, optimiser)
+        critic.load_state(load_part(resumed, "critic", critic.blank_state()), state.judge_steps)
+    scorers = {"reference": Scorer(reference)}
+    settings = LearnerSettings(microbatch_tokens=60)
+    return Learner(Scorer(model), optimiser, WITH_ALL_TERMS, settings, scorers, ranks), critic
+
+
+def take_step(one, critic, seed):
+    """A step of both; gives its metrics."""
+    rows = random_rows(seed=seed)
+    targets = [torch.linspace(0, 1, len(row.tokens), dtype=torch.float64) for row in rows]
+    return critic.train(rows, targets, critic.values(rows)) | one.train(rows, seed)
+
+
+def everything(one, critic):
+    """Weights and moments of both, whole."""
+    model = one.scorer.model
+    found = {f"policy/{n}": p for n, p in model.named_parameters()}
+    found |= {f"optimiser/{n}": t for n, t in one.optimiser.state().items()}
+    found |= {f"critic/{n}": t for n, t in critic.state().items()}
+    return {n: whole(t).clone() for n, t in found.items()}
+
+
+def saves(kind, shelf):
+    """Two steps and a checkpoint, then another step: what was there before and after it, and its metrics."""
+    ranks, shelf = ranks_here(), Path(shelf)
+    one, critic = parts_of_run(kind, ranks)
+    for seed in (1, 2):
+        take_step(one, critic, seed)
+    model, parts = one.scorer.model, {"critic": critic.state()}
+    if ranks.rank == 0:
+        state = TrainerState(2, one.optimiser.num_steps, Ledger().state(), critic.optimiser.num_steps)
+        save_checkpoint(shelf, model, load_tokenizer(str(COLD_START)), one.optimiser, state, parts)
+    elif is_sharded(model):
+        save_shards(shelf / ".step-000002.tmp" / "trainer" / SHARDS, model, one.optimiser, parts)
+    before = everything(one, critic)
+    return before, take_step(one, critic, 3), everything(one, critic)
+
+
+def resumes(kind, checkpoint):
+    """What is there after loading; the metrics of another step, and what is there after it."""
+    one, critic = parts_of_run(kind, ranks_here(), Path(checkpoint))
+    before = everything(one, critic)
+    return before, take_step(one, critic, 3), everything(one, critic)
+
+
+if __name__ == "__main__":
+    work({"results": results, "saves": saves, "resumes": resumes})

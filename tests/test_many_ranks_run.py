@@ -1,0 +1,102 @@
+"""Whole runs with a learner of two processes: as with one, and what is left when a process dies."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import small_runs
+from ludus.diagnostics.trackers import read_metrics
+from ludus.training.run import RunFolder
+
+pytestmark = pytest.mark.fault
+
+SPLIT = {"training__learner__ranks": "2", "training__learner__shard": "true"}
+SAME = (
+    "reward/mean",
+    "loss/total",
+    "optim/grad_norm",
+    "batch/trained_tokens",
+    "critic/loss",
+    "sync/probe_gap",
+)
+
+
+def start(folder: Path, *words: str, **changes: str) -> subprocess.Popen[str]:
+    """`ludus train` of a small run, or of what is there."""
+    command = ["train", "--resume", str(folder), *words]
+    if not folder.exists():
+        settings = small_runs.SMALLEST | changes
+        command = ["train", "search", *small_runs.words(folder, **settings), *words]
+    return subprocess.Popen(
+        [sys.executable, "-m", "ludus", *command],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def run(folder: Path, *words: str, **changes: str) -> list[dict[str, float]]:
+    process = start(folder, *words, **changes)
+    _, error = process.communicate(timeout=500)
+    assert process.returncode == 0, error
+    return [row.metrics for row in read_metrics(RunFolder(folder).metrics)]
+
+
+def until(holds, seconds=300.0):
+    """Wait for a condition; gives what it gave."""
+    deadline = time.monotonic() + seconds
+    while not (found := holds()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
+
+
+def follower(leader: int) -> Path | None:
+    """The process that follows, in /proc."""
+    for name in Path(f"/proc/{leader}/task/{leader}/children").read_text().split():
+        place = Path("/proc") / name
+        if b"ludus.training.follow" in (place / "cmdline").read_bytes():
+            return place
+    return None
+
+
+@pytest.mark.parametrize("shard", ["true", "false"])
+def test_a_run_with_two_processes_is_the_run_with_one(tmp_path, shard):
+    with_critic = {"algorithm__preset": "ppo", "training__minibatches": "2"}
+    two = run(tmp_path / "two", **with_critic, **SPLIT | {"training__learner__shard": shard})
+    one = run(tmp_path / "one", **with_critic)
+    assert len(two) == len(one) == 2
+    for name in SAME:
+        assert two[0][name] == pytest.approx(one[0][name], abs=1e-4), name
+    found = run(tmp_path / "two", "--training.steps", "3", "--training.learner.ranks", "1")
+    assert len(found) == 3
+
+
+def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, training__steps="40", **SPLIT)
+    place = until(lambda: folder.exists() and follower(process.pid))
+    until((folder / "checkpoints" / "step-000001").exists)
+    subprocess.run(["kill", "-9", place.name], check=True)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode not in (0, None)
+    assert "A process of the learner has ended: process 1 (-9)" in error
+    assert "ludus train --resume" in error
+    done = len(read_metrics(RunFolder(folder).metrics))
+    assert len(run(folder, "--training.steps", str(done + 1))) == done + 1
+
+
+def test_nobody_follows_a_leader_that_is_gone(tmp_path):
+    folder = tmp_path / "run"
+    process = start(folder, training__steps="40", **SPLIT)
+    place = until(lambda: folder.exists() and follower(process.pid))
+    until((folder / "checkpoints" / "step-000001").exists)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    until(lambda: not place.exists() or "Z" in (place / "stat").read_text().split()[2], 60)

@@ -1,0 +1,428 @@
+"""Tools of MCP servers: what they return, how they fail, that nothing stays; and servers of other people."""
+
+import asyncio
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from ludus.config import config_from_toml
+from ludus.envs import registry
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_world import ToolWorld
+from ludus.envs.toolbox import Toolbox, ToolLimits
+from ludus.errors import ConfigError, ToolFault, UserError, WorldError
+from ludus.tools.mcp import McpServer, McpSettings, mcp_server
+from ludus.types import Action, Message, ToolCall, ToolStatus
+from waiting import free_port
+
+pytest.importorskip("mcp", reason="needs the extra mcp")
+
+SMALL = ("-S", str(Path(__file__).parent / "mcp_small_server.py"))
+
+
+def small(*words, **settings):
+    return McpServer(McpSettings(command=sys.executable, args=(*SMALL, *words), **settings))
+
+
+@pytest.fixture(scope="module")
+def server():
+    made = small()
+    yield made
+    made.disconnect()
+
+
+def action(*calls):
+    made = tuple(ToolCall(str(i), name, arguments) for i, (name, arguments) in enumerate(calls))
+    return Action(Message(role="assistant", content=""), made)
+
+
+def ask(server, *calls, tools=None):
+    return asyncio.run(Toolbox(tools or server.tools, ToolLimits(max_output=5000)).run(action(*calls)))
+
+
+def say(server, name, **arguments):
+    (outcome,) = ask(server, (name, arguments))
+    return outcome.status, outcome.output
+
+
+def python(code):
+    """What a program prints."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+
+
+def processes(server):
+    """The server's process and its child."""
+    status, output = say(server, "pid")
+    assert status is ToolStatus.OK
+    return [psutil.Process(int(word)) for word in output.split()]
+
+
+# What the tools are
+
+
+def test_the_tools_of_all_pages_are_listed_with_names_that_models_can_call(server):
+    names = [tool.name for tool in server.tools]
+    assert names[:3] == ["echo", "many_kinds", "data"]
+    assert names[-1] == "pid"
+    echo = server.tools[0]
+    assert echo.schema == {
+        "type": "function",
+        "function": {
+            "name": "echo",
+            "description": "Say it again.",
+            "parameters": {
+                "type": "object",
+                "properties": {"text": {"type": "string"}},
+                "required": ["text"],
+            },
+        },
+    }
+
+
+def test_traits_come_from_the_server_and_from_the_settings():
+    made = small(cost=0.5, concurrency=2, timeout_s=7, latency="fast", prefix="my_", only=("die", "echo"))
+    die, echo = made.tools
+    made.disconnect()
+    assert (die.name, echo.name) == ("my_die", "my_echo")
+    assert (die.traits.idempotent, echo.traits.idempotent) == (False, True)
+    assert (echo.traits.cost, echo.traits.latency, echo.concurrency, echo.timeout_s) == (0.5, "fast", 2, 7)
+
+
+def test_a_tool_that_the_server_does_not_have_is_named():
+    made = small(only=("ehco",))
+    with pytest.raises(UserError, match=r"has no tool 'ehco'.*It has: echo, many.kinds"):
+        _ = made.tools
+    made.disconnect()
+
+
+# What a call gives
+
+
+def test_results_of_every_kind_become_text(server):
+    assert say(server, "echo", text="日本") == (ToolStatus.OK, "日本")
+    assert say(server, "data") == (ToolStatus.OK, '{"a": [1, "é"]}')
+    assert say(server, "nothing") == (ToolStatus.OK, "[no output]")
+    assert say(server, "many_kinds")[1].splitlines() == [
+        "seen",
+        "[image: image/png, 5 bytes]",
+        "[audio: audio/wav, 3 bytes]",
+        "[resource memo://a]",
+        "a memo",
+        "[resource memo://b: x/y, 3 bytes]",
+        "[resource memo://c: c: another]",
+    ]
+
+
+def test_errors_of_the_server_are_words_for_the_model(server):
+    assert say(server, "fail") == (ToolStatus.RAISED, "Error: no such thing: try echo")
+    assert say(server, "refuse") == (ToolStatus.RAISED, "Error: there is no such method")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        ({}, "the argument 'text' is missing"),
+        ({"text": 3}, "the argument 'text' is wrong: 3 is not of type 'string'"),
+    ],
+)
+def test_arguments_are_checked_against_the_servers_schema(server, arguments, said):
+    assert say(server, "echo", **arguments) == (ToolStatus.BAD_ARGUMENTS, f"Error: {said}.")
+
+
+def test_an_argument_that_there_is_not_is_refused(server):
+    status, output = say(server, "count", what=1)
+    assert status is ToolStatus.BAD_ARGUMENTS
+    assert "no such argument" in output
+    assert "'what'" in output
+
+
+def test_calls_run_at_once_and_come_back_to_their_own_callers(server):
+    outcomes = ask(server, *(("echo", {"text": str(n)}) for n in range(50)))
+    assert [o.output for o in outcomes] == [str(n) for n in range(50)]
+
+
+def test_a_call_that_hangs_is_late_and_the_next_one_is_answered():
+    made = small(timeout_s=0.5)
+    assert say(made, "hang") == (ToolStatus.TIMED_OUT, "Error: hang took longer than 0.5 s.")
+    assert say(made, "echo", text="here") == (ToolStatus.OK, "here")
+    assert made.starts == 1
+    made.disconnect()
+
+
+# Servers that die
+
+
+def test_a_server_that_died_is_started_again_by_the_next_call():
+    made = small()
+    parent, child = processes(made)
+    parent.kill()
+    parent.wait(10)
+    life = made._life
+    deadline = time.monotonic() + 10
+    while not life.ended.is_set() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert say(made, "count") == (ToolStatus.OK, "1")
+    assert made.starts == 2
+    made.disconnect()
+    child.kill()
+
+
+def test_a_call_in_which_the_server_dies_is_a_fault_of_the_infrastructure():
+    made = small()
+    with pytest.raises(ToolFault, match=r"The tool die failed: The MCP server .* broke off"):
+        say(made, "die")
+    assert made.starts == 1
+    assert say(made, "echo", text="again") == (ToolStatus.OK, "again")
+    assert made.starts == 2
+    made.disconnect()
+
+
+def test_such_a_call_is_sent_again_where_the_tool_is_idempotent_and_only_there(tmp_path):
+    made = small(env={"FLAG": str(tmp_path / "safe")})
+    (outcome,) = ask(made, ("die_once", {}))
+    assert (outcome.status, outcome.output, outcome.retried) == (ToolStatus.OK, "alive", True)
+    assert made.starts == 2
+    made.disconnect()
+    unsafe = small(env={"FLAG": str(tmp_path / "unsafe")})
+    with pytest.raises(ToolFault):
+        say(unsafe, "die_once_unsafe")
+    assert unsafe.starts == 1
+    unsafe.disconnect()
+
+
+# Servers that do not start
+
+
+def test_a_program_that_is_not_there_is_the_users_to_mend():
+    with pytest.raises(UserError, match=r"no-such-server cannot be started.*Is it installed"):
+        mcp_server(command="no-such-server")
+
+
+def test_a_server_that_ends_at_once_is_quoted():
+    with pytest.raises(WorldError, match=r"does not start.*It printed: the licence has run out"):
+        mcp_server(command=sys.executable, args=(*SMALL, "dies"))
+
+
+def test_a_server_that_says_nothing_is_given_up_and_ended():
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(WorldError, match=r"no answer within 0\.5 s"):
+        mcp_server(command=sys.executable, args=(*SMALL, "mute"), start_timeout_s=0.5)
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+def test_nobody_at_the_url_is_a_fault_of_the_infrastructure():
+    with pytest.raises(WorldError, match="does not start"):
+        mcp_server(url=f"http://127.0.0.1:{free_port()}/mcp", start_timeout_s=10)
+
+
+@pytest.mark.parametrize("given", [{}, {"command": "a", "url": "http://b"}])
+def test_a_server_is_a_command_or_a_url(given):
+    with pytest.raises(ConfigError, match="give either command or url"):
+        mcp_server(**given)
+
+
+def test_without_the_package_the_error_names_the_extra():
+    code = (
+        "import sys; sys.modules['mcp'] = None; import importlib.util as u\n"
+        "u.find_spec = lambda name: None\n"
+        "from ludus.tools.mcp import mcp_server\n"
+        "from ludus.errors import UserError\n"
+        "try: mcp_server(command='x')\n"
+        "except UserError as error: print(error)\n"
+    )
+    assert python(code).strip() == "Tools of an MCP server need the package mcp. pip install 'ludus[mcp]'"
+
+
+# Nothing stays
+
+
+def test_closing_ends_the_server_and_what_it_started():
+    made = small()
+    running = processes(made)
+    made.disconnect()
+    made.disconnect()
+    assert [p for p in running if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    with pytest.raises(ToolFault, match="is closed"):
+        say(made, "echo", text="x")
+
+
+LEAVES = f"""
+import asyncio
+from ludus.tools.mcp import mcp_server
+server = mcp_server(command={sys.executable!r}, args={SMALL!r})
+tool = next(tool for tool in server.tools if tool.name == "pid")
+print(asyncio.run(tool.function()))
+"""
+
+
+def test_the_end_of_the_interpreter_ends_the_server():
+    pids = [int(word) for word in python(LEAVES).split()]
+    assert len(pids) == 2
+    alive = [pid for pid in pids if psutil.pid_exists(pid)]
+    assert [p for p in alive if psutil.Process(p).status() != psutil.STATUS_ZOMBIE] == []
+
+
+def test_a_world_closes_its_servers(server):
+    made = small()
+    world = ToolWorld("mine", {}, made.tools, (), resources=[made])
+
+    async def use():
+        async with registry.closing(world):
+            await Toolbox(world.tools).run(action(("echo", {"text": "x"})))
+
+    asyncio.run(use())
+    with pytest.raises(WorldError, match="is closed"):
+        made.connect()
+
+
+def test_an_episode_may_have_a_server_of_its_own(server):
+    first, second = server.fresh(), server.fresh()
+
+    async def play(own):
+        environment = ToolEnv(own.tools, (), resources=[own])
+        await environment.start(type("Task", (), {"prompt": ()}))
+        await environment.step(action(("count", {})))
+        result = await environment.step(action(("count", {})))
+        await environment.close()
+        return result.outcomes[0].output
+
+    async def both():
+        return await asyncio.gather(play(first), play(second))
+
+    assert asyncio.run(both()) == ["2", "2"]
+    assert (first.starts, second.starts) == (1, 1)
+
+
+# Servers that nobody here wrote
+
+
+def program(name):
+    found = shutil.which(name, path=str(Path(sys.executable).parent)) or shutil.which(name)
+    if found is None:
+        pytest.skip(f"needs {name} (pip install ludus[dev])")
+    return found
+
+
+def test_the_time_server():
+    made = mcp_server(command=program("mcp-server-time"), args=("--local-timezone", "UTC"), timeout_s=60)
+    try:
+        assert {"get_current_time", "convert_time"} <= {tool.name for tool in made.tools}
+        asked = {"source_timezone": "Asia/Tokyo", "time": "14:30", "target_timezone": "Asia/Kolkata"}
+        good, bad, short = ask(
+            made,
+            ("convert_time", asked),
+            ("get_current_time", {"timezone": "Mars/Base"}),
+            ("convert_time", {}),
+        )
+        assert "T11:00:00+05:30" in good.output
+        assert (bad.status, short.status) == (ToolStatus.RAISED, ToolStatus.BAD_ARGUMENTS)
+        assert "Mars" in bad.output
+    finally:
+        made.disconnect()
+
+
+def test_a_world_may_name_its_server_in_its_settings():
+    program("mcp-server-time")
+    root = Path(__file__).parent.parent
+    config = config_from_toml((root / "examples" / "clock.toml").read_text("utf-8"), "clock.toml")
+    env = config.env.model_copy(update={"name": str(root / "examples" / "clock.py")})
+    world = registry.build_world(env, config.rollout)
+
+    async def use():
+        async with registry.closing(world):
+            outcomes = []
+            for task in world.tasks("test")[:5]:
+                said = task.prompt[0]["content"]
+                time_, here, there = re.search(r"It is (\S+) in (\S+)\. .* in (\S+)\?", said).groups()
+                asked = {"time": time_, "source_timezone": here, "target_timezone": there}
+                (outcome,) = await Toolbox(world.tools).run(action(("convert_time", asked)))
+                outcomes.append((task.truth, json.loads(outcome.output)["target"]["datetime"]))
+        return outcomes
+
+    for truth, found in asyncio.run(use()):
+        assert f"T{truth}:00" in found
+    assert [tool.name for tool in world.tools] == ["convert_time"]
+
+
+def test_the_git_server(tmp_path):
+    for words in (
+        ["init", "-q"],
+        ["-c", "user.name=a", "-c", "user.email=a@b", "commit", "-qm", "first", "--allow-empty"],
+    ):
+        subprocess.run(["git", *words], cwd=tmp_path, check=True)
+    (tmp_path / "new.txt").write_text("text")
+    made = mcp_server(command=program("mcp-server-git"), timeout_s=60)
+    try:
+        status, log, wrong = ask(
+            made,
+            ("git_status", {"repo_path": str(tmp_path)}),
+            ("git_log", {"repo_path": str(tmp_path)}),
+            ("git_log", {"repo_path": str(tmp_path / "none")}),
+        )
+        assert "new.txt" in status.output
+        assert "first" in log.output
+        assert wrong.status is ToolStatus.RAISED
+    finally:
+        made.disconnect()
+
+
+HTTP = """
+import sys
+from mcp.server.mcpserver import MCPServer
+
+server = MCPServer("sums")
+
+@server.tool()
+def add(a: int, b: int) -> int:
+    "Add."
+    return a + b
+
+@server.tool()
+def divide(a: int, b: int) -> float:
+    "Divide."
+    return a / b
+
+server.run("streamable-http", host="127.0.0.1", port=int(sys.argv[1]))
+"""
+
+
+def test_a_server_over_http(tmp_path):
+    port = free_port()
+    (tmp_path / "token").write_text("secret\n")
+    process = subprocess.Popen([sys.executable, "-c", HTTP, str(port)], stderr=subprocess.DEVNULL)
+    settings = McpSettings(
+        url=f"http://127.0.0.1:{port}/mcp", headers={"X-A": "b"}, token_file=str(tmp_path / "token")
+    )
+    try:
+        made = until_it_serves(settings)
+        good, bad = ask(made, ("add", {"a": 2, "b": 3}), ("divide", {"a": 1, "b": 0}))
+        assert (good.status, good.output) == (ToolStatus.OK, "5")
+        assert (bad.status, "divide" in bad.output) == (ToolStatus.RAISED, True)
+        process.kill()
+        process.wait(10)
+        with pytest.raises(ToolFault):
+            say(made, "add", a=1, b=1)
+        made.disconnect()
+    finally:
+        process.kill()
+        process.wait(10)
+
+
+def until_it_serves(settings):
+    """A server that takes seconds to come up."""
+    deadline = time.monotonic() + 120
+    while True:
+        try:
+            return mcp_server(settings)
+        except WorldError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.2)

@@ -1,0 +1,169 @@
+"""Weights split between processes: the same losses, gradients, steps and checkpoints as in one process."""
+
+from __future__ import annotations
+
+import copy
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import distributed
+
+import sharded_ranks
+from ludus.errors import LearnerError, StorageError, UserError
+from ludus.training.batch import balanced, row_of_segments
+from ludus.training.crew import Crew, Leader, Stop, join
+from ludus.training.sharding import decoder_layers, is_sharded
+from ludus.types import Segment
+from rank_processes import in_processes
+from test_learner import learner, random_rows, tiny_model
+
+SCRIPT = Path(sharded_ranks.__file__)
+POLICIES = ["plain", "lora", "untied", "recomputed"]
+LEARNERS = [f"{kind}:float64" for kind in POLICIES] + ["plain:float32", "lora:float32", "padded:float32"]
+CRITICS = ["critic:float64", "critic:float32"]
+
+
+@pytest.fixture
+def group_of_one(tmp_path):
+    """This process as the only one of a group."""
+    join(torch.device("cpu"), f"file://{tmp_path / 'store'}", 0, 1)
+    yield
+    distributed.destroy_process_group()
+
+
+def differences(found, expected):
+    """The largest difference of each kind of number, by its name without the last part."""
+    assert found.keys() == expected.keys()
+    worst = {}
+    for name, value in expected.items():
+        kind = name.rpartition("/")[0]
+        gap = float((found[name] - value).abs().max()) if value.numel() else 0.0
+        worst[kind] = max(worst.get(kind, 0.0), gap)
+    return worst
+
+
+def test_one_process_with_split_weights_learns_as_without(group_of_one):
+    cases = ["plain:float64", "critic:float64"]
+    split = sharded_ranks.results(*cases)
+    distributed.destroy_process_group()
+    whole = sharded_ranks.results(*cases)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    assert max(differences(split, whole).values()) < 1e-10
+
+
+def test_a_checkpoint_of_shards_is_one_of_a_model_too(group_of_one, tmp_path):
+    before, _, _ = sharded_ranks.saves("plain", tmp_path)
+    distributed.destroy_process_group()
+    checkpoint = tmp_path / "step-000002"
+    found, _, _ = sharded_ranks.resumes("plain", checkpoint)
+    model = tiny_model()
+    sharded_ranks.load_weights(checkpoint, model)
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    assert max(differences(found, before).values()) == 0
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, before[f"policy/{name}"])
+    (checkpoint / "trainer" / "shards" / ".metadata").write_bytes(b"no metadata")
+    with pytest.raises(StorageError, match="broken"):
+        sharded_ranks.resumes("plain", checkpoint)
+
+
+@pytest.mark.fault
+def test_two_processes_with_split_weights_learn_as_one():
+    expected = sharded_ranks.results(*LEARNERS, *CRITICS)
+    for found in in_processes(SCRIPT, "results", 2, *LEARNERS, *CRITICS):
+        for kind, gap in differences(found, expected).items():
+            exact = "float64" in kind
+            after_steps = kind.partition("/")[2] in ("weights", "metrics", "score", "value")
+            assert gap < (1e-10 if exact else 1e-4 if after_steps else 1e-5), (kind, gap)
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("kind", ["plain", "lora"])
+def test_a_checkpoint_of_two_processes_goes_on_in_one_two_and_four(tmp_path, kind):
+    before, metrics, after = in_processes(SCRIPT, "saves", 2, kind, str(tmp_path))[0]
+    checkpoint = str(tmp_path / "step-000002")
+    for count in (1, 2, 4):
+        if count == 1:
+            results = [sharded_ranks.resumes(kind, checkpoint)]
+        else:
+            results = in_processes(SCRIPT, "resumes", count, kind, checkpoint)
+        for found, found_metrics, found_after in results:
+            assert max(differences(found, before).values()) == 0
+            if count == 2:
+                assert max(differences(found_after, after).values()) == 0
+                assert found_metrics == metrics
+            assert max(differences(found_after, after).values()) < 1e-10
+            assert found_metrics == pytest.approx(metrics, abs=1e-10)
+
+
+@pytest.mark.fault
+def test_a_checkpoint_of_one_process_goes_on_in_two(tmp_path):
+    before, metrics, after = sharded_ranks.saves("plain", str(tmp_path))
+    for found, found_metrics, found_after in in_processes(
+        SCRIPT, "resumes", 2, "plain", str(tmp_path / "step-000002")
+    ):
+        assert max(differences(found, before).values()) == 0
+        assert max(differences(found_after, after).values()) < 1e-10
+        assert found_metrics == pytest.approx(metrics, abs=1e-10)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("count", [1, 2, 3, 12])
+def test_rows_are_dealt_once_and_evenly(count, shared):
+    rows = random_rows(num=9)
+    parts = balanced(rows, count, shared=shared)
+    assert len(parts) == count
+    assert sorted(i for part in parts for i in part) == list(range(9))
+    sizes = [sum(len(rows[i].tokens) for i in part) for part in parts]
+    longest = max(len(row.tokens) for row in rows)
+    assert max(sizes) - sum(sizes) / count <= longest
+
+
+def test_rows_of_one_prompt_are_dealt_to_one_process():
+    prompts = [tuple(range(k, k + 40)) for k in (0, 100, 200, 300)]
+    rows = [row_of_segments([Segment("prompt", (*p, t))]) for t in (7, 8) for p in prompts]
+    for part in balanced(rows, 2):
+        starts = [rows[i].tokens[0] for i in part]
+        assert len(starts) == 4
+        assert all(starts.count(start) == 2 for start in starts)
+
+
+def test_the_layers_are_those_of_the_decoder():
+    model = tiny_model()
+    assert decoder_layers(model) == list(model.model.layers)
+    with pytest.raises(UserError, match="no list of layers"):
+        decoder_layers(torch.nn.Linear(2, 2))
+
+
+def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
+    model = tiny_model()
+    other = copy.deepcopy(model)
+    sharded_ranks.ranks_here().split(model)
+    assert is_sharded(model)
+    assert not is_sharded(other)
+
+
+def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one, tmp_path):
+    crew = Crew(tempfile.TemporaryDirectory())
+    with (Path(crew.folder.name) / "said-1").open("wb") as said:
+        command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
+        crew.processes.append(subprocess.Popen(command, stderr=said))
+    leader = Leader(crew, None)
+    with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"), leader.together(Stop()):
+        raise RuntimeError("Connection closed by peer")
+    crew.close()
+
+
+def test_a_fault_of_one_process_is_raised_in_all(group_of_one):
+    model = tiny_model()
+    sharded_ranks.ranks_here().split(model)
+    one = learner(model)
+    rows = [replace(row, advantages=(float("inf"),) * len(row.tokens)) for row in random_rows()]
+    with pytest.raises(LearnerError, match=r"The loss is -?(inf|nan)"):
+        one.train(rows, seed=0)
+    assert all(parameter.grad is None for parameter in model.parameters())

@@ -1,0 +1,176 @@
+"""Tasks in the layout of Terminal-Bench: loaded, judged by pytest in a fresh sandbox, not cheated."""
+
+import asyncio
+
+import pytest
+
+from ludus.envs.terminal.bench import load_bench, named_tests
+from ludus.envs.terminal.world import make_terminal_world
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError
+from ludus.sandbox import open_sandbox
+from ludus.sandbox.base import Snapshot
+
+TASK = """instruction: |-
+  Write the squares of the numbers in /app/numbers.txt to /app/squares.txt.
+  Do not touch /app.old or /application.
+difficulty: easy
+category: files
+parser_name: pytest
+"""
+TESTS = '''"""Tests."""
+import subprocess
+from pathlib import Path
+
+import pytest
+
+
+def test_squares():
+    assert Path("/app/squares.txt").read_text().split() == ["1", "4", "9"]
+
+
+@pytest.mark.parametrize("path", ["numbers.txt"])
+def test_kept(path):
+    assert Path("/app", path).read_text() == "1\\n2\\n3\\n"
+
+
+class TestProgram:
+    def test_python_works(self):
+        assert subprocess.check_output(["python3", "-c", "print(1)"], cwd="/tmp") == b"1\\n"
+'''
+NAMES = (
+    "test_outputs.py::test_squares",
+    "test_outputs.py::test_kept",
+    "test_outputs.py::TestProgram::test_python_works",
+)
+DOCKERFILE = "FROM debian:12\n# what it needs\nWORKDIR /app\nCOPY numbers.txt ./\nCOPY data /app/data/\n"
+
+
+@pytest.fixture
+def folder(tmp_path):
+    place = tmp_path / "squares"
+    (place / "tests").mkdir(parents=True)
+    (place / "data").mkdir()
+    (place / "task.yaml").write_text(TASK)
+    (place / "tests/test_outputs.py").write_text(TESTS)
+    (place / "solution.sh").write_text(
+        "#!/bin/bash\nset -e\nawk '{print $1*$1}' /app/numbers.txt > /app/squares.txt\n"
+    )
+    (place / "Dockerfile").write_text(DOCKERFILE)
+    (place / "numbers.txt").write_text("1\n2\n3\n")
+    (place / "data/run.sh").write_text("#!/bin/sh\ncat /app/numbers.txt\n")
+    (place / "data/run.sh").chmod(0o755)
+    return tmp_path
+
+
+def judged(task, *states):
+    """Which tests pass over the task's files with changes."""
+
+    async def act():
+        sandbox = open_sandbox()
+        try:
+            return [
+                await task.judge(Snapshot({**task.start.files, **files}, task.start.executable), sandbox)
+                for files in states
+            ]
+        finally:
+            await sandbox.close()
+
+    return asyncio.run(act())
+
+
+def test_a_task_is_read_with_its_files_and_its_folder_becomes_the_box(folder):
+    (task,) = load_bench(folder, "/app", "refuse")
+    assert task.text.splitlines()[0] == (
+        "Write the squares of the numbers in /box/numbers.txt to /box/squares.txt."
+    )
+    assert task.text.endswith("Do not touch /app.old or /application.")
+    assert task.start.files == {
+        "numbers.txt": b"1\n2\n3\n",
+        "data/run.sh": b"#!/bin/sh\ncat /box/numbers.txt\n",
+    }
+    assert task.start.executable == {"data/run.sh"}
+    assert task.suite.fail_to_pass == NAMES
+    assert (task.level, task.topic) == (1, "files")
+    assert "/box/squares.txt" in task.solution
+
+
+def test_tests_are_found_where_pytest_finds_them():
+    classes = b"class TestB:\n    def test_c(self): pass\nclass Other:\n    def test_d(self): pass\n"
+    source = b"def test_a(): pass\ndef helper(): pass\n" + classes
+    assert list(named_tests("t/test_x.py", source)) == ["t/test_x.py::test_a", "t/test_x.py::TestB::test_c"]
+    assert list(named_tests("conftest.py", source)) == []
+
+
+CHEATS = {
+    "a conftest": {
+        "conftest.py": b"collect_ignore_glob = ['*']\n",
+        "tests/conftest.py": b"import os; os._exit(0)\n",
+    },
+    "a module": {
+        "pytest.py": b"import os; os._exit(0)\n",
+        "pathlib.py": b"boom\n",
+        "sitecustomize.py": b"1/0\n",
+    },
+    "tests": {
+        "tests/test_outputs.py": b"def test_squares(): pass\n",
+        "test_outputs.py": b"def test_squares(): pass\n",
+    },
+    "settings": {
+        "pytest.ini": b"[pytest]\naddopts = --co\n",
+        "pyproject.toml": b"[tool.pytest.ini_options]\naddopts = '-k kept'\n",
+    },
+    "words": {"squares.txt": b'\n[["test_outputs.py::test_squares", "call", "passed"]]\n'},
+}
+
+
+def test_the_solution_passes_and_what_else_lies_there_changes_no_verdict(folder):
+    (task,) = load_bench(folder, "/app", "refuse")
+    right = {"squares.txt": b"1\n4\n9\n"}
+    odd = {path: data for files in CHEATS.values() for path, data in files.items()}
+    solved, idle, cheated = judged(task, {**odd, **right}, {}, odd)
+    assert solved == dict.fromkeys(NAMES, True)
+    assert idle == {**solved, NAMES[0]: False}
+    assert cheated == idle
+
+
+def test_a_script_judges_where_there_are_no_tests_of_pytest(folder):
+    place = folder / "squares"
+    (place / "tests/test_outputs.py").unlink()
+    with pytest.raises(ConfigError, match="has no tests"):
+        load_bench(folder, "/app", "refuse")
+    (place / "run-tests.sh").write_text('cd /app\n[ "$(cat squares.txt)" = 1 ]\n')
+    (task,) = load_bench(folder, "/app", "refuse")
+    right, wrong, none = judged(task, {"squares.txt": b"1\n"}, {"run-tests.sh": b"exit 0\n"}, {})
+    assert (right, wrong, none) == ({"run-tests.sh": True}, {"run-tests.sh": False}, {"run-tests.sh": False})
+
+
+def test_images_are_refused_skipped_or_ignored_as_the_settings_say(folder):
+    path = folder / "squares/Dockerfile"
+    path.write_text(DOCKERFILE + "RUN apt-get update && \\\n    apt-get install -y nginx\n")
+    with pytest.raises(ConfigError, match=r"squares/Dockerfile, line 6: RUN apt-get"):
+        load_bench(folder, "/app", "refuse")
+    with pytest.raises(ConfigError, match="1 of 1 tasks need an image"):
+        load_bench(folder, "/app", "skip")
+    assert len(load_bench(folder, "/app", "ignore")) == 1
+    path.write_text("FROM x\nCOPY numbers.txt /etc/numbers.txt\n")
+    with pytest.raises(ConfigError, match=r"copies to /etc/numbers.txt, outside of /app"):
+        load_bench(folder, "/app", "refuse")
+
+
+def test_broken_folders_are_named(tmp_path, folder):
+    with pytest.raises(ConfigError, match="no task in"):
+        load_bench(tmp_path / "none", "/app", "refuse")
+    (folder / "squares/task.yaml").write_text("instruction: [")
+    with pytest.raises(ConfigError, match=r"task.yaml cannot be read"):
+        load_bench(folder, "/app", "refuse")
+    (folder / "squares/task.yaml").write_text("difficulty: hard\n")
+    with pytest.raises(ConfigError, match="no instruction"):
+        load_bench(folder, "/app", "refuse")
+
+
+def test_the_world_has_a_split_of_them_with_their_solutions(folder):
+    world = make_terminal_world({"levels": [1], "topics": ["files"], "bench": str(folder)}, ToolLimits())
+    (task,) = world.tasks("bench")
+    assert task.tags["kind"] == "squares"
+    assert "awk" in world.expert(task).messages[2]["tool_calls"][0]["function"]["arguments"]

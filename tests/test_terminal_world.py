@@ -1,0 +1,450 @@
+"""The terminal world: the oracle earns everything, cheats nothing, and no judge is ever in a session."""
+
+import asyncio
+import gzip
+import io
+import json
+import tarfile
+import zlib
+
+import pytest
+
+from ludus.envs.registry import WORLDS
+from ludus.envs.terminal.checks import Archive, Executable, Gzipped, Kept, Only, Text
+from ludus.envs.terminal.generate import LEVELS, TOPICS, distinct, make_job, shape_of, splits_of
+from ludus.envs.terminal.git_checks import At, Clean, Refs, Subjects, Tree
+from ludus.envs.terminal.git_read import BrokenRepository, GitFolder
+from ludus.envs.terminal.git_write import IDENTITY, grow
+from ludus.envs.terminal.job import pair
+from ludus.envs.terminal.oracle import solve
+from ludus.envs.terminal.survey import nearest, report
+from ludus.envs.terminal.world import TerminalSettings, TerminalWorld, make_terminal_world
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError
+from ludus.rewards.base import check_rewards, score, success
+from ludus.sandbox import open_sandbox
+from ludus.sandbox.base import Snapshot
+from ludus.tools.workspace import LIMITS
+from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus, Trajectory
+
+MAKERS = {maker.name: (topic, maker) for topic, makers in TOPICS.items() for maker in makers}
+
+
+@pytest.fixture(scope="module")
+def world():
+    return TerminalWorld(TerminalSettings(tools="shell"))
+
+
+@pytest.fixture(scope="module")
+def splits(world):
+    return {split: [world.job(task) for task in world.tasks(split)] for split in world.splits}
+
+
+def task_of(world, kind):
+    return next(t for split in world.splits for t in world.tasks(split) if t.tags["kind"] == kind)
+
+
+async def play(world, task, turns):
+    """Calls of the shell, each a turn, then a word; gives the trajectory, scored, and what was printed."""
+    episode = world.environment(task)
+    said, outcomes = [], []
+    try:
+        await episode.start(task)
+        for number, command in enumerate(turns):
+            call = ToolCall(f"c{number}", "shell", {"command": command})
+            result = await episode.step(Action(Message(role="assistant", content=""), (call,)))
+            outcomes += result.outcomes
+            said.append(result.outcomes[0].output)
+        result = await episode.step(Action(Message(role="assistant", content="Done.")))
+        assert result.done
+    finally:
+        await episode.close()
+    answer = Message(role="assistant", content="Done.")
+    outcomes += result.outcomes
+    lived = Trajectory(task.id, 0, (), (*task.prompt, answer), StopReason.ANSWERED, outcomes=tuple(outcomes))
+    return score(world.rewards, task, lived), said
+
+
+def played(world, *plays):
+    """Several episodes at once, in a sandbox of their own."""
+
+    async def act():
+        own = world.with_sandbox(open_sandbox())
+        try:
+            return await asyncio.gather(*(play(own, task, turns) for task, turns in plays))
+        finally:
+            await own.close()
+
+    return asyncio.run(act())
+
+
+def steps_of(world, task):
+    return world.job(task).draft.steps
+
+
+# Tasks
+
+
+def test_there_are_more_than_a_hundred_tasks_and_all_differ_in_more_than_names(splits):
+    jobs = [job for found in splits.values() for job in found]
+    num, forms, shapes = distinct(jobs)
+    assert (num, forms, shapes) == (len(jobs),) * 3
+    assert num >= 200
+    assert all(sum(job.level == level for job in jobs) >= 40 for level in LEVELS)
+    assert {job.topic for job in splits["train"]} == set(TOPICS)
+    assert {job.level for job in splits["test"]} == set(LEVELS)
+    assert [len(splits[name]) for name in splits] == [129, 15, 30, 42]
+    assert "train 129, validation 15, test 30, composition 42" in report(splits)
+
+
+def test_shapes_are_blind_to_names_and_numbers_alone():
+    for name in ("tables/sum_equal", "logs/hours", "git/merge_true", "files/lower", "archives/pack"):
+        topic, maker = MAKERS[name]
+        assert len({shape_of(make_job(topic, maker, n, 0).draft) for n in range(6)}) == 1, name
+        assert len({make_job(topic, maker, n, 0).draft.steps for n in range(6)}) > 1, name
+
+
+def test_equal_settings_give_equal_tasks_and_other_seeds_others():
+    drawn = {seed: splits_of((1,), ("files", "git"), 1, seed, by_shape=True)["train"] for seed in (0, 1)}
+    again = splits_of((1,), ("files", "git"), 1, 0, by_shape=True)["train"]
+    assert [job.draft for job in again] == [job.draft for job in drawn[0]]
+    assert [job.text for job in again] != [job.text for job in drawn[1]]
+
+
+def test_splits_share_no_maker_or_else_no_task(splits):
+    makers = {split: {part for job in jobs for part in job.parts} for split, jobs in splits.items()}
+    assert not makers["train"] & makers["test"]
+    assert not makers["train"] & makers["validation"]
+    held_out = {part for job in splits["composition"] if len(job.parts) == 1 for part in job.parts}
+    assert held_out == {name for name, (_, maker) in MAKERS.items() if maker.held_out}
+    pairs = [frozenset(job.parts) for job in splits["composition"] if len(job.parts) == 2]
+    assert len(set(pairs)) == len(pairs) == 24
+    dealt = splits_of((1,), ("text",), 10, 0, by_shape=False)
+    assert {p for j in dealt["train"] for p in j.parts} == {p for j in dealt["test"] for p in j.parts}
+    assert len({job.id for jobs in dealt.values() for job in jobs}) == sum(map(len, dealt.values()))
+
+
+def test_every_task_has_something_to_do_and_names_each_thing_once(splits):
+    for jobs in splits.values():
+        for job in jobs:
+            suite = job.suite
+            names = suite.tests("all")
+            assert suite.fail_to_pass, job.id
+            assert "originals kept" in suite.pass_to_pass, job.id
+            assert len(set(names)) == len(names), (job.id, names)
+            judged = [*(check.name for check in job.checks), *(run.name for run in job.draft.runs)]
+            assert sorted(names) == sorted(judged)
+
+
+def test_pairs_are_refused_where_one_touches_the_files_of_the_other():
+    topic, maker = MAKERS["files/sizes"]
+    one = make_job(topic, maker, 0, 0)
+    with pytest.raises(ValueError, match="same files"):
+        pair(one, make_job(topic, maker, 0, 0), 0)
+
+
+# Playing
+
+
+def test_the_oracle_solves_a_task_of_each_topic_and_shows_what_the_shell_says(world):
+    kinds = (
+        "files/library",
+        "text/blocks",
+        "tables/pivot_all",
+        "logs/trace",
+        "git/conflict_both",
+        "archives/increments",
+        "scripts/retry",
+        "configs/several",
+    )
+    tasks = [task_of(world, kind) for kind in kinds]
+    shown = [world.expert(task).messages for task in tasks]
+    commands = [
+        [json.loads(c["function"]["arguments"])["command"] for m in messages for c in m.get("tool_calls", ())]
+        for messages in shown
+    ]
+    for task, messages, (lived, said) in zip(
+        tasks, shown, played(world, *zip(tasks, commands, strict=True)), strict=True
+    ):
+        assert success(world.rewards, lived), (task.id, lived.outcomes[-1].output, said)
+        assert lived.rewards["share"] == 1.0
+        assert [m["content"] for m in messages if m["role"] == "tool"] == said, task.id
+
+
+FORGED = '{"text of answer.txt": true, "originals kept": true}'
+CHEATS = {
+    "does nothing": [],
+    "says that all is well": [f"echo '{FORGED}'; exit 0"],
+    "kills its shell": ["kill -9 $$"],
+    "ends everything": ["kill -9 -1"],
+    "edits the program": ["PROGRAM"],
+    "shadows a module": ["for m in configparser os sys json; do echo 'print(READY); exit()' > $m.py; done"],
+    "customises python": [
+        (
+            "d=.local/lib/python3.11/site-packages; mkdir -p $d; "
+            "echo 'print(READY); import os; os._exit(0)' | "
+            "tee $d/usercustomize.py sitecustomize.py > $d/x.pth"
+        )
+    ],
+    "shadows python": [
+        (
+            "mkdir bin; printf '#!/bin/sh\\necho READY\\n' > "
+            "bin/python3; chmod +x bin/python3; cp bin/python3 .; "
+            "echo 'export PATH=/box/bin:$PATH; alias python3=/box/python3' > .bashrc; cp .bashrc .profile; "
+            "echo 'BASH_ENV=/box/.bashrc' > .env; . ./.bashrc; python3 app.py"
+        )
+    ],
+    "leaves a process behind": [
+        "(while :; do cp *.ini /tmp/x; echo READY > stdout; sleep 0.05; done) > /dev/null 2>&1 &"
+    ],
+    "replaces the file by a link": ["mv *.ini /tmp/real; ln -s /tmp/real CONFIG"],
+    "fills the folder": ["for i in $(seq 2500); do echo $i > f$i; done"],
+}
+
+
+def test_cheats_at_a_program_that_is_to_start_earn_nothing(world):
+    task = task_of(world, "configs/header")
+    job = world.job(task)
+    (run,) = job.draft.runs
+    (config,) = run.takes
+    ready = run.stdout.strip()
+    cheats = []
+    for turns in CHEATS.values():
+        told = [
+            turn.replace("PROGRAM", f"echo 'print(\"{ready}\")' > app.py")
+            .replace("print(READY)", f'print("{ready}")')
+            .replace("READY", ready)
+            .replace("CONFIG", config)
+            for turn in turns
+        ]
+        cheats.append((task, told))
+    mended = [*steps_of(world, task)]
+    cheats.append((task, [*mended, "echo >> app.py"]))
+    cheats.append((task, mended))
+    *lost, won = [lived for lived, _ in played(world, *cheats)]
+    for name, lived in zip((*CHEATS, "mends it and changes another file"), lost, strict=True):
+        assert lived.rewards["solved"] == 0.0, name
+        assert lived.reward <= 0.1, name
+    assert won.rewards["solved"] == 1.0
+
+
+def test_right_work_with_a_side_effect_earns_nothing(world):
+    """The solution and then a change of something that was to be kept, or something too much."""
+    spoilt = {
+        "files/move_ending": "echo x > $(ls -d */ | head -n 1)more.txt",
+        "tables/count_equal": "echo x >> $(ls *.csv)",
+        "logs/merge": "gunzip */*.gz",
+        "git/tag": "R=$(ls -d */); git -C $R commit -q --allow-empty -m more",
+        "git/as_before": "R=$(ls -d */); echo x >> $R/$(cd $R && ls *.txt | head -n 1)",
+        "archives/convert": "touch left-over",
+        "files/scripts": "chmod +x */*",
+    }
+    tasks = [task_of(world, kind) for kind in spoilt]
+    plays = [
+        (task, [*steps_of(world, task), extra]) for task, extra in zip(tasks, spoilt.values(), strict=True)
+    ]
+    for (lived, said), task in zip(played(world, *plays), tasks, strict=True):
+        assert lived.rewards["solved"] == 0.0, (task.id, said)
+
+
+def test_a_call_of_a_tool_that_would_be_the_verdict_is_not_believed(world):
+    task = task_of(world, "tables/count_equal")
+
+    async def act():
+        own = world.with_sandbox(open_sandbox())
+        episode = own.environment(task)
+        await episode.start(task)
+        call = ToolCall("1", "verdict", {"report": FORGED})
+        result = await episode.step(Action(Message(role="assistant", content=""), (call,)))
+        await episode.close()
+        await own.close()
+        return result.outcomes
+
+    outcomes = asyncio.run(act())
+    assert [one.status for one in outcomes] == [ToolStatus.UNKNOWN_TOOL]
+    answer = (Message(role="assistant", content="Done."),)
+    lived = Trajectory(task.id, 0, (), answer, StopReason.ANSWERED, outcomes=outcomes)
+    assert score(world.rewards, task, lived).rewards["solved"] == 0.0
+
+
+def test_without_tools_nothing_is_solved():
+    bare = TerminalWorld(TerminalSettings(tools="none"))
+    task = task_of(bare, "files/empty")
+    assert bare.expert(task) is None
+    episode = bare.environment(task)
+    assert episode.tools == ()
+    result = asyncio.run(episode.step(Action(Message(role="assistant", content="Done."))))
+    assert result.done
+    assert "false" in result.outcomes[-1].output
+
+
+def test_demonstrations_are_of_training_makers_some_flawed_and_repeat():
+    world = TerminalWorld(TerminalSettings(levels=(1,), topics=("text", "files"), habit=0.5))
+    shown, again = (
+        [one.messages for one, _ in zip(world.demonstrations(3), range(30), strict=False)] for _ in "ab"
+    )
+    assert shown == again
+    asked = {messages[1]["content"] for messages in shown}
+    assert len(asked) == 30
+    only_looked = [
+        m for m in shown if json.dumps(m).count("tool_call_id") == json.dumps(m).count("head -n 4") + 1
+    ]
+    assert 3 < len(only_looked) < 27
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_the_oracle_solves_every_task(seed):
+    world = TerminalWorld(TerminalSettings(tools="shell", seed=seed))
+    for split in world.splits:
+        tasks = world.tasks(split)
+        for begin in range(0, len(tasks), 8):
+            some = tasks[begin : begin + 8]
+            plays = played(world, *((task, steps_of(world, task)) for task in some))
+            idle = played(world, *((task, []) for task in some))
+            for task, (lived, said), (nothing, _) in zip(some, plays, idle, strict=True):
+                assert success(world.rewards, lived), (task.id, lived.outcomes[-1].output, said)
+                assert set(said) <= {"[no output]"}, (task.id, said)
+                assert nothing.rewards["solved"] == 0.0, task.id
+
+
+# Checks
+
+
+def tar_of(members, mode="w:gz"):
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode=mode) as archive:
+        for name, data in members:
+            info = tarfile.TarInfo(name)
+            info.size = len(data)
+            archive.addfile(info, io.BytesIO(data))
+    return buffer.getvalue()
+
+
+def test_checks_accept_what_is_right_and_refuse_what_is_near():
+    state = Snapshot(
+        {"a.txt": b"one \ntwo\n\n", "d/x": b"1", "j.json": b'{"b": 1, "a": [true]}'}, frozenset({"d/x"})
+    )
+    right = (
+        Text("a.txt", "one\ntwo\n"),
+        Text("a.txt", "two\none\n", "unordered"),
+        Text("j.json", '{"a": [true], "b": 1}', "json"),
+        Only("d/*", frozenset({"d/x"})),
+        Executable("*", frozenset({"d/x"})),
+        Kept({"d/x": b"1", "gone": b""}, ("gone",), frozenset({"d/x"})),
+    )
+    wrong = (
+        Text("a.txt", "one\ntwo\n", "bytes"),
+        Text("a.txt", "one\nTwo\n"),
+        Text("a.txt", "two\none\n"),
+        Text("j.json", '{"a": [1], "b": 1}', "json"),
+        Text("b.txt", ""),
+        Only("*", frozenset({"d/x"})),
+        Executable("*", frozenset()),
+        Kept({"d/x": b"1"}),
+        Kept({"d/x": b"2"}, (), frozenset({"d/x"})),
+    )
+    assert [check.holds(state) for check in right] == [True] * len(right)
+    assert [check.holds(state) for check in wrong] == [False] * len(wrong)
+
+
+def test_archives_are_read_with_bounds_and_links_are_refused():
+    members = {"r/a": b"1", "r/b": b"22"}
+    good = Snapshot({"x.tar.gz": tar_of([("./r/a", b"1"), ("r/b", b"22")])})
+    assert Archive("x.tar.gz", members).holds(good)
+    link = tarfile.TarInfo("r/b")
+    link.type, link.linkname = tarfile.SYMTYPE, "/etc/passwd"
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w:gz") as archive:
+        archive.addfile(link)
+    bomb = gzip.compress(bytes(17 * 2**20), 1)
+    for odd in (buffer.getvalue(), bomb, b"", b"\x1f\x8b no", tar_of([("r/a", b"1")])):
+        assert not Archive("x.tar.gz", members).holds(Snapshot({"x.tar.gz": odd})), odd[:20]
+    assert Gzipped("x.gz", "a\n").holds(Snapshot({"x.gz": gzip.compress(b"a\n")}))
+    assert not Gzipped("x.gz", "").holds(Snapshot({"x.gz": bomb}))
+    assert not Gzipped("x.gz", "").holds(Snapshot({}))
+
+
+# Git
+
+
+def small_repository():
+    return grow("r", [("one", {"a.txt": "1\n", "s/b.txt": "2\n"}), ("two", {"a.txt": "3\n"})])
+
+
+def test_a_written_repository_is_read_back_and_forged_objects_are_refused():
+    git, shas = small_repository()
+    files = git.files()
+    state = Snapshot(files)
+    due = {"a.txt": "3\n", "s/b.txt": "2\n"}
+    checks = (
+        Tree("r", "main", due),
+        Subjects("r", "main", ("two", "one")),
+        Clean("r"),
+        Refs("r", frozenset({"main"}), head="main"),
+        At("r", "main", shas[1]),
+    )
+    assert all(check.holds(state) for check in checks)
+    assert not Tree("r", "main", {**due, "a.txt": "1\n"}).holds(state)
+    assert not Clean("r").holds(Snapshot({**files, "r/a.txt": b"dirty\n"}))
+    path = f"r/.git/objects/{shas[1][:2]}/{shas[1][2:]}"
+    body = zlib.decompress(files[path]).replace(b"two", b"six")
+    forged = {**files, path: zlib.compress(body)}
+    with pytest.raises(BrokenRepository, match="forgery"):
+        GitFolder(forged, "r").commit(shas[1])
+    for broken in (forged, {**files, path: b""}, {**files, path: zlib.compress(bytes(2**25))}):
+        assert not Subjects("r", "main", ("six", "one")).holds(Snapshot(broken))
+
+
+def test_what_git_itself_makes_is_read_loose_and_packed(world):
+    git, _ = small_repository()
+    script = (
+        "cd r && git status --porcelain && for i in 1 2 3; do "
+        "seq 1 200 > long.txt; echo $i >> long.txt; git add -A; "
+        'git commit -q -m "step $i"; done && git tag -a -m x '
+        "v1 && git branch side HEAD~1 && git gc -q && git fsck"
+    )
+
+    async def act():
+        sandbox = open_sandbox()
+        session = await sandbox.session(
+            "shell", files={**git.files(), ".gitconfig": IDENTITY.encode()}, limits=LIMITS
+        )
+        before = await session.snapshot()
+        outcome = await session.run(script)
+        after = await session.snapshot()
+        await sandbox.close()
+        return before, outcome, after
+
+    before, outcome, after = asyncio.run(act())
+    assert (outcome.exit, outcome.text) == (0, ""), outcome.error_text
+    assert any(path.endswith(".pack") for path in after.files)
+    assert Clean("r").holds(before)
+    long = "".join(f"{n}\n" for n in range(1, 201)) + "3\n"
+    assert Tree("r", "main", {"a.txt": "3\n", "s/b.txt": "2\n", "long.txt": long}).holds(after)
+    assert Subjects("r", "main", ("step 3", "step 2", "step 1", "two", "one")).holds(after)
+    assert Refs("r", frozenset({"main", "side"}), head="main").holds(after)
+    tip = GitFolder(after.files, "r").resolve("main")
+    assert At("r", "v1", tip, annotated=True).holds(after)
+    assert Clean("r").holds(after)
+
+
+# The world
+
+
+def test_the_world_is_registered_with_its_settings_checked():
+    assert WORLDS["terminal"].endswith(":make_terminal_world")
+    world = make_terminal_world({"levels": [1], "topics": ["git"], "tools": "shell"}, ToolLimits())
+    check_rewards(world.rewards)
+    assert {task.tags["family"] for task in world.tasks("train")} == {"git"}
+    with pytest.raises(ConfigError, match="no topic 'gti'"):
+        make_terminal_world({"topics": ["gti"]}, ToolLimits())
+    with pytest.raises(ConfigError, match="levels"):
+        make_terminal_world({"levels": [7]}, ToolLimits())
+
+
+def test_the_nearest_training_task_is_of_the_same_topic(splits):
+    job = splits["test"][0]
+    found = nearest(job, splits["train"])
+    assert found.topic == job.topic
+    assert solve(found)[-1]["content"].startswith("Done")
