@@ -12,6 +12,7 @@ from ludus.algorithms.presets import PRESETS
 from ludus.engines.loading import load_tokenizer
 from ludus.rollout.ledger import Ledger
 from ludus.training.checkpoint import (
+    Extra,
     TrainerState,
     load_part,
     load_trainer,
@@ -154,7 +155,7 @@ def saves(kind, shelf):
     model, parts = one.scorer.model, {"critic": critic.state()}
     if ranks.rank == 0:
         state = TrainerState(2, one.optimiser.num_steps, Ledger().state(), critic.optimiser.num_steps)
-        save_checkpoint(shelf, model, load_tokenizer(str(COLD_START)), one.optimiser, state, parts)
+        save_checkpoint(shelf, model, load_tokenizer(str(COLD_START)), one.optimiser, state, Extra(parts))
     elif is_sharded(model):
         save_shards(shelf / ".step-000002.tmp" / "trainer" / SHARDS, model, one.optimiser, parts)
     before = everything(one, critic)

@@ -239,7 +239,7 @@ def make_world(settings, limits):
 def test_a_server_that_hangs_holds_up_its_own_episodes_alone(tiny_run, tmp_path):
     world = tmp_path / "hanging.py"
     world.write_text(HANGING)
-    changes = {"rollout__environment_timeout_s": 0.3, "rollout__retries": 1, "rollout__max_failure_rate": 0.5}
+    changes = {"rollout__environment_timeout_s": 1.5, "rollout__retries": 1, "rollout__max_failure_rate": 0.5}
     folder = run(tiny_run, tmp_path / "hangs", "async", env__name=world, env__check="false", **changes)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     reasons = {(r.group, r.outcome, r.reason) for _, r in records(folder)}
