@@ -33,11 +33,13 @@ SLOWEST_TEST_S: Final = 0.5
 SUITE_S: Final = 4.0
 """Test files beyond so many seconds are left out of a task."""
 BASELINE_S: Final = 100.0
-BATCH: Final = 4
+TRIAL_S: Final = 30.0
+BATCH: Final = 6
 """Bugs that are tried in one run of the sandbox."""
 MOST_BROKEN: Final = 0.3
 """A bug that breaks a greater share of the tests (and more than five) is no task."""
 FEWEST_WHOLE: Final = 5
+"""Cases of tests that have to go on passing."""
 PER_SYMBOL: Final = 2
 
 
@@ -180,7 +182,7 @@ def judge(path: str, edit: Edit, files: tuple[str, ...], run: TestRun, baseline:
     """The task that a bug is; None where it breaks nothing, too much, or in a way that says nothing."""
     wanted = {test: cases for test, cases in baseline.tests.items() if test.partition("::")[0] in files}
     broken = tuple(sorted(test for test, cases in wanted.items() if run.cases.get(test) != cases))
-    whole = len(wanted) - len(broken)
+    whole = sum(cases for test, cases in wanted.items() if test not in broken)
     if run.doubt or not broken or whole < FEWEST_WHOLE or not set(broken) <= run.broken:
         return None
     if len(broken) > max(5, MOST_BROKEN * len(wanted)):
@@ -205,7 +207,7 @@ async def try_bugs(
 
     async def run(chosen: Sequence[int]) -> dict[int, Found]:
         trials = [_trial(tree, layout, *bugs[i], suites[i], baseline) for i in chosen]
-        runs = await run_trials(sandbox, trials, 15.0)
+        runs = await run_trials(sandbox, trials, TRIAL_S)
         judged = {i: judge(*bugs[i], suites[i], one, baseline) for i, one in zip(chosen, runs, strict=True)}
         return {i: one for i, one in judged.items() if one is not None}
 

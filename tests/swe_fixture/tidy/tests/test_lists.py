@@ -1,7 +1,6 @@
 import unittest
 
 import pytest
-
 from tidy import chunks, clamp, spread, window
 
 
