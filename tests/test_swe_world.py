@@ -232,7 +232,7 @@ def test_hidden_tests_are_cut_out():
 
 
 def test_canaries_fail_in_many_ways():
-    assert len(fixed_names()) == 16
+    assert len(fixed_names()) == 15
     assert CONTROL not in fixed_names()
     compile(CANARIES, "canaries", "exec")
 
@@ -336,6 +336,13 @@ for path in glob.glob("tests/test_*.py"):
     os.chmod(path, 0o644)
     open(path, "w").write("def test_nothing():\\n    pass\\n")
 """
+EDITS_THE_OTHER_RUN = """
+import glob, os
+
+for path in glob.glob("/box/*/tests/test_*.py"):
+    if not path.startswith(os.getcwd()):
+        open(os.path.join(os.path.dirname(path), "conftest.py"), "a").write("x = 1")
+"""
 KILLS = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
 EQUALS_ALL = """
 class Everything(str):
@@ -364,6 +371,7 @@ CODE_CHEATS = {
     "tests that are not called": PATCHES_CALLS,
     "raises patched": PATCHES_RAISES,
     "tests rewritten while they run": EDITS_TESTS,
+    "the other run's tests rewritten": EDITS_THE_OTHER_RUN,
     "the runner killed": KILLS,
     "results equal to everything": EQUALS_ALL,
 }

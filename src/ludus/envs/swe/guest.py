@@ -15,6 +15,7 @@ import json
 import os
 import select
 import signal
+import stat
 import sys
 import time
 from collections.abc import Generator, Iterator
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, TypedDict
 if TYPE_CHECKING:
     import pytest
 
+TOP = "/box"
 _SET_DUMPABLE = 4
 _CHUNK = 1 << 16
 _MOST_BYTES = 1 << 25
@@ -166,26 +168,42 @@ def be_child(run: Run, fd: int) -> None:
         "-c",
         run["ini"],
     ]
-    pytest.main([*words, "--rootdir", run["folder"], *run["files"]], plugins=[make_plugin(fd, run)])
+    pytest.main(
+        [*words, "--rootdir", run["folder"], "--confcutdir", run["folder"], *run["files"]],
+        plugins=[make_plugin(fd, run)],
+    )
 
 
-def digests(run: Run) -> dict[str, str]:
-    """What the frozen files hold; empty for one that is none any more."""
+def digests(top: str) -> dict[str, str]:
+    """What the regular files under a folder hold, by their path."""
     found = {}
-    for path in run["frozen"]:
-        try:
-            with open(os.path.join(run["folder"], path), "rb") as file:
-                found[path] = hashlib.sha256(file.read()).hexdigest()
-        except OSError:
-            found[path] = ""
+    for folder, _, names in os.walk(top):
+        for path in (os.path.join(folder, name) for name in names):
+            with suppress(OSError):
+                if stat.S_ISREG(os.lstat(path).st_mode):
+                    with open(path, "rb") as file:
+                        found[path] = hashlib.sha256(file.read()).hexdigest()
     return found
 
 
-def carry_out(run: Run) -> Done:
-    """One run: a child, its lines, and whether the tests are whole."""
-    before = digests(run)
-    for path in run["frozen"]:
-        os.chmod(os.path.join(run["folder"], path), 0o444)
+def differing(first: dict[str, str], now: dict[str, str]) -> list[str]:
+    """The files that are new, gone, or hold something else."""
+    return [path for path in sorted(first.keys() | now.keys()) if first.get(path) != now.get(path)]
+
+
+def carry_out(run: Run, first: dict[str, str], finished: tuple[str, ...]) -> Done:
+    """One run: a child, its lines, and which files are not what they were.
+
+    `first` is what all files held before any child ran. Nothing runs where a child before this one has
+    changed files outside its own folder.
+    """
+    apart = tuple(f"{folder}/" for folder in finished)
+    touched = [path for path in differing(first, digests(TOP)) if not path.startswith(apart)]
+    if touched:
+        return {"lines": "", "changed": touched}
+    frozen = {os.path.join(run["folder"], path) for path in run["frozen"]}
+    for path in frozen:
+        os.chmod(path, 0o444)
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -196,8 +214,8 @@ def carry_out(run: Run) -> Done:
             os._exit(0)
     os.close(write)
     lines = listen(read, child, run["seconds"])
-    changed = [path for path, digest in digests(run).items() if digest != before[path]]
-    return {"lines": lines, "changed": changed}
+    changed = differing(first, digests(TOP))
+    return {"lines": lines, "changed": [path for path in changed if path in frozen]}
 
 
 def listen(fd: int, child: int, seconds: float) -> str:
@@ -234,7 +252,11 @@ def main() -> None:
     os.remove("/box/order.json")
     sys.path.insert(0, order["archive"])
     importlib.import_module("pytest")  # each child finds it imported, from the archive and nowhere else
-    found = [carry_out(run) for run in order["runs"]]
+    first, found = digests(TOP), []
+    finished: tuple[str, ...] = ()
+    for run in order["runs"]:
+        found.append(carry_out(run, first, finished))
+        finished = (*finished, run["folder"])
     nonce = sys.stdin.readline().strip()
     sys.stdout.write(nonce + json.dumps(found) + "\n")
 

@@ -35,12 +35,13 @@ class Symptom:
 
 def symptom_of(package: str, said: Said, context: str, subject: str, purpose: str) -> Symptom:
     """The symptom of a failed test; `context` are the lines that its statement needs."""
-    call, due = _asked(said.statement)
+    call, due, turned = _asked(said.statement)
     kind, _, message = said.error.partition(": ")
     got = ""
     if kind == "AssertionError":
         got, seen = _compared(message)
-        due = due or seen
+        got, seen = (seen, got) if turned and seen else (got, seen)
+        due = seen or due
         if due == got or not got:
             got = ""
     else:
@@ -67,38 +68,42 @@ def _asserts(statement: str) -> str:
     return statement if statement.startswith(("assert", "self.assert")) else ""
 
 
-def _asked(statement: str) -> tuple[str, str]:
-    """The code of a test's statement that uses the package, and what it expects."""
+def _asked(statement: str) -> tuple[str, str, bool]:
+    """The code of a test's statement that uses the package, what it expects, and whether that came first."""
     try:
         node = ast.parse(
             statement.strip().rstrip(":") + (":\n pass" if statement.endswith(":") else "")
         ).body[0]
     except (SyntaxError, IndexError):
-        return statement, ""
+        return statement, "", False
     match node:
         case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right])):
-            left, right = (right, left) if isinstance(left, ast.Constant) else (left, right)
-            return ast.unparse(left), ast.unparse(right)
+            return _sides(left, right)
         case ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=inner)):
-            return ast.unparse(inner), "a false value"
+            return ast.unparse(inner), "a false value", False
         case ast.Assert(test=test):
-            return ast.unparse(test), "True"
+            return ast.unparse(test), "True", False
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=[left, right, *_])) if (
             name.startswith("assert") and "Equal" in name
         ):
-            left, right = (right, left) if isinstance(left, ast.Constant) else (left, right)
-            return ast.unparse(left), ast.unparse(right)
+            return _sides(left, right)
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr="assertTrue"), args=[inner, *_])):
-            return ast.unparse(inner), "True"
+            return ast.unparse(inner), "True", False
         case ast.Expr(value=ast.Call(func=ast.Attribute(attr="assertFalse"), args=[inner, *_])):
-            return ast.unparse(inner), "False"
-    return statement, ""
+            return ast.unparse(inner), "False", False
+    return statement, "", False
+
+
+def _sides(left: ast.expr, right: ast.expr) -> tuple[str, str, bool]:
+    turned = isinstance(left, ast.Constant)
+    left, right = (right, left) if turned else (left, right)
+    return ast.unparse(left), ast.unparse(right), turned
 
 
 def _compared(message: str) -> tuple[str, str]:
     """The two sides of what an assertion says; empty where they cannot be told."""
     first = next(iter(message.splitlines()), "")
-    for pattern in (r"assert (?P<got>.+?) == (?P<due>.+)", r"(?P<got>.+?) != (?P<due>.+)"):
+    for pattern in (r"assert (?P<got>.+?) (?:==|is) (?P<due>.+)", r"(?P<got>.+?) != (?P<due>.+)"):
         if found := re.fullmatch(pattern, first):
             return found["got"], found["due"]
     if found := re.fullmatch(r"assert (?:not )?(?P<got>[^=<>]+)", first):

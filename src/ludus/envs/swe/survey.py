@@ -9,6 +9,7 @@ training at the first place of the package where it can be made. Both are judged
 
 from __future__ import annotations
 
+import keyword
 import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
@@ -16,9 +17,7 @@ from collections.abc import Callable, Sequence
 from ludus.envs.swe.catalogue import Bug, Catalogue, load_catalogue, shipped_folder
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
-_KEPT = frozenset(
-    "and or not in is if else for while return break continue True False None def class lambda yield".split()
-)
+_KEPT = frozenset(keyword.kwlist)
 
 
 def shape_of(bug: Bug) -> str:

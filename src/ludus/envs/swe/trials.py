@@ -91,8 +91,8 @@ async def run_trials(
         program(), files=held, stdin=f"{nonce}\n".encode(), limits=_limits(held, seconds * len(trials))
     )
     told = _told(outcome.text, nonce)
-    if told is None and outcome.exit == 1 and "order.json" in outcome.error_text:
-        raise WorldError(f"The tests could not be started: {outcome.error_text[-300:]}")
+    if told is None and outcome.exit and not outcome.timed_out and not outcome.memory_exceeded:
+        raise WorldError(f"The tests could not be run: {outcome.error_text.strip()[-300:]}")
     if told is None or len(told) != len(runs):
         return tuple(_nothing("the run of the tests was ended") for _ in trials)
     given = zip(runs, canaries, told, strict=True)
