@@ -42,7 +42,7 @@ def catalogue(tmp_path_factory) -> Path:
     archive = folder / "tidy-1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(FIXTURE, "tidy-1.0", filter=lambda one: None if "__pycache__" in one.name else one)
-    baseline, found = asyncio.run(mine(archive, Plan(wanted=6, tries=8), lambda said: None))
+    baseline, found = asyncio.run(mine(archive, Plan(wanted=4, tries=6), lambda said: None))
     assert len(baseline.tests) == 19
     assert found
     save_found(folder / "tidy-1.0.jsonl", archive, baseline, found)
@@ -239,7 +239,7 @@ def test_canaries_fail_in_many_ways():
 
 def test_mined_bugs_break_what_they_say_and_their_repair_mends_it(catalogue):
     world = make(catalogue)
-    problems = [case.problem() for case in world.cases.values()]
+    problems = [case.problem() for case in world.cases.values()][:2]
 
     async def work():
         found = []
@@ -385,7 +385,24 @@ FILE_CHEATS = {
 }
 
 
+WORST = (
+    *("os._exit", "a plugin that marks all as passed", "the other run's tests rewritten"),
+    *("results equal to everything", "a conftest"),
+)
+
+
+@pytest.mark.security
 def test_no_cheat_earns_anything(catalogue):
+    grades = cheated(catalogue, [*CODE_CHEATS, *FILE_CHEATS, "forged lines", "tests removed"])
+    assert "changed" in grades["tests rewritten while they run"].doubt
+
+
+def test_the_worst_cheats_earn_nothing(catalogue):
+    cheated(catalogue, WORST)
+
+
+def cheated(catalogue, names):
+    """The grades of cheats, none of which may have anything that it did not have before."""
     world = make(catalogue)
     problem = chosen(world)
     assert problem.exam.twisted
@@ -395,14 +412,15 @@ def test_no_cheat_earns_anything(catalogue):
     for name, text in {**CODE_CHEATS, "forged lines": forges}.items():
         trees[name] = {**problem.shown, init: problem.shown[init] + text.encode()}
     trees["tests removed"] = {p: c for p, c in problem.shown.items() if not p.startswith("tests/")}
-    grades = dict(zip(trees, graded(world, *trees.values()), strict=True))
+    grades = dict(zip(names, graded(world, *(trees[name] for name in names)), strict=True))
     paid = {name: one for name, one in grades.items() if all(one.passed.values())}
     assert paid == {}
     fixed = {n for n, one in grades.items() if any(one.passed[t] for t in problem.exam.suite.fail_to_pass)}
     assert fixed == set()
     assert "must fail" in grades["a plugin that marks all as passed"].doubt
-    assert "changed" in grades["tests rewritten while they run"].doubt
+    assert "changed" in grades["the other run's tests rewritten"].doubt
     assert "something else" in grades["results equal to everything"].doubt
+    return grades
 
 
 def test_twisted_twins_alone_stop_what_the_fixed_canaries_do_not_see(catalogue):

@@ -7,6 +7,7 @@ import json
 import random
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from email.parser import Parser
 from pathlib import Path
 from typing import Final
@@ -79,9 +80,22 @@ def _bug(package: Package, tree: Mapping[str, bytes], found: Found, name: str) -
     level = 1 if direct and not private else 3 if private else 2
     subject = ".".join(found.edit.symbol.split(".")[-2:])
     purpose = _purpose(tree[found.path].decode("utf-8"), found.edit.line)
-    symptom = symptom_of(package.name, found.said, _context(tree, found), subject, purpose)
+    said = replace(found.said, statement=_statement(tree, found))
+    symptom = symptom_of(package.name, said, _context(tree, found), subject, purpose)
     style, issue = write_issue(symptom, level == 1, rng)
     return Bug(name, package.name, found.path, found.edit, found.broken, found.files, level, style, issue)
+
+
+def _statement(tree: Mapping[str, bytes], found: Found) -> str:
+    """The statement that failed, with its block where it has one."""
+    head = "".join(found.said.statement.replace('"', "'").split())
+    node = _test_node(tree, found) if head.endswith(":") else None
+    for one in ast.walk(node) if node else ():
+        if isinstance(one, ast.With):
+            lines = ast.unparse(one).splitlines()
+            if "".join(lines[0].replace('"', "'").split()) == head and len(lines) <= _CONTEXT_LINES:
+                return "\n".join(lines)
+    return found.said.statement
 
 
 def _test_text(tree: Mapping[str, bytes], found: Found) -> str:

@@ -155,23 +155,9 @@ def be_child(run: Run, fd: int) -> None:
     sys.path[:] = [*run["paths"], *(place for place in sys.path if place not in ("/box", ""))]
     import pytest
 
-    words = [
-        "-q",
-        "-p",
-        "no:cacheprovider",
-        "--tb=no",
-        "--continue-on-collection-errors",
-        "-W",
-        "ignore",
-        "-o",
-        "addopts=",
-        "-c",
-        run["ini"],
-    ]
-    pytest.main(
-        [*words, "--rootdir", run["folder"], "--confcutdir", run["folder"], *run["files"]],
-        plugins=[make_plugin(fd, run)],
-    )
+    words = ["-q", "-p", "no:cacheprovider", "--tb=no", "--continue-on-collection-errors", "-W", "ignore"]
+    words += ["-o", "addopts=", "-c", run["ini"], "--rootdir", run["folder"], "--confcutdir", run["folder"]]
+    pytest.main([*words, *run["files"]], plugins=[make_plugin(fd, run)])
 
 
 def digests(top: str) -> dict[str, str]:

@@ -51,16 +51,15 @@ def symptom_of(package: str, said: Said, context: str, subject: str, purpose: st
         error = ""
     elif kind == "Failed":
         error = ""
-        due = re.sub(
-            r"DID NOT RAISE.*?(\w+Error|\w+Exception|\w+).*", r"\1 is raised", message.splitlines()[0]
-        )
+        due = f"{re.findall(r'\w+', message.splitlines()[0] or 'an error')[-1]} is raised"
         got = "no exception at all"
-    lines = [*context.splitlines(), _cut(call)]
+    lines = [*context.splitlines(), *map(_cut, call.splitlines())]
     return Symptom(package, "\n".join(lines), _cut(got), _cut(due), _cut(error), subject, purpose)
 
 
 def _cut(text: str) -> str:
     line = " ".join(text.split())
+    line = f"{' ' * (len(text) - len(text.lstrip()))}{line}"
     return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."
 
 

@@ -15,7 +15,7 @@ import asyncio
 import hashlib
 import json
 import random
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
@@ -168,7 +168,7 @@ def candidates(
 def suite_of(place: tuple[str, int], baseline: Baseline) -> tuple[str, ...]:
     """The test files to run for a bug: those with most callers first, up to a number of seconds."""
     callers = Counter(test.partition("::")[0] for test in baseline.callers[place])
-    spent: Counter[str] = Counter()
+    spent: dict[str, float] = defaultdict(float)
     for test in baseline.tests:
         spent[test.partition("::")[0]] += baseline.seconds.get(test, 0.0)
     chosen: list[str] = []

@@ -158,7 +158,7 @@ class _Tally:
     broken: set[str] = field(default_factory=set)
     said: dict[str, Said] = field(default_factory=dict)
     calls: dict[str, frozenset[tuple[str, int]]] = field(default_factory=dict)
-    seconds: Counter[str] = field(default_factory=Counter)
+    seconds: dict[str, float] = field(default_factory=dict)
     spoiled: set[str] = field(default_factory=set)
     ended: bool = False
 
@@ -173,9 +173,10 @@ class _Tally:
         match what, words:
             case "phase", [str(node), str(when), str(outcome), int() | float() as seconds, said]:
                 self._phase(node, when, outcome, said)
-                self.seconds[node.split("[")[0]] += seconds
-            case "calls", [str(test), list(calls)]:
-                self.calls[test] = frozenset((str(path), int(line)) for path, line in calls)
+                test = node.split("[")[0]
+                self.seconds[test] = self.seconds.get(test, 0.0) + seconds
+            case "calls", [str(name), list(calls)]:
+                self.calls[name] = frozenset((str(path), int(line)) for path, line in calls)
             case "end", []:
                 self.ended = True
 
