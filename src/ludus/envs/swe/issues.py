@@ -15,6 +15,7 @@ from typing import Final
 from ludus.envs.swe.trials import Said
 
 _LONGEST: Final = 220
+_NAME: Final = r"[A-Za-z_]\w*"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def symptom_of(package: str, said: Said, context: str, subject: str, purpose: st
         error = ""
     elif kind == "Failed":
         error = ""
-        due = f"{re.findall(r'\w+', message.splitlines()[0] or 'an error')[-1]} is raised"
+        due = f"{[*re.findall(_NAME, message.partition(chr(10))[0]), 'an error'][-2:][0]} is raised"
         got = "no exception at all"
     lines = [*context.splitlines(), *map(_cut, call.splitlines())]
     return Symptom(package, "\n".join(lines), _cut(got), _cut(due), _cut(error), subject, purpose)
