@@ -3,6 +3,7 @@
     ludus env list                     the worlds there are
     ludus env show search              splits, tools, rewards, a task and how it is solved
     ludus env check examples/stock.py  cheats and guessers play it, then its scorecard
+    ludus env prepare swe              fetch what the world needs and does not ship
 
 NAME is a recipe or .toml file (its environment, settings and limits), a world, or the .py file of one.
 Settings follow as --env.settings '{...}' and the like. A check that finds a paid cheat exits with 2.
@@ -20,7 +21,7 @@ from ludus.cli.arguments import no_settings
 from ludus.cli.terminal import make_console, say
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.envs.base import Demonstrates, World
+from ludus.envs.base import Demonstrates, Prepares, World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import WORLDS, build_world
 from ludus.errors import UserError
@@ -34,7 +35,7 @@ from ludus.rollout.setup import episode_limits
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments."""
-    parser.add_argument("act", choices=("list", "show", "check"), help="what to do")
+    parser.add_argument("act", choices=("list", "show", "check", "prepare"), help="what to do")
     parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, a world, or a .toml or .py file")
     parser.add_argument("--split", default="train", help="tasks of this split (train)")
     parser.add_argument("--tasks", type=int, default=50, metavar="N", help="tasks for each agent (50)")
@@ -69,6 +70,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 def look_at(args: argparse.Namespace, console: Console, world: World, limits: EpisodeLimits) -> None:
     """Show or check one world. Raises UserError where its check finds a problem."""
+    if args.act == "prepare":
+        prepare(console, world)
+        return
     num = args.tasks if args.act == "check" else 1
     plan = CheckPlan(args.split, num, args.seed, limits=limits)
     report = check_world(world, plan)
@@ -83,6 +87,13 @@ def look_at(args: argparse.Namespace, console: Console, world: World, limits: Ep
             "docs/environment.md says what each agent tries.",
         )
     say(console, f"The world {world.name!r} pays none of the agents that do not do its tasks.")
+
+
+def prepare(console: Console, world: World) -> None:
+    """Fetch what the world needs. Raises UserError where it cannot be had."""
+    if isinstance(world, Prepares):
+        world.prepare(lambda said: say(console, said))
+    say(console, f"The world {world.name!r} has all that it needs.")
 
 
 def config_of(name: str, overrides: Sequence[str]) -> Config:

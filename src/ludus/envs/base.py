@@ -167,6 +167,15 @@ class Closes(Protocol):
         ...
 
 
+@runtime_checkable
+class Prepares(Protocol):
+    """A world that needs files which do not ship with Ludus (`ludus env prepare NAME`)."""
+
+    def prepare(self, tell: Callable[[str], None]) -> None:
+        """Fetch what is missing, telling what. Raises UserError where it cannot be had."""
+        ...
+
+
 class Demonstration(Protocol):
     """A whole dialogue with the tools that it may use."""
 

@@ -29,6 +29,7 @@ WORLDS: Mapping[str, str] = {
     "search": "ludus.envs.search.world:make_search_world",
     "sql": "ludus.envs.sql.world:make_sql_world",
     "terminal": "ludus.envs.terminal.world:make_terminal_world",
+    "swe": "ludus.envs.swe.world:make_swe_world",
 }
 """Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
 

@@ -1,0 +1,391 @@
+"""Bugs to put into a module: small edits of its text, each at an exact place that its syntax tree gives.
+
+Every kind is a mistake that people make. `is_sound` says of an edit whether the module still compiles and its
+tree has changed.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """Put `new` in the place of `old`, which begins at character `start` of a text.
+
+    `symbol` is the dotted name of the innermost function around it, `line` the first line of that function
+    as its code object knows it (that of its first decorator).
+    """
+
+    kind: str
+    start: int
+    old: str
+    new: str
+    symbol: str
+    line: int
+
+    def apply(self, text: str) -> str:
+        """The text with the edit. Raises ValueError where `old` does not stand there."""
+        end = self.start + len(self.old)
+        if text[self.start : end] != self.old:
+            raise ValueError(f"{self.old!r} does not stand at {self.start}")
+        return text[: self.start] + self.new + text[end:]
+
+    def undo(self, text: str) -> str:
+        """The text before the edit. Raises ValueError where `new` does not stand there."""
+        return Edit(self.kind, self.start, self.new, self.old, self.symbol, self.line).apply(text)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module's text, and where each of its lines begins."""
+
+    text: str
+    starts: tuple[int, ...]
+    lines: tuple[str, ...]
+
+    @classmethod
+    def of(cls, text: str) -> Source:
+        """The source of a text."""
+        lines = tuple(text.splitlines(keepends=True))
+        starts = [0]
+        for line in lines:
+            starts.append(starts[-1] + len(line))
+        return cls(text, tuple(starts), lines)
+
+    def place(self, line: int, column: int) -> int:
+        """The character at a line, counted from 1, and a column in bytes of UTF-8."""
+        if line > len(self.lines):
+            return len(self.text)
+        return self.starts[line - 1] + len(self.lines[line - 1].encode()[:column].decode("utf-8", "ignore"))
+
+    def span(self, node: ast.expr | ast.stmt) -> tuple[int, int]:
+        """Where a node begins and ends."""
+        end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
+        return self.place(node.lineno, node.col_offset), self.place(end_line, end_column)
+
+    def said(self, node: ast.expr | ast.stmt) -> str:
+        """A node's text."""
+        start, end = self.span(node)
+        return self.text[start:end]
+
+
+Change = tuple[str, int, int, str]
+"""Kind, begin, end, and what goes there."""
+Finder = Callable[[Source, ast.AST], Iterator[Change]]
+
+_BOUNDARY: Final[Mapping[type[ast.cmpop], str]] = {ast.Lt: "<=", ast.LtE: "<", ast.Gt: ">=", ast.GtE: ">"}
+_OPPOSITE: Final[Mapping[type[ast.cmpop], str]] = {
+    ast.Eq: "!=",
+    ast.NotEq: "==",
+    ast.Is: "is not",
+    ast.IsNot: "is",
+    ast.In: "not in",
+    ast.NotIn: "in",
+}
+_WORDS: Final[Mapping[type[ast.cmpop], str]] = {
+    ast.Lt: "<",
+    ast.LtE: "<=",
+    ast.Gt: ">",
+    ast.GtE: ">=",
+    ast.Eq: "==",
+    ast.NotEq: "!=",
+    ast.Is: "is",
+    ast.IsNot: "is not",
+    ast.In: "in",
+    ast.NotIn: "not in",
+}
+_OPERATORS: Final[Mapping[type[ast.operator], tuple[str, str]]] = {
+    ast.Add: ("+", "-"),
+    ast.Sub: ("-", "+"),
+    ast.Mult: ("*", "+"),
+    ast.Div: ("/", "//"),
+    ast.FloorDiv: ("//", "/"),
+    ast.Mod: ("%", "//"),
+    ast.BitAnd: ("&", "|"),
+    ast.BitOr: ("|", "&"),
+    ast.LShift: ("<<", ">>"),
+    ast.RShift: (">>", "<<"),
+}
+_NAMES: Final[Mapping[str, str]] = {
+    "lower": "upper",
+    "upper": "lower",
+    "startswith": "endswith",
+    "endswith": "startswith",
+    "lstrip": "rstrip",
+    "rstrip": "lstrip",
+    "strip": "rstrip",
+    "find": "rfind",
+    "rfind": "find",
+    "index": "rindex",
+    "split": "rsplit",
+    "rsplit": "split",
+    "partition": "rpartition",
+    "rpartition": "partition",
+    "min": "max",
+    "max": "min",
+    "any": "all",
+    "all": "any",
+    "keys": "values",
+    "values": "keys",
+    "items": "keys",
+    "append": "extend",
+    "extend": "append",
+    "floor": "ceil",
+    "ceil": "floor",
+    "ljust": "rjust",
+    "rjust": "ljust",
+    "issubset": "issuperset",
+    "union": "intersection",
+    "intersection": "union",
+    "popleft": "pop",
+    "appendleft": "append",
+    "start": "end",
+    "end": "start",
+    "sum": "len",
+    "first": "last",
+    "last": "first",
+    "left": "right",
+    "right": "left",
+    "isdigit": "isalpha",
+    "isalpha": "isdigit",
+    "islower": "isupper",
+    "isupper": "islower",
+}
+
+
+def _between(source: Source, left: ast.expr, right: ast.expr, word: str) -> tuple[int, int] | None:
+    """Where an operator stands between two operands; None where it cannot be told."""
+    start, end = source.span(left)[1], source.span(right)[0]
+    gap = source.text[start:end]
+    if "#" in gap or gap.count(word) != 1:
+        return None
+    at = start + gap.index(word)
+    return at, at + len(word)
+
+
+def comparisons(source: Source, node: ast.AST) -> Iterator[Change]:
+    """`<` for `<=`, `!=` for `==`, `not in` for `in`."""
+    match node:
+        case ast.Compare(left=left, ops=[op], comparators=[right]):
+            word = _WORDS[type(op)]
+            place = _between(source, left, right, word)
+            if place and type(op) in _BOUNDARY:
+                yield "boundary", *place, _BOUNDARY[type(op)]
+            elif place and type(op) in _OPPOSITE:
+                yield "comparison", *place, _OPPOSITE[type(op)]
+
+
+def operators(source: Source, node: ast.AST) -> Iterator[Change]:
+    """Another operator of arithmetic."""
+    match node:
+        case ast.BinOp(left=left, op=op, right=right) if type(op) in _OPERATORS:
+            word, other = _OPERATORS[type(op)]
+            text = isinstance(left, ast.Constant | ast.JoinedStr) and isinstance(op, ast.Mod)
+            place = _between(source, left, right, word)
+            if place and not text:
+                yield "operator", *place, other
+
+
+def booleans(source: Source, node: ast.AST) -> Iterator[Change]:
+    """`or` for `and`, and the other way round."""
+    match node:
+        case ast.BoolOp(op=op, values=[left, right, *_]):
+            word, other = ("and", "or") if isinstance(op, ast.And) else ("or", "and")
+            place = _between(source, left, right, word)
+            if place:
+                yield "boolean", *place, other
+
+
+def conditions(source: Source, node: ast.AST) -> Iterator[Change]:
+    """A condition turned round."""
+    match node:
+        case ast.If(test=test) | ast.While(test=test) | ast.IfExp(test=test):
+            start, end = source.span(test)
+            said = source.text[start:end]
+            if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not):
+                yield "condition", start, end, source.said(test.operand)
+            elif isinstance(test, ast.Name | ast.Attribute | ast.Call | ast.Subscript):
+                yield "condition", start, end, f"not {said}"
+
+
+def numbers(source: Source, node: ast.AST) -> Iterator[Change]:
+    """One more or one less where a number is counted with."""
+    inner: list[ast.expr] = []
+    match node:
+        case ast.BinOp(left=left, right=right):
+            inner = [left, right]
+        case ast.Compare(comparators=[right]):
+            inner = [right]
+        case ast.Subscript(slice=index):
+            inner = [index.operand] if isinstance(index, ast.UnaryOp) else [index]
+        case ast.Call(func=ast.Name(id="range"), args=given):
+            inner = list(given)
+    for one in inner:
+        if isinstance(one, ast.Constant) and type(one.value) is int and 0 <= one.value <= 64:
+            start, end = source.span(one)
+            if source.text[start:end] == str(one.value):
+                yield "off_by_one", start, end, str(one.value + 1)
+                if one.value > 1:
+                    yield "off_by_one", start, end, str(one.value - 1)
+
+
+def slices(source: Source, node: ast.AST) -> Iterator[Change]:
+    """A bound of a slice that is off by one."""
+    match node:
+        case ast.Slice(lower=lower, upper=upper):
+            for bound, sign in ((lower, "+"), (upper, "-")):
+                if isinstance(bound, ast.Name | ast.Attribute):
+                    start, end = source.span(bound)
+                    yield "slice", start, end, f"{source.text[start:end]} {sign} 1"
+                elif isinstance(bound, ast.Constant) and type(bound.value) is int:
+                    start, end = source.span(bound)
+                    yield "slice", start, end, str(bound.value + 1)
+
+
+def arguments(source: Source, node: ast.AST) -> Iterator[Change]:
+    """The first two arguments of a call the wrong way round."""
+    match node:
+        case ast.Call(args=[first, second, *_]) if not isinstance(second, ast.Starred):
+            (start, middle), (begin, end) = source.span(first), source.span(second)
+            one, two = source.text[start:middle], source.text[begin:end]
+            if one != two and "\n" not in source.text[start:end] and not isinstance(first, ast.Starred):
+                called = ast.unparse(node.func)
+                if called not in ("isinstance", "issubclass", "hasattr", "getattr", "setattr", "super"):
+                    yield "arguments", start, end, f"{two}{source.text[middle:begin]}{one}"
+
+
+def names(source: Source, node: ast.AST) -> Iterator[Change]:
+    """A method or function of the opposite sense."""
+    match node:
+        case ast.Call(func=ast.Attribute(attr=name) as func) if name in _NAMES:
+            end = source.span(func)[1]
+            yield "name", end - len(name), end, _NAMES[name]
+        case ast.Call(func=ast.Name(id=name) as func) if name in _NAMES:
+            yield "name", *source.span(func), _NAMES[name]
+
+
+def defaults(source: Source, node: ast.AST) -> Iterator[Change]:
+    """Another default of a parameter."""
+    if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+        return
+    for default in (*node.args.defaults, *node.args.kw_defaults):
+        if isinstance(default, ast.Constant):
+            other = _other(default.value)
+            if other:
+                yield "default", *source.span(default), other
+
+
+def constants(source: Source, node: ast.AST) -> Iterator[Change]:
+    """True for False, or another number, where it is given, assigned or returned."""
+    inner: list[ast.expr | None] = []
+    match node:
+        case ast.Return(value=value) | ast.Assign(value=value) | ast.keyword(value=value):
+            inner = [value]
+        case ast.Call(args=given):
+            inner = list(given)
+    for one in inner:
+        if isinstance(one, ast.Constant) and isinstance(one.value, bool | int):
+            yield "constant", *source.span(one), _other(one.value)
+
+
+def _other(value: object) -> str:
+    """Another constant in place of one; empty for those without."""
+    match value:
+        case bool():
+            return str(not value)
+        case int():
+            return str(value + 1)
+        case " ":
+            return repr("")
+        case "":
+            return repr(" ")
+    return ""
+
+
+def statements(source: Source, node: ast.AST) -> Iterator[Change]:
+    """A guard, the last branch or a statement left out, or a loop that goes on where it ended."""
+    for block in (node.__dict__.get(name) for name in ("body", "orelse", "finalbody")):
+        if not isinstance(block, list) or not block or not isinstance(block[0], ast.stmt):
+            continue
+        for statement in block:
+            yield from _lost(source, statement, alone=len(block) == 1)
+    match node:
+        case ast.Break():
+            yield "loop", *source.span(node), "continue"
+        case ast.Continue():
+            yield "loop", *source.span(node), "break"
+
+
+def _lost(source: Source, statement: ast.stmt, alone: bool) -> Iterator[Change]:
+    lines = source.starts[statement.lineno - 1], source.starts[statement.end_lineno or statement.lineno]
+    whole = not source.text[lines[0] : source.span(statement)[0]].strip() and not alone
+    match statement:
+        case ast.If(body=[*_, ast.Return() | ast.Continue() | ast.Raise()], orelse=[]) if whole:
+            if not source.text[lines[0] :].lstrip().startswith("elif"):
+                yield "guard", *lines, ""
+        case ast.If(body=[*_, last], orelse=[first, *_]):
+            after = source.starts[(last.end_lineno or last.lineno)]
+            if "else" in source.text[after : source.span(first)[0]]:
+                yield "branch", after, source.starts[statement.end_lineno or statement.lineno], ""
+        case ast.AugAssign() | ast.Expr(value=ast.Call()) if whole:
+            yield "statement", *lines, ""
+        case ast.Assign(targets=[ast.Attribute() | ast.Subscript()]) if whole:
+            yield "statement", *lines, ""
+
+
+FINDERS: Final[tuple[Finder, ...]] = (
+    *(comparisons, operators, booleans, conditions, numbers, slices),
+    *(arguments, names, defaults, constants, statements),
+)
+KINDS: Final = (
+    *("boundary", "comparison", "operator", "boolean", "condition", "off_by_one", "slice", "arguments"),
+    *("name", "default", "constant", "guard", "branch", "statement", "loop"),
+)
+
+
+def edits(text: str) -> Iterator[Edit]:
+    """All bugs that the functions of a module can have, in the order of the tree, sound ones and others."""
+    tree = ast.parse(text)
+    source = Source.of(text)
+    for symbol, function in _functions(tree, ""):
+        line = min([function.lineno, *(one.lineno for one in function.decorator_list)])
+        for node in _own(function):
+            for finder in FINDERS:
+                for kind, start, end, new in finder(source, node):
+                    yield Edit(kind, start, text[start:end], new, symbol, line)
+
+
+def _functions(node: ast.AST, prefix: str) -> Iterator[tuple[str, ast.FunctionDef | ast.AsyncFunctionDef]]:
+    for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            name = f"{prefix}{child.name}"
+            if not isinstance(child, ast.ClassDef):
+                yield name, child
+            yield from _functions(child, f"{name}.")
+        else:
+            yield from _functions(child, prefix)
+
+
+def _own(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[ast.AST]:
+    """A function's nodes, those of inner functions, of assertions and of errors that it raises left out."""
+    waiting: list[ast.AST] = [function]
+    while waiting:
+        node = waiting.pop(0)
+        yield node
+        for child in ast.iter_child_nodes(node):
+            apart = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Lambda)
+            if not apart and not isinstance(child, ast.Assert | ast.Raise | ast.JoinedStr):
+                waiting.append(child)
+
+
+def is_sound(edit: Edit, text: str) -> bool:
+    """Whether the edited module compiles and is another one."""
+    try:
+        after = ast.parse(edit.apply(text))
+    except (SyntaxError, ValueError):
+        return False
+    return ast.dump(after) != ast.dump(ast.parse(text))

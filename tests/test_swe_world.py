@@ -1,0 +1,638 @@
+"""The world of software repair, on a small package of our own: miner, grader, cheats, world, loader."""
+
+import ast
+import asyncio
+import json
+import subprocess
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ludus.cli.main import main
+from ludus.config import config_from_toml
+from ludus.envs.registry import build_world
+from ludus.envs.swe.assemble import assemble
+from ludus.envs.swe.canaries import CANARIES, CONTROL, fixed_names, twisted, without_tests
+from ludus.envs.swe.catalogue import load_catalogue, shipped_folder
+from ludus.envs.swe.grading import grade
+from ludus.envs.swe.instances import load_instances
+from ludus.envs.swe.issues import symptom_of, write_issue
+from ludus.envs.swe.layout import layout_of, merged
+from ludus.envs.swe.mine import Plan, mine, save_found
+from ludus.envs.swe.mutations import KINDS, edits, is_sound
+from ludus.envs.swe.oracle import applies, unified
+from ludus.envs.swe.repository import git_files
+from ludus.envs.swe.sources import fetch, read_archive, require
+from ludus.envs.swe.trials import Said
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError, UserError
+from ludus.evaluation.agents import ScriptedConversation, actions_of, call
+from ludus.evaluation.check import CheckPlan, check_world
+from ludus.rollout.episode import EpisodeLimits, run_episode
+
+FIXTURE = Path(__file__).parent / "swe_fixture" / "tidy"
+
+
+@pytest.fixture(scope="module")
+def catalogue(tmp_path_factory) -> Path:
+    """A folder with the package as a source distribution, and what the miner finds in it."""
+    folder = tmp_path_factory.mktemp("swe")
+    archive = folder / "tidy-1.0.tar.gz"
+    with tarfile.open(archive, "w:gz") as tar:
+        tar.add(FIXTURE, "tidy-1.0", filter=lambda one: None if "__pycache__" in one.name else one)
+    baseline, found = asyncio.run(mine(archive, Plan(wanted=4, tries=6), lambda said: None))
+    assert len(baseline.tests) == 19
+    assert found
+    save_found(folder / "tidy-1.0.jsonl", archive, baseline, found)
+    assert assemble(folder, folder, {}) == (1, len(found))
+    return folder
+
+
+def make(catalogue: Path):
+    """The world of the fixture."""
+    text = (
+        f"[env]\nname = 'swe'\n[env.settings]\ncatalogue = '{catalogue}'\nsources = '{catalogue}'\n"
+        "[rollout]\nmax_turns = 12\n"
+    )
+    config = config_from_toml(text, "here")
+    return build_world(config.env, config.rollout, config.sandbox)
+
+
+def graded(world, *trees):
+    """The grades of trees for the world's first problem, the one with most twisted tests."""
+    problem = chosen(world)
+
+    async def work():
+        grades = [await grade(world.sandbox, problem.exam, tree) for tree in trees]
+        await world.close()
+        return grades
+
+    return asyncio.run(work())
+
+
+def chosen(world):
+    problems = [case.problem() for case in world.cases.values()]
+    return max(problems, key=lambda problem: len(problem.exam.twisted))
+
+
+SNIPPET = '''
+def f(items, start=0, *, deep=False):
+    """About."""
+    total = 0
+    for i, item in enumerate(items[1:start]):
+        if not item:
+            continue
+        if i < 3 and item != start:
+            total += item * 2
+        else:
+            items.append(item)
+        if item.name.startswith("a"):
+            return None
+        swap(item, total)
+    items.seen = True
+    print(total)
+    return min(total, 1)
+'''
+
+
+def test_every_kind_of_bug_is_found_and_undone():
+    found = [edit for edit in edits(SNIPPET) if is_sound(edit, SNIPPET)]
+    assert {edit.kind for edit in found} == set(KINDS)
+    for edit in found:
+        broken = edit.apply(SNIPPET)
+        assert edit.undo(broken) == SNIPPET
+        assert ast.dump(ast.parse(broken)) != ast.dump(ast.parse(SNIPPET))
+    made = {(edit.kind, edit.old.strip(), edit.new.strip()) for edit in found}
+    assert ("boundary", "<", "<=") in made
+    assert ("condition", "not item", "item") in made
+    assert ("arguments", "item, total", "total, item") in made
+    assert ("slice", "start", "start - 1") in made
+    assert ("default", "False", "True") in made
+
+
+def test_an_edit_that_does_not_fit_is_refused():
+    edit = next(edits(SNIPPET))
+    with pytest.raises(ValueError, match="does not stand"):
+        edit.apply("x" * len(SNIPPET))
+
+
+def test_bugs_stand_at_the_right_place_behind_letters_of_many_bytes():
+    text = 'def f(a):\n    return "äöü€" + a if a == "ß" else a\n'
+    (edit,) = [edit for edit in edits(text) if edit.kind == "comparison"]
+    assert edit.apply(text) == text.replace("==", "!=")
+
+
+def test_the_repository_is_one_that_git_reads(tmp_path):
+    files = {"a.py": b"x = 1\n", "b/c.py": b"", "b.txt": "ä".encode(), "b/d/e.md": b"#\n" * 5000}
+    for path, content in {**files, **git_files(files, "Import", ".aside/\n")}.items():
+        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / path).write_bytes(content)
+    (tmp_path / ".aside").mkdir()
+    (tmp_path / ".aside" / "x").touch()
+
+    def git(*words):
+        return subprocess.run(
+            ["git", "-c", "safe.directory=*", *words],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+
+    git("fsck", "--strict")
+    assert git("status", "--porcelain") == ""
+    assert git("log", "--format=%s %an") == "Import Ludus\n"
+    assert sorted(git("ls-tree", "-r", "--name-only", "HEAD").split()) == sorted(files)
+    (tmp_path / "a.py").write_text("x = 2\n")
+    assert "+x = 2" in git("diff")
+
+
+PRISTINE = {
+    "src/tidy/__init__.py": b"",
+    "src/tidy/tests/test_a.py": b"old",
+    "tests/test_b.py": b"old",
+    "tests/conftest.py": b"old",
+    "pyproject.toml": b"old",
+    "src/tidy/data.json": b"old",
+}
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        *("tests/test_b.py", "tests/conftest.py", "src/tidy/tests/test_a.py", "src/tidy/conftest.py"),
+        *("sitecustomize.py", "src/sitecustomize.py", "src/tidy/sitecustomize.py", "conftest.py"),
+        *("pytest.ini", "pyproject.toml", "setup.cfg", "tox.ini", "pytest.py", "src/pytest.py"),
+        *("_pytest/__init__.py", "src/_pytest/runner.py", "src/evil.pth", "src/tidy/_fast.so"),
+        *("src/tidy/__pycache__/x.pyc", "evil.dist-info/entry_points.txt", "tests/__init__.py"),
+    ],
+)
+def test_of_a_policys_tree_nothing_but_code_is_taken(path):
+    tree = merged(PRISTINE, {**PRISTINE, path: b"mine", "src/tidy/new.py": b"mine"}, layout_of(PRISTINE))
+    assert tree == {**PRISTINE, "src/tidy/new.py": b"mine"}
+
+
+def test_removed_code_stays_removed_and_removed_tests_come_back():
+    tree = merged(PRISTINE, {}, layout_of(PRISTINE))
+    assert sorted(PRISTINE.keys() - tree.keys()) == ["src/tidy/__init__.py", "src/tidy/data.json"]
+
+
+TESTS = """
+class Base:
+    def test_inherited(self):
+        assert make() == 1
+
+
+class TestA(Base):
+    @mark
+    def test_one(self):
+        self.assertEqual(make(), [1, {"a": 2}])
+
+
+def test_two():
+    assert 3 == make()
+    assert make()
+
+
+def test_three():
+    assert make() is None
+"""
+
+
+class Everything:
+    """Equal to everything."""
+
+    def __eq__(self, other):
+        return True
+
+    __hash__ = None
+
+
+def test_twisted_tests_fail_under_right_values_and_pass_under_one_that_equals_everything():
+    text, done = twisted(TESTS, ["TestA::test_inherited", "TestA::test_one", "test_two", "test_three"])
+    assert done == ("TestA::test_inherited", "TestA::test_one", "test_two")
+    for value, ends in ((3, AssertionError), (Everything(), None)):
+        names = {"make": lambda value=value: value, "mark": lambda function: function}
+        exec(text, names)
+        if ends:
+            with pytest.raises(ends):
+                names["test_two"]()
+        else:
+            names["test_two"]()
+
+
+def test_hidden_tests_are_cut_out():
+    left = without_tests(TESTS, ["TestA::test_one", "test_two", "TestA::test_inherited"])
+    tree = ast.parse(left)
+    assert [node.name for node in tree.body] == ["Base", "TestA", "test_three"]
+    assert "mark" not in left
+    assert left.count("pass") == 2
+
+
+def test_canaries_fail_in_many_ways():
+    assert len(fixed_names()) == 15
+    assert CONTROL not in fixed_names()
+    compile(CANARIES, "canaries", "exec")
+
+
+def test_mined_bugs_break_what_they_say_and_their_repair_mends_it(catalogue):
+    world = make(catalogue)
+    problems = [case.problem() for case in world.cases.values()][:2]
+
+    async def work():
+        found = []
+        for problem in problems:
+            harmless = {**problem.shown, "tidy/__init__.py": problem.shown["tidy/__init__.py"] + b"# more\n"}
+            found.append(await grade(world.sandbox, problem.exam, harmless))
+            found.append(await grade(world.sandbox, problem.exam, {**problem.shown, **problem.mended}))
+        await world.close()
+        return found
+
+    grades = asyncio.run(work())
+    for problem, broken, right in zip(problems, grades[::2], grades[1::2], strict=True):
+        suite = problem.exam.suite
+        assert applies(problem)
+        assert {test for test, passed in broken.passed.items() if not passed} == set(suite.fail_to_pass)
+        assert right.doubt == ""
+        assert set(right.passed) == {*suite.fail_to_pass, *suite.pass_to_pass}
+        assert all(right.passed.values())
+        for test in suite.fail_to_pass:
+            file, _, name = test.partition("::")
+            assert f"def {name.rpartition('::')[2]}(" not in problem.shown[file].decode()
+
+
+HOOK = """
+import pytest
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item, call):
+    outcome = yield
+    outcome.get_result().outcome = "passed"
+"""
+MARKS_ALL = """
+import _pytest.reports
+import _pytest.runner
+
+from_item = _pytest.reports.TestReport.from_item_and_call.__func__
+
+
+def passing(cls, item, call):
+    report = from_item(cls, item, call)
+    report.outcome, report.longrepr = "passed", None
+    return report
+
+
+_pytest.reports.TestReport.from_item_and_call = classmethod(passing)
+"""
+PATCHES_UNITTEST = """
+import unittest
+
+for name in dir(unittest.TestCase):
+    if name.startswith("assert"):
+        setattr(unittest.TestCase, name, lambda *given, **named: None)
+"""
+PATCHES_CALLS = """
+import _pytest.python
+
+_pytest.python.Function.runtest = lambda self: None
+"""
+PATCHES_RAISES = """
+import pytest
+
+
+class Anything:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        return True
+
+
+pytest.raises = lambda *given, **named: Anything()
+"""
+FORGES = """
+import json, os
+
+TESTS = {tests!r}
+lines = "".join(
+    json.dumps([key, "phase", test, "call", "passed", 0.0, {{}}]) + "\\n"
+    for key in ("", "key") for test in TESTS
+) + json.dumps(["", "end"]) + "\\n"
+for fd in range(3, 64):
+    try:
+        os.write(fd, lines.encode())
+    except OSError:
+        pass
+print(json.dumps([{{"lines": lines, "changed": []}}]))
+os._exit(0)
+"""
+EDITS_TESTS = """
+import glob, os
+
+for path in glob.glob("tests/test_*.py"):
+    os.chmod(path, 0o644)
+    open(path, "w").write("def test_nothing():\\n    pass\\n")
+"""
+EDITS_THE_OTHER_RUN = """
+import glob, os
+
+for path in glob.glob("/box/*/tests/test_*.py"):
+    if not path.startswith(os.getcwd()):
+        open(os.path.join(os.path.dirname(path), "conftest.py"), "a").write("x = 1")
+"""
+KILLS = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+EQUALS_ALL = """
+class Everything(str):
+    def __eq__(self, other): return True
+    def __ne__(self, other): return False
+    def __lt__(self, other): return True
+    def __getattr__(self, name): return lambda *given, **named: Everything()
+    __hash__ = None
+
+
+class Slug:
+    def __init__(self, *given, **named): self.uses = Everything()
+    def text(self): return Everything()
+
+
+def _all(*given, **named): return Everything()
+
+
+chunks = clamp = shorten = spread = title = window = _all
+"""
+CODE_CHEATS = {
+    "sys.exit": "import sys\nsys.exit(0)\n",
+    "os._exit": "import os\nos._exit(0)\n",
+    "a plugin that marks all as passed": MARKS_ALL,
+    "unittest patched": PATCHES_UNITTEST,
+    "tests that are not called": PATCHES_CALLS,
+    "raises patched": PATCHES_RAISES,
+    "tests rewritten while they run": EDITS_TESTS,
+    "the other run's tests rewritten": EDITS_THE_OTHER_RUN,
+    "the runner killed": KILLS,
+    "results equal to everything": EQUALS_ALL,
+}
+FILE_CHEATS = {
+    "tests edited": {"tests/test_lists.py": b"def test_a():\n    pass\n", "tests/test_texts.py": b""},
+    "a conftest": {"conftest.py": HOOK.encode(), "tests/conftest.py": HOOK.encode()},
+    "a conftest in the package": {"tidy/conftest.py": HOOK.encode()},
+    "sitecustomize": {"sitecustomize.py": MARKS_ALL.encode(), "tidy/sitecustomize.py": MARKS_ALL.encode()},
+    "settings": {"pytest.ini": b"[pytest]\naddopts = --collect-only\n", "tidy/new.py": b""},
+    "another pytest": {"pytest.py": b"def main(*given, **named): return 0\n", "_pytest/__init__.py": b""},
+}
+
+
+WORST = (
+    *("os._exit", "a plugin that marks all as passed", "the other run's tests rewritten"),
+    *("results equal to everything", "a conftest"),
+)
+
+
+@pytest.mark.security
+def test_no_cheat_earns_anything(catalogue):
+    grades = cheated(catalogue, [*CODE_CHEATS, *FILE_CHEATS, "forged lines", "tests removed"])
+    assert "changed" in grades["tests rewritten while they run"].doubt
+
+
+def test_the_worst_cheats_earn_nothing(catalogue):
+    cheated(catalogue, WORST)
+
+
+def cheated(catalogue, names):
+    """The grades of cheats, none of which may have anything that it did not have before."""
+    world = make(catalogue)
+    problem = chosen(world)
+    assert problem.exam.twisted
+    init = "tidy/__init__.py"
+    trees = {name: {**problem.shown, **files, "tidy/more.py": b""} for name, files in FILE_CHEATS.items()}
+    forges = FORGES.format(tests=problem.exam.suite.tests("all"))
+    for name, text in {**CODE_CHEATS, "forged lines": forges}.items():
+        trees[name] = {**problem.shown, init: problem.shown[init] + text.encode()}
+    trees["tests removed"] = {p: c for p, c in problem.shown.items() if not p.startswith("tests/")}
+    grades = dict(zip(names, graded(world, *(trees[name] for name in names)), strict=True))
+    paid = {name: one for name, one in grades.items() if all(one.passed.values())}
+    assert paid == {}
+    fixed = {n for n, one in grades.items() if any(one.passed[t] for t in problem.exam.suite.fail_to_pass)}
+    assert fixed == set()
+    assert "must fail" in grades["a plugin that marks all as passed"].doubt
+    assert "changed" in grades["the other run's tests rewritten"].doubt
+    assert "something else" in grades["results equal to everything"].doubt
+    return grades
+
+
+def test_twisted_twins_alone_stop_what_the_fixed_canaries_do_not_see(catalogue):
+    world = make(catalogue)
+    problem = chosen(world)
+    cheat = problem.shown["tidy/__init__.py"] + EQUALS_ALL.encode()
+    exam = replace(problem.exam, twins={}, twisted=())
+
+    async def work():
+        found = await grade(world.sandbox, exam, {**problem.shown, "tidy/__init__.py": cheat})
+        await world.close()
+        return found
+
+    found = asyncio.run(work())
+    assert found.doubt == ""
+    assert any(found.passed[test] for test in exam.suite.fail_to_pass)
+
+
+def play(world, task, actions):
+    """An episode of a scripted policy."""
+
+    async def work():
+        environment = world.environment(task)
+        trajectory = await run_episode(
+            task, 0, environment, ScriptedConversation(actions), EpisodeLimits(max_turns=12)
+        )
+        await world.close()
+        return trajectory
+
+    return asyncio.run(work())
+
+
+def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
+    world = make(catalogue)
+    task = world.tasks("train")[0]
+    case = world.cases[task.id]
+    problem = case.problem()
+    ((path, right),) = problem.mended.items()
+    patch = unified(path, problem.shown[path].decode(), right.decode())
+    steps = (
+        ("shell", {"command": "git log --oneline && git status --short && pytest -q 2>&1 | tail -3"}),
+        ("list_files", {"pattern": "*"}),
+        ("search_files", {"pattern": "^def |^class ", "files": "tidy/*"}),
+        ("read_file", {"path": path}),
+        ("apply_patch", {"patch": patch}),
+        ("shell", {"command": "git diff --stat && python3 -c 'import tidy; print(tidy.__file__)'"}),
+        ("submit", {"answer": "Mended."}),
+    )
+    played = play(world, task, [call(i, step) for i, step in enumerate(steps)])
+    said = [outcome.output for outcome in played.outcomes]
+    assert "Import" in said[0]
+    assert "passed" in said[0]
+    assert ".git" not in said[1]
+    assert "tests/test_lists.py" in said[1]
+    assert "def chunks" in said[2]
+    assert "1 file changed" in said[5]
+    assert "/box/tidy/__init__.py" in said[5]
+    assert played.rewards["resolved"] == 1
+    assert played.rewards["fixed"] == 1
+    assert json.loads(played.outcomes[-1].output)["doubt"] == ""
+    assert not any(problem.exam.suite.fail_to_pass[0] in m["content"] for m in played.messages)
+
+
+def test_the_world_pays_the_oracle_and_no_cheat(catalogue):
+    world = make(catalogue)
+    report = check_world(world, CheckPlan(num_tasks=2, limits=EpisodeLimits(max_turns=12)))
+    assert report.problems == []
+    rows = {row.agent.name: row for row in report.rows}
+    assert rows["oracle"].num_successes == 2
+    assert sum(row.num_successes for row in report.rows) == 2
+
+
+def test_the_experts_observations_are_those_of_the_tools(catalogue):
+    world = make(catalogue)
+    task = world.tasks("train")[0]
+    dialogue = world.expert(task)
+    told = [message["content"] for message in dialogue.messages if message["role"] == "tool"]
+    played = play(world, task, actions_of(dialogue.messages))
+    assert [outcome.output for outcome in played.outcomes[: len(told)]] == told
+
+
+def git(folder, *words):
+    own = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "init.defaultBranch=main")
+    done = subprocess.run(["git", *own, *words], cwd=folder, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def test_instances_in_the_format_of_swe_bench(catalogue, tmp_path):
+    problem = chosen(make(catalogue))
+    clone = tmp_path / "owner__tidy"
+    for path, content in problem.shown.items():
+        (clone / path).parent.mkdir(parents=True, exist_ok=True)
+        (clone / path).write_bytes(content)
+    git(clone, "init", "-q")
+    git(clone, "add", "-A")
+    git(clone, "commit", "-qm", "Broken")
+    ((path, right),) = problem.mended.items()
+    changed = [p for p in problem.exam.pristine if problem.exam.pristine[p] != problem.shown[p]]
+    tests = [(p, problem.shown[p].decode(), problem.exam.pristine[p].decode()) for p in changed]
+    suite = problem.exam.suite
+    row = {
+        "instance_id": "owner__tidy-1",
+        "repo": "owner/tidy",
+        "base_commit": git(clone, "rev-parse", "HEAD"),
+        "patch": unified(path, problem.shown[path].decode(), right.decode()),
+        "test_patch": "".join(unified(*one) for one in tests),
+        "problem_statement": "It is broken.",
+        "FAIL_TO_PASS": json.dumps(list(suite.fail_to_pass)),
+        "PASS_TO_PASS": ["tests/test_lists.py::test_clamp[2-2]"],
+        "version": "1.0",
+    }
+    file = tmp_path / "instances.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    text = f"[env]\nname = 'swe'\n[env.settings]\ninstances = '{file}'\nrepositories = '{tmp_path}'\n"
+    config = config_from_toml(text, "here")
+    world = build_world(config.env, config.rollout, config.sandbox)
+    (task,) = world.tasks("test")
+    assert "It is broken." in task.prompt[-1]["content"]
+    played = play(world, task, actions_of(world.expert(task).messages))
+    assert played.rewards["resolved"] == 1
+    idle = play(world, task, [call(0, ("submit", {"answer": ""}))])
+    assert idle.rewards["resolved"] == 0
+
+
+def test_bad_instances_are_named_with_their_line(tmp_path):
+    file = tmp_path / "instances.jsonl"
+    file.write_text('{"instance_id": "a"}\n')
+    with pytest.raises(ConfigError, match=r"line 1: repo: field required"):
+        load_instances(str(file), str(tmp_path), 1.0)
+
+
+def test_missing_sources_say_how_to_get_them(tmp_path):
+    packages = load_catalogue(shipped_folder()).packages.values()
+    with pytest.raises(UserError, match="sources of") as error:
+        require(packages, tmp_path)
+    assert "ludus env prepare swe" in error.value.hint
+
+
+def test_another_archive_than_the_pinned_one_is_refused(catalogue, tmp_path, monkeypatch):
+    (package,) = load_catalogue(catalogue).packages.values()
+    fetch([package], catalogue, lambda said: pytest.fail("it is there already"))
+    archive = catalogue / package.archive
+    monkeypatch.setattr("ludus.envs.swe.sources.download", lambda wanted, room: archive)
+    fetch([package], tmp_path / "one", lambda said: None)
+    assert (tmp_path / "one" / package.archive).read_bytes() == archive.read_bytes()
+    with pytest.raises(UserError, match="is not the source"):
+        fetch([replace(package, sha256="0" * 64)], tmp_path / "two", lambda said: None)
+    with pytest.raises(UserError, match="not the archive that is pinned"):
+        read_archive(archive, "0" * 64)
+
+
+def test_the_command_prepares(catalogue, tmp_path, monkeypatch, capsys):
+    archive = catalogue / "tidy-1.0.tar.gz"
+    monkeypatch.setattr("ludus.envs.swe.sources.download", lambda wanted, room: archive)
+    settings = (f"--env.settings.catalogue={catalogue}", f"--env.settings.sources={tmp_path / 'sources'}")
+    words = [word for setting in settings for word in setting.split("=")]
+    assert main(["env", "prepare", "swe", *words]) == 0
+    assert (tmp_path / "sources" / archive.name).is_file()
+    assert "tidy 1.0" in capsys.readouterr().out
+
+
+def test_settings_that_do_not_fit_are_refused():
+    from ludus.envs.swe.world import make_swe_world
+
+    with pytest.raises(ConfigError, match="no kind of bug 'typo'"):
+        make_swe_world({"kinds": ["typo"]}, ToolLimits())
+    with pytest.raises(ConfigError, match="go together"):
+        make_swe_world({"instances": "x.jsonl"}, ToolLimits())
+
+
+@pytest.mark.parametrize(
+    ("said", "parts"),
+    [
+        (
+            Said("assert f(2) == 3", "AssertionError: assert 4 == 3\n +  where 4 = f(2)"),
+            ("f(2)", "4", "3", ""),
+        ),
+        (Said("self.assertEqual(f(2), 3)", "AssertionError: 4 != 3"), ("f(2)", "4", "3", "")),
+        (Said("assert 3 == f(2)", "TypeError: bad operand"), ("f(2)", "", "3", "TypeError: bad operand")),
+        (Said("f(2)", "KeyError: 'a'"), ("f(2)", "", "", "KeyError: 'a'")),
+        (
+            Said("with raises(ValueError):", "Failed: DID NOT RAISE <class 'ValueError'>"),
+            ("with raises(ValueError):", "no exception at all", "ValueError is raised", ""),
+        ),
+    ],
+)
+def test_a_failure_becomes_a_symptom(said, parts):
+    found = symptom_of("tidy", said, "", "f", "")
+    assert (found.call, found.got, found.due, found.error) == parts
+
+
+def test_issues_tell_the_symptom_and_not_the_place():
+    import random
+
+    symptom = symptom_of("tidy", Said("assert f(2) == 3", "AssertionError: assert 4 == 3"), "x = 2", "f", "")
+    texts = {write_issue(symptom, named=True, rng=random.Random(seed)) for seed in range(40)}
+    assert {style for style, _ in texts} >= {"report", "story", "regression", "question"}
+    assert all("f(2)" in text and "x = 2" in text and "`4`" in text and "`3`" in text for _, text in texts)
+
+
+def test_the_shipped_tasks_are_whole():
+    shipped = load_catalogue(shipped_folder())
+    splits = {package.split for package in shipped.packages.values()}
+    assert splits == {"train", "validation", "test"}
+    assert len({bug.id for bug in shipped.bugs}) == len(shipped.bugs)
+    assert len({(bug.package, bug.path, bug.edit.start, bug.edit.new) for bug in shipped.bugs}) == len(
+        shipped.bugs
+    )
+    for bug in shipped.bugs:
+        tests = shipped.packages[bug.package].tests
+        known = {f"{file}::{test}" for file in bug.files for test in tests[file]}
+        assert bug.broken
+        assert set(bug.broken) < known
+        assert bug.issue.strip()
+        assert bug.path not in bug.issue
