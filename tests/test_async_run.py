@@ -120,6 +120,7 @@ def test_not_interruptible_every_episode_is_of_one_version(tiny_run, tmp_path):
         assert len({v for s in record.trajectory.segments for v in s.versions}) == 1
 
 
+@pytest.mark.fault
 def test_a_resumed_run_keeps_every_episode_that_had_ended(streamed, tiny_run, tmp_path):
     """Cut after step 4: what was on its way there trains later, token for token, and under its own number."""
     folder = run(tiny_run, tmp_path / "cut", "async", training__steps=STEPS)
@@ -146,6 +147,7 @@ def test_a_resumed_run_keeps_every_episode_that_had_ended(streamed, tiny_run, tm
     assert total["ledger"]["total"]["started"] == STEPS * 9
 
 
+@pytest.mark.fault
 def test_a_mode_can_be_left_and_entered_on_resume(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "changing", "sync", training__steps=2)
     for steps, mode in ((4, "async"), (5, "one_step"), (6, "sync")):
@@ -196,6 +198,7 @@ def test_no_thread_is_left_behind(streamed):
     assert not [name for name in names if name.startswith(("ludus-learner", "ludus-engine"))]
 
 
+@pytest.mark.fault
 def test_a_full_disk_ends_the_run_with_the_reason_and_it_goes_on_later(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "full", "async", training__steps=2)
     timings = folder / "timings.jsonl"
@@ -236,6 +239,7 @@ def make_world(settings, limits):
 """
 
 
+@pytest.mark.fault
 def test_a_server_that_hangs_holds_up_its_own_episodes_alone(tiny_run, tmp_path):
     world = tmp_path / "hanging.py"
     world.write_text(HANGING)

@@ -38,6 +38,9 @@ PAGES = sorted(
     for pattern in ("docs/*.md", "README.md", "src/ludus/recipes/*/README.md")
     for file in ROOT.glob(pattern)
 )
+LONG = {f"docs/{name}.md" for name in ("quick_start", "stages", "server", "learner", "scaling", "mixtures")}
+LONG |= {page for page in PAGES if "/recipes/" in page}
+"""Pages whose commands take long: `make pages` runs them. All that is said of a page is looked at always."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
 TOP_FOLDERS = "src|tests|docs|examples|benchmarks"
 
@@ -164,7 +167,9 @@ def words(settings: dict[str, str]) -> list[str]:
     return [word for key, value in settings.items() for word in (f"--{key}", value)]
 
 
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=[pytest.mark.pages] if page in LONG else []) for page in PAGES]
+)
 def test_everything_on_the_page_runs(page, finished, cold_start, tmp_path, monkeypatch, request):
     shutil.copytree(finished, tmp_path, dirs_exist_ok=True)
     (tmp_path / "examples").symlink_to(ROOT / "examples")

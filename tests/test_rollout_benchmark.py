@@ -75,6 +75,7 @@ def test_reusable_tokens_are_those_that_a_list_of_all_histories_finds(job):
     assert found == pytest.approx(rollout_work.num_reusable(plan, job.work), rel=0.002)
 
 
+@pytest.mark.scale
 def test_the_command_runs_each_system_in_a_process_and_writes_its_result(job, tmp_path, capsys):
     import rollout
     from rollout_work import Work
