@@ -106,6 +106,7 @@ def test_bits_do_not_depend_on_the_company():
     assert again == expected
 
 
+@pytest.mark.scale
 def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
     model = build()
     requests = varied_requests(60, seed=3)

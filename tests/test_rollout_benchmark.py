@@ -38,6 +38,7 @@ def play(job, system):
     return find(system)(replace(job, system=system))
 
 
+@pytest.mark.scale
 def test_all_systems_do_the_same_work_and_sample_the_same_tokens(job):
     import rollout_ours
     import rollout_work

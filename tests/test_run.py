@@ -136,6 +136,7 @@ def test_the_timings_tell_what_the_engine_did(finished):
         assert found["episode/model_s"] > found["episode/tools_s"] > 0
 
 
+@pytest.mark.fault
 def test_another_seed_gives_other_rollouts(finished, tmp_path):
     run(tmp_path / "other", run__seed="1", training__steps="2")
     tokens = [

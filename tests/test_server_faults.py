@@ -22,6 +22,7 @@ def metrics(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
+@pytest.mark.fault
 def test_a_run_against_a_server_is_the_run_of_the_embedded_engine(served, tmp_path):
     """Batch-invariant engines on both sides: all that is written is the same, bit for bit."""
     run = {"training__steps": "1", "evaluation__every": "1", "evaluation__tasks": "3"}
