@@ -38,11 +38,8 @@ PAGES = sorted(
     for pattern in ("docs/*.md", "README.md", "src/ludus/recipes/*/README.md")
     for file in ROOT.glob(pattern)
 )
-LONG = {
-    f"docs/{name}.md"
-    for name in ("algorithm", "environment", "learner", "mixtures", "quick_start", "reproducibility")
-    + ("rewards", "scaling", "server", "stages")
-}
+LONGER = "algorithm environment learner mixtures quick_start reproducibility rewards scaling server stages"
+LONG = {f"docs/{name}.md" for name in LONGER.split()}
 LONG |= {page for page in PAGES if "/recipes/" in page}
 """Pages whose commands take long: `make pages` runs them. All that is said of a page is looked at always."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
