@@ -112,7 +112,7 @@ class Alone:
     def __init__(self, models, settings):
         self.models = models
         self.pages = -(-CONTEXT // PAGE) + 1
-        self.forwards = [RaggedForward(build_copy(m), self.pages, (1, CONTEXT), 1) for m in models]
+        self.forwards = [RaggedForward(build_copy(m), self.pages, CONTEXT, 1) for m in models]
         self.block = settings.pass_tokens
 
     def versions(self, request, versions):

@@ -138,7 +138,7 @@ class EngineCore:
         self._tree = tree
         self._pass_tokens = pass_tokens
         self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
-        self._slots = FreeSlots(slots[0])
+        self._free_slots = deque(range(slots[0]))
         self._params = SlotParams(slots[0], forward)
         self._reserved = 0
         self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
@@ -242,7 +242,6 @@ class EngineCore:
             self._tree.forget_empty()
             return
         self._tree.clear(adapter)
-        self._slots.forget()
         stale = [s for s in self.running if adapter is None or s.adapter == adapter]
         again = sum(sequence.num_computed for sequence in stale)
         for sequence in stale:
@@ -258,7 +257,7 @@ class EngineCore:
     def _admit(self) -> None:
         """Move sequences from the queue to free slots, oldest first; those that wait for a prefix stay."""
         stay: deque[Sequence] = deque()
-        while self.waiting and self._slots:
+        while self.waiting and self._free_slots:
             sequence = self.waiting.popleft()
             match = self._match(sequence)
             if match.wait:
@@ -288,8 +287,7 @@ class EngineCore:
 
     def _enter(self, sequence: Sequence, path: list[Node], match: Match) -> None:
         """Give a sequence its slot and the pages of its history."""
-        sequence.slot, kept = self._slots.take(sequence.request.episode, path)
-        self._forward.enter(sequence.slot, kept)
+        sequence.slot = self._free_slots.popleft()
         self._params.put(sequence.slot, sequence.request)
         self._table[sequence.slot, : len(path)] = [node.page for node in path]
         sequence.path = path
@@ -399,7 +397,7 @@ class EngineCore:
 
     def _leave(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self._slots.give_back(sequence.slot, sequence.request.episode, sequence.path)
+        self._free_slots.append(sequence.slot)
         self._tree.release(sequence.path)
         self._reserved -= sequence.reserved
         sequence.path, sequence.slot, sequence.reserved = [], -1, 0
@@ -410,38 +408,6 @@ class EngineCore:
         if stop not in self._stop_strings:
             self._stop_strings[stop] = StopStrings(self._tokenizer, stop)
         return self._stop_strings[stop]
-
-
-class FreeSlots:
-    """Slots that no sequence has, and the pages copied there: an episode that comes back gets its own."""
-
-    def __init__(self, num_slots: int) -> None:
-        self._free = dict.fromkeys(range(num_slots))
-        self._left: list[tuple[str, list[Node]]] = [("", [])] * num_slots
-
-    def __len__(self) -> int:
-        return len(self._free)
-
-    def take(self, episode: str, path: list[Node]) -> tuple[int, int]:
-        """The slot that the episode left, or else the one left first; and how many of its tokens still hold.
-
-        They hold as far as the path has the same pages as then.
-        """
-        own = (slot for slot in self._free if self._left[slot][0] == episode)
-        slot = next(own, next(iter(self._free)))
-        self._free.pop(slot)
-        before = self._left[slot][1]
-        same = next((i for i, (a, b) in enumerate(zip(path, before, strict=False)) if a is not b), None)
-        return slot, PAGE * (min(len(path), len(before)) if same is None else same)
-
-    def give_back(self, slot: int, episode: str, path: list[Node]) -> None:
-        """An episode leaves a slot with its pages in it."""
-        self._free[slot] = None
-        self._left[slot] = (episode, path)
-
-    def forget(self) -> None:
-        """What lies in the slots is of older weights."""
-        self._left = [("", [])] * len(self._left)
 
 
 class SlotParams:

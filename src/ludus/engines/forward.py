@@ -8,7 +8,7 @@ whose ragged, paged pass does not agree with a plain one.
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from ludus.engines.base import DEFAULT
 from ludus.engines.kernel import Kernel, make_kernel
 from ludus.engines.memory import LayerShape, PagePool
 from ludus.engines.pages import PAGE
-from ludus.engines.slots import SlotMemory, SlotPass, Span
+from ludus.engines.torch_attention import Span, TorchPass
 from ludus.errors import EngineError, UserError
 
 if TYPE_CHECKING:
@@ -51,11 +51,11 @@ class Chunk:
 class RaggedForward:
     """The logits of chosen tokens of a pass over chunks of many sequences.
 
-    `pool` is the memory of the pages. `slots` is (sequences that run at once, the longest in tokens). Raises
-    `UserError` for a model that does not work this way.
+    `pool` is the memory of the pages. `max_tokens` bounds a sequence. Raises `UserError` for a model that
+    does not work this way.
     """
 
-    def __init__(self, model: PreTrainedModel, num_pages: int, slots: tuple[int, int], threads: int) -> None:
+    def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
         self.model = model
         first = next(model.parameters())
         self.device: torch.device = first.device
@@ -69,15 +69,12 @@ class RaggedForward:
             plain, layers = self._plain_trial()
             self.adapters = AdapterBank(model)
             self._default = DEFAULT if DEFAULT in self.adapters.names else ""
-            self._kernel = self._make_kernel(layers, slots[1], threads)
-            self.pool = PagePool(layers, num_pages, self.dtype, self.device)
-            self._running = self._slot_memory(layers, slots)
+            self._kernel = self._make_kernel(layers, max_tokens, threads)
+            self.pool = self._make_pool(layers, num_pages)
             attention.register()
             model.set_attn_implementation(attention.NAME)
             difference = float((self._trial() - plain).abs().max())
             self.invariant = self._rows_are_alike()
-            for slot in range(3):
-                self.enter(slot, kept=0)
         except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:
             raise UserError(
                 f"The local engine cannot run {name}: {error}.",
@@ -114,8 +111,8 @@ class RaggedForward:
         positions = np.zeros(padded, dtype=np.int32)
         starts = np.repeat(np.array([chunk.start for chunk in chunks]) - (ends - counts), counts)
         positions[:total] = np.arange(total) + starts
-        parts = tuple(zip((ends - counts).tolist(), ends.tolist(), strict=True))
-        ragged = self._ragged(chunks, RaggedPass(self.pool, slots, positions, table, parts, self._kernel))
+        how = self._kernel or self._by_torch(chunks, ends.tolist(), table, (slots[:total], positions[:total]))
+        ragged = RaggedPass(self.pool, slots, positions, table, how)
         rows = np.zeros(-(-len(keep) // block) * block, dtype=np.int64)
         rows[: len(keep)] = keep
         index = torch.from_numpy(rows).to(self.device)
@@ -131,11 +128,6 @@ class RaggedForward:
         logits: Tensor = output.logits[0]
         return (logits if self._keeps else logits[index])[: len(keep)]
 
-    def enter(self, slot: int, kept: int) -> None:
-        """A sequence has this slot from here on, whose first `kept` tokens lie there if anything does."""
-        if self._running is not None:
-            self._running.keep(slot, kept)
-
     def close(self) -> None:
         """End the kernel's threads, and give the model back as it was."""
         if self._kernel is not None:
@@ -148,32 +140,27 @@ class RaggedForward:
             return None
         return make_kernel(layers, layers[0].key_width, max_tokens, threads)
 
-    def _slot_memory(self, layers: list[LayerShape], slots: tuple[int, int]) -> SlotMemory | None:
-        """What torch's attention reads on a CPU; at least what the trial needs."""
-        if self._kernel is not None or self.device.type != "cpu":
-            return None
-        return SlotMemory(layers, max(slots[0], 3), max(slots[1], _TRIAL_TOKENS), self.dtype)
+    def _make_pool(self, layers: list[LayerShape], num_pages: int) -> PagePool:
+        """On a CPU torch keeps keys and values of 16 bits in 32: its sparse products take no others."""
+        wide = self.device.type == "cpu" and self.dtype.itemsize < torch.float32.itemsize
+        dtype = torch.float32 if wide else self.dtype
+        return PagePool(layers, num_pages, dtype, self.device, transposed=self._kernel is not None)
 
-    def _ragged(self, chunks: list[Chunk], ragged: RaggedPass) -> RaggedPass:
-        """With what torch's attention needs, where there is no kernel."""
-        if ragged.kernel is not None:
-            return ragged
-        real = sum(len(chunk.ids) for chunk in chunks)
-        positions = ragged.positions[:real]
-        pages = ragged.table[ragged.slots[:real], positions // PAGE].astype(np.int64)
-        running = None
-        if self._running is not None:
-            spans = [
-                Span(first, last, chunk.slot, chunk.start + len(chunk.ids))
-                for chunk, (first, last) in zip(chunks, ragged.parts, strict=True)
-            ]
-            running = SlotPass.begin(self._running, self.pool, spans, ragged.table)
-        return replace(
-            ragged,
-            pages=torch.from_numpy(pages).to(self.device),
-            offsets=torch.from_numpy((positions % PAGE).astype(np.int64)).to(self.device),
-            running=running,
+    def _by_torch(
+        self,
+        chunks: list[Chunk],
+        ends: list[int],
+        table: NDArray[np.int32],
+        tokens: tuple[NDArray[np.int32], NDArray[np.int32]],
+    ) -> TorchPass:
+        """What attends by torch. `ends` are the chunks' in the pass, `tokens` are its slots and positions."""
+        spans = tuple(
+            Span(end - len(chunk.ids), end, chunk.start + len(chunk.ids), table[chunk.slot])
+            for chunk, end in zip(chunks, ends, strict=True)
         )
+        slots, positions = tokens
+        pages = table[slots, positions // PAGE].astype(np.int64)
+        return TorchPass(self.pool, spans, pages, positions.astype(np.int64) % PAGE)
 
     @torch.inference_mode()
     def _plain_trial(self) -> tuple[Tensor, list[LayerShape]]:

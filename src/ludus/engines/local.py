@@ -101,14 +101,13 @@ class LocalEngine:
         self._settings = settings
         threads = settings.threads or torch.get_num_threads()
         num_pages = max(-(-settings.cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
-        slots = (settings.max_batch, settings.context_tokens)
-        self._forward = RaggedForward(self._model, num_pages, slots, threads)
+        self._forward = RaggedForward(self._model, num_pages, settings.context_tokens, threads)
         self._tree = PageTree(num_pages)
         self._core = EngineCore(
             self._forward,
             tokenizer,
             self._tree,
-            slots,
+            (settings.max_batch, settings.context_tokens),
             max(settings.pass_tokens, settings.max_batch),
         )
         self._core.version = version

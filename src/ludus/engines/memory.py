@@ -25,12 +25,24 @@ class LayerShape:
 
 
 class PagePool:
-    """The memory of the pages: per layer keys `[pages, heads, width, PAGE]`, values `[.., PAGE, width]`."""
+    """The memory of the pages: per layer keys and values `[pages, heads, PAGE, width]`.
+
+    With `transposed` keys are `[pages, heads, width, PAGE]`, as the compiled kernel reads them.
+    """
 
     def __init__(
-        self, layers: list[LayerShape], num_pages: int, dtype: torch.dtype, device: torch.device
+        self,
+        layers: list[LayerShape],
+        num_pages: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        transposed: bool = False,
     ) -> None:
-        self.keys = [lazy_zeros((num_pages, s.heads, s.key_width, PAGE), dtype, device) for s in layers]
+        widths = [(s.key_width, PAGE) if transposed else (PAGE, s.key_width) for s in layers]
+        self.keys = [
+            lazy_zeros((num_pages, s.heads, *inner), dtype, device)
+            for s, inner in zip(layers, widths, strict=True)
+        ]
         self.values = [lazy_zeros((num_pages, s.heads, PAGE, s.value_width), dtype, device) for s in layers]
 
     def copy(self, source: int, target: int) -> None:

@@ -17,12 +17,6 @@ class Scores:
     window: int
     softcap: float
 
-    def weigh(self, products: Tensor) -> Tensor:
-        """Weights over the keys (last) from products of scaled queries with them."""
-        if self.softcap:
-            products = self.softcap * torch.tanh(products / self.softcap)
-        return products.softmax(-1)
-
     def attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
         """`[N, H, Q, D]` of `query` over `key` and `value` `[N, H, L, D]`; `mask` says where it may look.
 
