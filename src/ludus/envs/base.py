@@ -146,24 +146,20 @@ class Chats(Protocol):
 
 
 @runtime_checkable
-class UsesSandbox(Protocol):
-    """A world whose tools run programs. `build_world` gives it the sandbox of the settings."""
-
-    def with_sandbox(self, sandbox: Sandbox) -> World:
-        """This world with that sandbox, which nothing has been started in yet."""
-        ...
-
-    async def close(self) -> None:
-        """Close the sandbox, on the event loop where it was used. Called when a command is done with it."""
-        ...
-
-
-@runtime_checkable
 class Closes(Protocol):
     """A world that keeps something open over its episodes: a sandbox, a server whose tools it offers."""
 
     async def close(self) -> None:
-        """Close it. Called when a command is done with the world."""
+        """Close it, on the event loop where it was used. Called when a command is done with the world."""
+        ...
+
+
+@runtime_checkable
+class UsesSandbox(Closes, Protocol):
+    """A world whose tools run programs. `build_world` gives it the sandbox of the settings; it closes it."""
+
+    def with_sandbox(self, sandbox: Sandbox) -> World:
+        """This world with that sandbox, which nothing has been started in yet."""
         ...
 
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
-import struct
 import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+
+from ludus.envs.git_objects import GitObjects, git_index, object_head
 
 FIRST_SECOND = 1_700_000_000
 _HOUR = 3600
@@ -25,15 +25,18 @@ class Repository:
     branches: dict[str, str] = field(default_factory=dict)
     tags: dict[str, str] = field(default_factory=dict)
     trees: dict[str, dict[str, str]] = field(default_factory=dict)
-    _objects: dict[str, bytes] = field(default_factory=dict)
+    _objects: GitObjects = field(default_factory=GitObjects)
 
     def commit(self, files: Mapping[str, str], subject: str, branch: str = "main", author: str = ADA) -> str:
         """A commit of exactly these files at the tip of a branch, which is made where there is none."""
         parents = [self.branches[branch]] if branch in self.branches else []
         when = FIRST_SECOND + _HOUR * len(self.trees)
-        lines = [f"tree {self._tree(files)}", *(f"parent {parent}" for parent in parents)]
+        lines = [
+            f"tree {self._objects.tree(_as_bytes(files)).hex()}",
+            *(f"parent {parent}" for parent in parents),
+        ]
         lines += [f"author {author} {when} +0000", f"committer {author} {when} +0000", "", subject, ""]
-        sha = self._put("commit", "\n".join(lines).encode())
+        sha = self._objects.add("commit", "\n".join(lines).encode()).hex()
         self.branches[branch] = sha
         self.trees[sha] = dict(files)
         return sha
@@ -54,49 +57,21 @@ class Repository:
             f"{base}/HEAD": f"ref: refs/heads/{self.head}\n".encode(),
             f"{base}/config": CONFIG.encode(),
         }
-        for sha, data in self._objects.items():
-            found[f"{base}/objects/{sha[:2]}/{sha[2:]}"] = data
+        for digest, (kind, content) in self._objects.held.items():
+            name = digest.hex()
+            found[f"{base}/objects/{name[:2]}/{name[2:]}"] = zlib.compress(
+                object_head(kind, content) + content
+            )
         found |= {f"{base}/refs/heads/{name}": f"{sha}\n".encode() for name, sha in self.branches.items()}
         found |= {f"{base}/refs/tags/{name}": f"{sha}\n".encode() for name, sha in self.tags.items()}
         if self.branches:
-            found[f"{base}/index"] = self._index(self.tracked)
+            found[f"{base}/index"] = git_index(_as_bytes(self.tracked))
         there = self.tracked if work is None else work
-        return found | {f"{self.root}/{path}": text.encode() for path, text in there.items()}
+        return found | {f"{self.root}/{path}": text for path, text in _as_bytes(there).items()}
 
-    def _put(self, kind: str, body: bytes) -> str:
-        data = f"{kind} {len(body)}\0".encode() + body
-        sha = hashlib.sha1(data).hexdigest()
-        self._objects[sha] = zlib.compress(data)
-        return sha
 
-    def _tree(self, files: Mapping[str, str]) -> str:
-        entries: dict[str, tuple[str, str]] = {}
-        folders: dict[str, dict[str, str]] = {}
-        for path, text in files.items():
-            first, _, rest = path.partition("/")
-            if rest:
-                folders.setdefault(first, {})[rest] = text
-            else:
-                entries[first] = ("100644", self._put("blob", text.encode()))
-        for name, inner in folders.items():
-            entries[f"{name}/"] = ("40000", self._tree(inner))
-        body = b"".join(
-            f"{mode} {name.rstrip('/')}\0".encode() + bytes.fromhex(sha)
-            for name, (mode, sha) in sorted(entries.items())
-        )
-        return self._put("tree", body)
-
-    def _index(self, files: Mapping[str, str]) -> bytes:
-        """An index of version 2 without times: git looks at the contents at its first call."""
-        entries = []
-        for path in sorted(files):
-            blob = bytes.fromhex(self._put("blob", files[path].encode()))
-            name = path.encode()
-            head = struct.pack(">10I", 0, 0, 0, 0, 0, 0, 0o100644, 0, 0, 0) + blob
-            entry = head + struct.pack(">H", min(len(name), 0xFFF)) + name
-            entries.append(entry + b"\0" * (8 - len(entry) % 8))
-        body = b"DIRC" + struct.pack(">II", 2, len(entries)) + b"".join(entries)
-        return body + hashlib.sha1(body).digest()
+def _as_bytes(files: Mapping[str, str]) -> dict[str, bytes]:
+    return {path: text.encode() for path, text in files.items()}
 
 
 def grow(root: str, history: Sequence[tuple[str, Mapping[str, str]]]) -> tuple[Repository, list[str]]:
