@@ -8,7 +8,7 @@ transfer that outlives its deadline, or that the engine refuses, with the engine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -42,10 +42,10 @@ class SyncProof:
 
 @dataclass(frozen=True, slots=True)
 class Received:
-    """What was sent and what the engine says of it: the digest here and there, its scores of the probe."""
+    """What was sent, and what the engine says of it: its digest of the weights, its scores of the probe."""
 
     version: int
-    ours: str
+    weights: Mapping[str, Tensor]
     theirs: str | None
     scores: Sequence[float]
 
@@ -78,7 +78,7 @@ class WeightSync:
             raise SyncError(f"Sending weights {version} took longer than {self.deadline_s:g} s.") from error
         except EngineError as error:
             raise SyncError(f"The engine refused weights {version}: {error}") from error
-        return Received(version, fingerprint_gathered(self.model, weights), theirs, scores)
+        return Received(version, weights, theirs, scores)
 
     def _gathered(self) -> dict[str, Tensor]:
         """All weights in one piece, as they are in this moment where they are not split."""
@@ -89,7 +89,8 @@ class WeightSync:
 
     def compare(self, received: Received) -> SyncProof:
         """Compare what the engine said with the learner's weights. Raises SyncError where they differ."""
-        version, ours, theirs = received.version, received.ours, received.theirs
+        version, theirs = received.version, received.theirs
+        ours = fingerprint_gathered(self.model, received.weights)
         if theirs is not None and ours != theirs:
             raise SyncError(
                 f"The engine's weights are not those of version {version}: digest {theirs[:12]} there, "
