@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import learning
+from cold_start import cold_start
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import paired_difference
 
@@ -115,23 +116,13 @@ STAGES = (preset("grpo"), Arm("more SFT", (), "sft"))
 CREDIT = (preset("grpo"), preset("turn_grpo", "--algorithm.kl_coef", "0"), preset("turn_return"))
 
 
-def cold_start(name: str, folder: Path) -> tuple[str, ...]:
+def start_of(name: str, folder: Path) -> tuple[str, ...]:
     """The settings that begin at the game's cold start; made here, once, where the recipe ships none."""
     game = GAMES[name]
     if game.recipe == "search":
         return ()
-    path = folder / f"{name}-cold-start"
-    if not (path / "done").is_file():
-        command = [sys.executable, "-m", "ludus", "sft"]
-        if (path / "config.toml").is_file():
-            command += ["--resume", str(path)]
-        else:
-            command += [game.recipe, "--from-scratch", "--run.folder", str(path), "--run.threads", "1"]
-            command += [*game.words, *(["--sft.steps", str(game.sft_steps)] if game.sft_steps else [])]
-        subprocess.run(command, check=True)
-        (path / "done").touch()
-    newest = sorted((path / "checkpoints").glob("step-*"))[-1]
-    return ("--model.path", str(newest), "--model.from_scratch", "false")
+    steps = ("--sft.steps", str(game.sft_steps)) if game.sft_steps else ()
+    return cold_start(game.recipe, folder / f"{name}-cold-start", (*game.words, *steps))
 
 
 def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train") -> Path:
@@ -164,7 +155,7 @@ def last(path: Path, split: str) -> Evaluation:
 def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, list[Path]]]:
     """All arms; for each its best rate on `validation` with the first seed, and its runs at that rate."""
     game = GAMES[args.game]
-    start = (*cold_start(args.game, args.folder), *game.words)
+    start = (*start_of(args.game, args.folder), *game.words)
     common = (
         *("--evaluation.splits", json.dumps(SPLITS), "--evaluation.temperatures", "[0.0]"),
         *("--evaluation.tasks", str(game.tasks), "--evaluation.every", "1000"),

@@ -1,6 +1,6 @@
 """Does it learn, and does the mask matter? Whole training runs over seeds, two at a time.
 
-    python benchmarks/learning.py learns      # 3 seeds of the recipe: cold start against trained
+    python benchmarks/learning.py learns      # 3 seeds of --recipe: cold start against trained, and its curve
     python benchmarks/learning.py mask        # observations masked or in the loss: 3 learning rates x 3 seeds
     python benchmarks/learning.py modes       # synchronous, one step behind and asynchronous: 3 seeds each
 
@@ -18,6 +18,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from cold_start import cold_start
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import paired_difference, t_interval
 
@@ -34,7 +35,7 @@ class Arm:
     settings: tuple[str, ...] = ()
 
 
-def run(folder: Path, arm: Arm, seed: int, common: tuple[str, ...]) -> Path:
+def run(folder: Path, arm: Arm, seed: int, common: tuple[str, ...], recipe: str) -> Path:
     """Train one arm with one seed, or go on with it; gives its folder."""
     path = folder / f"{arm.name}-seed{seed}"
     command = [sys.executable, "-m", "ludus", "train"]
@@ -42,18 +43,20 @@ def run(folder: Path, arm: Arm, seed: int, common: tuple[str, ...]) -> Path:
         command += ["--resume", str(path)]
     else:
         fixed = ("--run.folder", str(path), "--run.seed", str(seed), "--run.threads", "1")
-        command += ["search", *fixed, "--run.save_rollouts", "false", *common, *arm.settings]
+        command += [recipe, *fixed, "--run.save_rollouts", "false", *common, *arm.settings]
     if not list(path.glob("done")):
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
         (path / "done").touch()
     return path
 
 
-def run_all(folder: Path, arms: list[Arm], common: tuple[str, ...], parallel: int) -> dict[str, list[Path]]:
+def run_all(
+    folder: Path, arms: list[Arm], common: tuple[str, ...], parallel: int, recipe: str = "search"
+) -> dict[str, list[Path]]:
     """All arms with all seeds, seed by seed, so that an early end leaves whole comparisons."""
     jobs = [(arm, seed) for seed in SEEDS for arm in arms]
     with ThreadPoolExecutor(parallel) as pool:
-        paths = list(pool.map(lambda job: run(folder, job[0], job[1], common), jobs))
+        paths = list(pool.map(lambda job: run(folder, job[0], job[1], common, recipe), jobs))
     found: dict[str, list[Path]] = {arm.name: [] for arm in arms}
     for (arm, _), path in zip(jobs, paths, strict=True):
         found[arm.name].append(path)
@@ -87,6 +90,17 @@ def report_learning(paths: list[Path]) -> None:
             f"| {label(result)} | {cells(old)} | {cells(new)} | "
             f"{gain.mean:+.1f} [{gain.interval.low:+.1f}, {gain.interval.high:+.1f}] |"
         )
+
+
+def report_curve(paths: list[Path]) -> None:
+    """Greedy success on `test` while it trains, over seeds, on the tasks of an evaluation under way."""
+    found = [
+        [load_evaluation(file) for file in sorted((p / "evaluations").glob("step-*.json"))] for p in paths
+    ]
+    rows = [[r for r in one if r.plan.split == "test" and r.plan.temperature == 0] for one in found]
+    print("\n| step | tasks | `test`, greedy, over seeds |\n|---:|---:|---|")
+    for at_step in zip(*rows, strict=True):
+        print(f"| {at_step[0].plan.step} | {len(at_step[0].task_ids)} | {over_seeds(list(at_step))} |")
 
 
 def cells(found: list[Evaluation]) -> str:
@@ -148,12 +162,18 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("what", choices=("learns", "mask", "modes"))
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
+    parser.add_argument("--recipe", default="search", help="of `learns`")
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--steps", type=int, help="training steps (default: the recipe's; 20 for mask)")
     args = parser.parse_args()
     if args.what == "learns":
         common = ("--training.steps", str(args.steps)) if args.steps else ()
-        report_learning(run_all(args.folder, [Arm("learns")], common, args.parallel)["learns"])
+        if args.recipe != "search":  # which ships its cold start
+            common += cold_start(args.recipe, args.folder / f"{args.recipe}-cold-start")
+        name = "learns" if args.recipe == "search" else args.recipe
+        paths = run_all(args.folder, [Arm(name)], common, args.parallel, args.recipe)[name]
+        report_learning(paths)
+        report_curve(paths)
         return
     if args.what == "modes":
         common = ("--training.steps", str(args.steps)) if args.steps else ()

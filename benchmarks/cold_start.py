@@ -1,0 +1,21 @@
+"""The checkpoint at which all arms of a comparison begin, made once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+
+def cold_start(recipe: str, path: Path, words: tuple[str, ...] = ()) -> tuple[str, ...]:
+    """The settings that begin at a recipe's cold start in `path`, trained there with `words` if it is not."""
+    if not (path / "done").is_file():
+        command = [sys.executable, "-m", "ludus", "sft"]
+        if (path / "config.toml").is_file():
+            command += ["--resume", str(path)]
+        else:
+            command += [recipe, "--from-scratch", "--run.folder", str(path), "--run.threads", "1", *words]
+        subprocess.run(command, check=True, stdout=sys.stderr)
+        (path / "done").touch()
+    newest = sorted((path / "checkpoints").glob("step-*"))[-1]
+    return ("--model.path", str(newest), "--model.from_scratch", "false")
