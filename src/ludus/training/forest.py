@@ -9,9 +9,9 @@ causal mask a token's state depends on what stands before it alone.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,18 +36,29 @@ class Node:
     above: tuple[int, ...]
 
 
+class MaskShape(NamedTuple):
+    """The last `queries` of `columns` positions, each seeing `window` (0: all), for heads of a `group`."""
+
+    queries: int
+    columns: int
+    window: int
+    group: int
+
+
 @dataclass(frozen=True, slots=True)
 class Forest:
     """Sequences planted together.
 
     `tokens` and `positions` `[1, T]` int64, `T` the tokens that differ; `nodes` in the order of the row;
-    `places[i]` int64 says where in the row each token of sequence `i` stands.
+    `places[i]` int64 says where in the row each token of sequence `i` stands. `masks` keeps those of its
+    attention for all layers.
     """
 
     tokens: Tensor
     positions: Tensor
     nodes: tuple[Node, ...]
     places: tuple[Tensor, ...]
+    masks: dict[MaskShape, Tensor] = field(default_factory=dict, compare=False)
 
     @property
     def num_tokens(self) -> int:
@@ -154,35 +165,53 @@ def forest_attention(
         raise ValueError("its attention has a soft cap or sinks")
     scale, window = options.get("scaling"), options.get("sliding_window") or 0
     lengths = [node.end - node.start for node in forest.nodes]
-    group = query.shape[1] // key.shape[1]
-    if group > 1:
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
     queries, keys, values = (torch.split(x, lengths, 2) for x in (query, key, value))
     outs = []
     for i, node in enumerate(forest.nodes):
-        own = (*node.above, i)
-        mask = _mask(lengths[i], sum(lengths[n] for n in own), window, query.device)
-        outs.append(
-            scaled_dot_product_attention(
-                queries[i],
-                torch.cat([keys[n] for n in own], 2) if node.above else keys[i],
-                torch.cat([values[n] for n in own], 2) if node.above else values[i],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-            )
-        )
+        known = keys[i], values[i]
+        if node.above:
+            own = (*node.above, i)
+            known = torch.cat([keys[n] for n in own], 2), torch.cat([values[n] for n in own], 2)
+        if node.above or 0 < window < lengths[i]:
+            outs.append(_attend_masked(forest, queries[i], known, scale, window))
+        else:
+            outs.append(_attend_causal(queries[i], known, scale))
     return torch.cat(outs, 2).transpose(1, 2).contiguous(), None
 
 
-def _mask(queries: int, columns: int, window: int, device: torch.device) -> Tensor | None:
-    """Which of the columns each of the last `queries` positions sees; None where plain causality says it."""
-    if queries == columns and not 0 < window < columns:
-        return None
-    at = torch.arange(columns - queries, columns, device=device)[:, None]
-    seen = torch.arange(columns, device=device)[None]
+def _attend_causal(query: Tensor, known: tuple[Tensor, Tensor], scale: float | None) -> Tensor:
+    """`[1, Hq, n, D]` of tokens that attend to their own kind alone."""
+    group = query.shape[1] // known[0].shape[1]
+    key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in known)
+    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+
+
+def _attend_masked(
+    forest: Forest, query: Tensor, known: tuple[Tensor, Tensor], scale: float | None, window: int
+) -> Tensor:
+    """`[1, Hq, n, D]` of the last n of the tokens that `known` holds.
+
+    The query heads that share a head of keys stand below each other, so that keys and values need no copies.
+    """
+    key, value = known
+    heads, queries = key.shape[1], query.shape[2]
+    shape = MaskShape(queries, key.shape[2], window, query.shape[1] // heads)
+    if shape not in forest.masks:
+        forest.masks[shape] = _mask(shape, query)
+    folded = query.reshape(1, heads, -1, query.shape[3])
+    out = scaled_dot_product_attention(folded, key, value, forest.masks[shape], scale=scale)
+    return out.view(1, -1, queries, out.shape[3])
+
+
+def _mask(shape: MaskShape, like: Tensor) -> Tensor:
+    """What is added to the scores `[group * queries, columns]`: -inf where a position may not look."""
+    at = torch.arange(shape.columns - shape.queries, shape.columns, device=like.device)[:, None]
+    seen = torch.arange(shape.columns, device=like.device)[None]
     mask = seen <= at
-    return mask & (seen > at - window) if window else mask
+    if shape.window:
+        mask &= seen > at - shape.window
+    added = like.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    return added.repeat(shape.group, 1)
 
 
 def register() -> None:
