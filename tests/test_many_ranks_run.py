@@ -78,6 +78,26 @@ def test_a_run_with_two_processes_is_the_run_with_one(tmp_path, shard):
     assert len(found) == 3
 
 
+def test_one_step_behind_with_two_processes_is_as_with_one(tmp_path):
+    behind = {"training__mode": "one_step", "training__steps": "3"}
+    two = run(tmp_path / "two", **behind, **SPLIT)
+    one = run(tmp_path / "one", **behind)
+    assert len(two) == len(one) == 3
+    for name in SAME:
+        if name in one[1]:
+            assert two[1][name] == pytest.approx(one[1][name], abs=1e-3), name
+
+
+def test_episodes_stream_beside_a_learner_of_two_processes(tmp_path):
+    folder = tmp_path / "run"
+    streamed = {"training__mode": "async", "staleness__max_staleness": "2"}
+    found = run(folder, **streamed, training__steps="4", **SPLIT)
+    assert len(found) == 4
+    assert max(row["staleness/max"] for row in found) <= 2
+    assert all(row["sync/probe_gap"] < 1e-3 for row in found)
+    assert len(run(folder, "--training.steps", "6", "--training.learner.ranks", "1")) == 6
+
+
 def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
     folder = tmp_path / "run"
     process = start(folder, training__steps="40", **SPLIT)

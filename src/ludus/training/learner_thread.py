@@ -22,7 +22,8 @@ class LearnerThread:
 
     def __init__(self, threads: int) -> None:
         self.busy_s = 0.0
-        self._executor = ThreadPoolExecutor(1, "ludus-learner", _take_threads, (threads,))
+        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        self._executor = ThreadPoolExecutor(1, "ludus-learner", _begin, (threads, device))
 
     async def __call__(self, work: Callable[[], T]) -> T:
         """Have something computed, and wait for its result. Work that has begun is never abandoned."""
@@ -45,7 +46,12 @@ class LearnerThread:
             self.busy_s += time.perf_counter() - begin
 
 
-def _take_threads(threads: int) -> None:
-    """OpenMP counts compute threads thread by thread; torch sets its own number on first use."""
+def _begin(threads: int, device: int | None) -> None:
+    """OpenMP counts compute threads thread by thread; torch sets its own number on first use.
+
+    The GPU in use is the thread's as well.
+    """
     torch.zeros(1).sum()
     torch.set_num_threads(threads)
+    if device is not None:
+        torch.cuda.set_device(device)

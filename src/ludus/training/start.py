@@ -23,7 +23,6 @@ from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, rea
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, closing
-from ludus.errors import ConfigError
 from ludus.evaluation.check import refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
@@ -152,21 +151,11 @@ def train(session: Session, folder: RunFolder, reporter: Reporter) -> list[Compa
         log.warning(text)
         reporter.alarm(text)
     with leading(config, next(session.model.parameters()).device) as ranks:
-        check_mode(config, ranks.count)
         loop, done = build_loop(session, folder, algorithm, reporter, ranks)
         with _closing(loop):
             if ranks.count == 1:
                 dry_run_of(config, loop.learning.learner)
             return asyncio.run(_run(loop, done, stream_before(loop, done)))
-
-
-def check_mode(config: Config, num_ranks: int) -> None:
-    """Raise ConfigError where several processes should learn while others sample: that is not there."""
-    if num_ranks > 1 and config.training.mode != "sync":
-        raise ConfigError(
-            f"training.mode = {config.training.mode!r} learns in one process, and {num_ranks} are asked for.",
-            "Set training.mode = 'sync', or training.learner.ranks = 1.",
-        )
 
 
 def stream_before(loop: RlLoop, done: int) -> StreamState:
