@@ -45,6 +45,12 @@ def test_a_missing_model_is_refused_before_anything_is_written(tmp_path, capsys,
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
 
 
+def test_a_cache_that_cannot_be_given_up_is_refused(tmp_path, capsys):
+    asked = words(tmp_path / "r", engine__give_up_cache="true")
+    assert "sync" in refused(capsys, "train", "search", *asked, "--training.mode", "async")
+    assert "embedded" in refused(capsys, "train", "search", *asked, "--engine.url", "http://127.0.0.1:9")
+
+
 def test_a_split_that_does_not_exist_is_refused(tmp_path, capsys):
     settings = words(tmp_path / "r", evaluation__splits='["tset"]')
     assert "test" in refused(capsys, "train", "search", *settings)

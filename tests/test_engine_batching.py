@@ -22,6 +22,7 @@ from ludus.engines.memory import LayerShape, PagePool
 from ludus.engines.pages import PAGE, PageTree
 from ludus.engines.scores import Scores
 from ludus.engines.torch_attention import Span, TorchPass
+from ludus.errors import EngineError
 from ludus.types import Completion, SamplingParams
 from waiting import until
 
@@ -453,3 +454,35 @@ def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
     tree.take(other, (), listed=False)
     with pytest.raises(IndexError):
         tree.take(other, (), listed=False)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_an_engine_gives_its_cache_up_and_takes_it_back(compiled, monkeypatch):
+    if not compiled:
+        monkeypatch.setattr(kernel, "_library", lambda: None)
+    requests = varied_requests(6, seed=3)
+
+    async def run():
+        engine = LocalEngine(build(), settings=SMALL)
+        before = await engine.generate_batch(requests)
+        under_way = asyncio.create_task(engine.generate(replace(requests[0], episode="long")))
+        await asyncio.sleep(0)
+        with pytest.raises(EngineError, match="it has requests"):
+            await engine.give_up_cache()
+        await under_way
+        await engine.give_up_cache()
+        await engine.give_up_cache()
+        pool = engine._forward.pool
+        assert not pool.is_there
+        engine.stats(reset=True)
+        after = await engine.generate_batch(requests)
+        cached = engine.stats().cached_tokens
+        await engine.close()
+        return before, after, cached, pool.is_there
+
+    before, after, cached, there = asyncio.run(run())
+    assert [a.tokens for a in after] == [b.tokens for b in before]
+    for one, other in zip(after, before, strict=True):
+        assert one.logprobs == pytest.approx(other.logprobs, abs=1e-5)
+    assert there
+    assert cached <= sum(len(r.token_ids) for r in requests)

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from ludus.cli.main import main
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
+from ludus.engines.core import EngineCore
 from ludus.engines.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -113,8 +114,14 @@ def logprob_gap(model, trajectory) -> float:
     )
 
 
-def test_the_same_seed_gives_the_same_bytes(finished, tmp_path):
-    run(tmp_path / "again")
+def test_the_same_seed_gives_the_same_bytes_also_where_the_cache_is_given_up(finished, tmp_path, monkeypatch):
+    given_up: list[int] = []
+    give_up = EngineCore.give_up_cache
+    monkeypatch.setattr(
+        EngineCore, "give_up_cache", lambda core: given_up.append(core.version) or give_up(core)
+    )
+    run(tmp_path / "again", engine__give_up_cache="true")
+    assert given_up == [0, 1, 2, 3]
     first, second = lasting_files(finished), lasting_files(tmp_path / "again")
     assert first.keys() == second.keys()
     assert [name for name in first if first[name] != second[name]] == []

@@ -174,6 +174,8 @@ class EngineConfig(Section):
     broadcast_host: str | None = None
     """An address of this machine that its servers reach: `ludus serve` has new weights from here over a line
     of gloo, without a file. None writes them to the folder."""
+    give_up_cache: bool = False
+    """Give the memory of the embedded engine's cache back while the learner works: for both on one device."""
     delta: bool = False
     """Over that line, send only what changed since the last weights; keeps a copy of these."""
 

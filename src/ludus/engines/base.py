@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 from ludus.errors import RequestRefused
 from ludus.types import MAX_TOP_LOGPROBS, Completion, SamplingParams
@@ -124,6 +124,15 @@ class EngineStats:
             f"{found['engine/requests_waiting']:.0f} waiting  "
             f"cache {self.hit_rate:.0%}"
         )
+
+
+@runtime_checkable
+class GivesUpCache(Protocol):
+    """An engine that shares its device with a learner, and leaves it the memory of its cache."""
+
+    async def give_up_cache(self) -> None:
+        """Forget what is kept, and give its memory back until there is a request."""
+        ...
 
 
 class Engine(Protocol):

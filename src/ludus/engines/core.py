@@ -248,6 +248,16 @@ class EngineCore:
             sequence.num_computed = sequence.num_settled = 0
         self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + again)
 
+    def give_up_cache(self) -> None:
+        """Forget all keys and values, and give their memory back until the next pass.
+
+        Raises EngineError while there are requests.
+        """
+        if self.busy:
+            raise EngineError("The engine's cache is in use: it has requests.")
+        self._tree.clear()
+        self._forward.pool.give_up()
+
     def expire(self) -> None:
         """End what is past its deadline, with what it has."""
         now = time.monotonic()

@@ -100,6 +100,8 @@ class RaggedForward:
         `table` `[slots, M]` names the pages of each slot, into which the chunks' keys and values go. Tokens
         and logits are padded to multiples of `block`.
         """
+        if not self.pool.is_there:
+            self.pool.take_back()
         counts = np.array([len(chunk.ids) for chunk in chunks])
         total = int(counts.sum())
         padded = -(-total // block) * block

@@ -186,6 +186,10 @@ class LocalEngine:
         """Go on."""
         await self._worker.call(partial(self._worker.set_paused, False))
 
+    async def give_up_cache(self) -> None:
+        """Give the memory of keys and values back until the next request; EngineError while there is one."""
+        await self._worker.call(self._core.give_up_cache)
+
     async def relabel(self, version: int) -> None:
         """Give the weights in use another version; all later tokens carry it."""
         await self._worker.call(partial(self._set_version, version))
@@ -211,9 +215,8 @@ class LocalEngine:
     async def fingerprint(self, *, adapter: str | None = None) -> str:
         """`fingerprint_module` of the weights in use, with an adapter as a PEFT model would hold it."""
         self._check_adapter(adapter)
-        return await self._worker.call(
-            partial(self._fingerprint, self._default if adapter is None else adapter)
-        )
+        asked = self._default if adapter is None else adapter
+        return await self._worker.call(partial(self._fingerprint, asked))
 
     async def load_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
@@ -260,11 +263,10 @@ class LocalEngine:
 
     def stats(self, *, reset: bool = False) -> EngineStats:
         """Counts since the start or the last reset."""
-        now = self._core.stats
-        since = now - self._counted
+        now, before = self._core.stats, self._counted
         if reset:
             self._counted = now
-        return since
+        return now - before
 
     def _check(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -347,12 +349,7 @@ class LocalEngine:
         if unknown or not state:
             shown = ", ".join(unknown[:3]) or "no tensors at all"
             raise SyncError(f"The weights of version {version} do not belong to the engine's model: {shown}.")
-        for name, tensor in state.items():
-            if own[name].shape != tensor.shape:
-                raise SyncError(
-                    f"Weight {name} of version {version} has shape {tuple(tensor.shape)}, "
-                    f"the engine's has {tuple(own[name].shape)}."
-                )
+        _check_shapes(version, state, own)
         for name, tensor in state.items():
             own[name].copy_(tensor)
         self._core.new_weights(version, recompute=self._settings.recompute_on_update)
@@ -393,6 +390,16 @@ def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
             f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
             "Use the tokenizer that belongs to the model.",
         )
+
+
+def _check_shapes(version: int, state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Raise SyncError for a tensor of another shape than the engine's own of its name."""
+    for name, tensor in state.items():
+        if own[name].shape != tensor.shape:
+            raise SyncError(
+                f"Weight {name} of version {version} has shape {tuple(tensor.shape)}, "
+                f"the engine's has {tuple(own[name].shape)}."
+            )
 
 
 def _piece(sequence: core.Sequence, start: int, end: int, finish: FinishReason | None) -> Piece:

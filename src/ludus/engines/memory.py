@@ -38,12 +38,29 @@ class PagePool:
         device: torch.device,
         transposed: bool = False,
     ) -> None:
-        widths = [(s.key_width, PAGE) if transposed else (PAGE, s.key_width) for s in layers]
-        self.keys = [
-            lazy_zeros((num_pages, s.heads, *inner), dtype, device)
-            for s, inner in zip(layers, widths, strict=True)
+        self._shapes = [
+            (
+                (num_pages, s.heads, *((s.key_width, PAGE) if transposed else (PAGE, s.key_width))),
+                (num_pages, s.heads, PAGE, s.value_width),
+            )
+            for s in layers
         ]
-        self.values = [lazy_zeros((num_pages, s.heads, PAGE, s.value_width), dtype, device) for s in layers]
+        self._kind = dtype, device
+        self.take_back()
+
+    def take_back(self) -> None:
+        """Have memory; after `give_up` with nothing in it."""
+        self.keys = [lazy_zeros(key, *self._kind) for key, _ in self._shapes]
+        self.values = [lazy_zeros(value, *self._kind) for _, value in self._shapes]
+
+    def give_up(self) -> None:
+        """Give all memory back, with what it holds."""
+        self.keys, self.values = [], []
+
+    @property
+    def is_there(self) -> bool:
+        """Whether it has memory."""
+        return bool(self.keys)
 
     def copy(self, source: int, target: int) -> None:
         """Copy one page of every layer."""

@@ -22,7 +22,7 @@ class LearnerThread:
 
     def __init__(self, threads: int) -> None:
         self.busy_s = 0.0
-        device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+        device = torch.cuda.current_device() if torch.cuda.is_available() else None
         self._executor = ThreadPoolExecutor(1, "ludus-learner", _begin, (threads, device))
 
     async def __call__(self, work: Callable[[], T]) -> T:

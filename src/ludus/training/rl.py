@@ -18,7 +18,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.metrics import alarms, rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.base import Engine
+from ludus.engines.base import Engine, GivesUpCache
 from ludus.envs.base import World, order_of
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import (
@@ -109,6 +109,8 @@ class RlLoop:
         self.sampled = self.sampler.state
         clock.engine = self.engine.stats(reset=True).metrics()
         self.reporter.phase(f"step {step}: learning", None)
+        if self.session.config.engine.give_up_cache and isinstance(self.engine, GivesUpCache):
+            await self.engine.give_up_cache()
         with clock.phase("learn"):
             credits, learned = await self.learning.learn(step, credits)
         with clock.phase("sync"):

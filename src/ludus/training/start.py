@@ -23,6 +23,7 @@ from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, rea
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, closing
+from ludus.errors import ConfigError
 from ludus.evaluation.check import refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
@@ -111,6 +112,7 @@ def check(config: Config, world: World) -> None:
     check_old_logprobs(config, algorithm)
     check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
+    check_cache(config)
     check_evaluation(config, world)
     task_order(config, world)
     check_reward_settings(config, world)
@@ -122,6 +124,19 @@ def check_cheats(config: Config, world: World) -> None:
     if config.env.check:
         for one, rollout in worlds_in(world, config.rollout):
             refuse_cheats(one, episode_limits(rollout), config.run.seed)
+
+
+def check_cache(config: Config) -> None:
+    """Raise ConfigError where the engine should give its cache up and cannot."""
+    if not config.engine.give_up_cache:
+        return
+    if config.engine.url:
+        raise ConfigError("engine.give_up_cache is for the embedded engine.", "Leave out it or engine.url.")
+    if config.training.mode != "sync":
+        raise ConfigError(
+            f"With training.mode = {config.training.mode!r} the engine samples while the learner works.",
+            "Set engine.give_up_cache = false, or training.mode = 'sync'.",
+        )
 
 
 def check_trackers(config: Config) -> None:
