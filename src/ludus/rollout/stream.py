@@ -194,17 +194,22 @@ class Stream:
         """If a group has what it needs, stop the rest of it, and say whether it counts."""
         if not self._is_complete(group) or group.number not in self._groups:
             return
+        if len(group.done) < len(group.jobs):
+            self._stop_rest(group)
         if self._has_needed(group):  # what failed has been replaced, and the ledger has it
             group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
-        self._pending = deque((g, place) for g, place in self._pending if g is not group)
-        for task, (of, place) in self._running.items():
-            if of is group and place not in group.done:
-                task.cancel()
         if self.source.counts(group.episodes):
             self.admission.ready(group.number)
         else:
             self.admission.discard(group.number)
             self._others.append(self._groups.pop(group.number))
+
+    def _stop_rest(self, group: StreamedGroup) -> None:
+        """Members that have not ended are not needed any more."""
+        self._pending = deque((g, place) for g, place in self._pending if g is not group)
+        for task, (of, place) in self._running.items():
+            if of is group and place not in group.done:
+                task.cancel()
 
     def _is_complete(self, group: StreamedGroup) -> bool:
         return len(group.done) == len(group.jobs) or self._has_needed(group)
