@@ -21,6 +21,7 @@ import torch
 
 import async_work
 from async_work import Latency, Sizes
+from ludus.cli.plan import cost_lines
 from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.planning.costs import Costs, Setup
@@ -147,14 +148,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         rows.append(f"| | closed form | {' | '.join(closed.cells())} |")
         print("\n".join(rows[-3:]), flush=True)
     shutil.rmtree(root)
-    engine, learner = costs.engine, costs.learner
-    text = "\n".join(rows) + (
-        f"\n\nModel {args.model}. Fitted to {found.num_steps} steps of two synchronous runs (1 and 6 groups of 8): a "
-        f"pass takes {1e3 * engine.pass_s:.2f} ms and {1e3 * engine.sequence_s:.3f} ms a sequence, a token read "
-        f"{1e3 * engine.read_s:.3f} ms (rms error {found.engine_error:.0%}); a step of the learner "
-        f"{1e3 * learner.step_s:.0f} ms and {1e3 * learner.token_s:.3f} ms a token ({found.learner_error:.0%}). "
-        f"Learner and engine go at {args.overlap:.0%} while both work."
+    text = "\n".join(
+        [*rows, "", f"Model {args.model}, {found.num_steps} steps of two runs (1 and 6 groups of 8)."]
     )
+    text += "\nFitted costs: " + "; ".join(cost_lines(costs)) + "."
+    text += f" Rms error: engine {found.engine_error:.0%}, learner {found.learner_error:.0%}."
+    text += f" Learner and engine go at {args.overlap:.0%} while both work."
     print(text)
     if args.page:
         fill(args.page, "plan", text)

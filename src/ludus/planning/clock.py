@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from ludus.errors import LudusError
 
@@ -60,7 +60,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         return self._jump.now
 
 
-def run_virtual(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
+def run_virtual(main: Coroutine[object, None, T]) -> tuple[T, float]:
     """Run to the end; gives the result and the virtual seconds that it took. Raises what `main` raises."""
     loop = VirtualLoop()
     try:

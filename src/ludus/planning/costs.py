@@ -97,9 +97,9 @@ class ToolCost:
 class EpisodeShape:
     """Means of an episode: `turns`, the last of which calls no tool, with `action` tokens each.
 
-    An action's length is geometric up to `most`, or always `action` where `most` is 0. The engine reads `read`
-    tokens before a turn, what its cache serves left out. `context` are the tokens of prompt and observations
-    in a whole episode, which the learner computes beside the actions.
+    An action's length is geometric up to `most`, or always `action` where `most` is 0. The engine reads
+    `read` tokens before a turn, what its cache serves left out. `context` are the tokens of prompt and
+    observations in a whole episode, which the learner computes beside the actions.
     """
 
     turns: float

@@ -19,8 +19,8 @@ _DRAWS = 4000
 class Estimate:
     """Seconds of a step, the bounds that it is the largest of, idle shares, and the mean age of tokens.
 
-    `engine_s`, `learner_s` and `straggler_s` are the seconds that a step takes at least by engines, learner (the
-    transfer included) and the groups' slowest members.
+    `engine_s`, `learner_s` and `straggler_s` are the seconds that a step takes at least by engines, learner
+    (the transfer included) and the groups' slowest members.
     """
 
     step_s: float
@@ -83,10 +83,10 @@ def estimate(costs: Costs, setup: Setup) -> Estimate:
     """The bounds of a run of this layout, and what follows from them.
 
     In step: the slowest episode of all, or the engines, then the learner. Streaming: the largest of the
-    engines' `episodes * M(n) / n`, the learner's seconds, and a group's slowest member over `max_staleness + 1`
-    steps, since no more groups are on their way than those steps take. While learner and engines slow each
-    other to `overlap`, the smaller of both is paid `1/overlap - 1` times on top. The age of a token is the time
-    from its sampling to its training, in steps.
+    engines' `episodes * M(n) / n`, the learner's seconds, and a group's slowest member over
+    `max_staleness + 1`, since no more groups are on their way than so many steps take. While learner and
+    engines slow each other to `overlap`, the smaller of both is paid `1/overlap - 1` times on top. The age of
+    a token is the time from its sampling to its training, in steps.
     """
     episodes, shape = setup.episodes, costs.episode
     in_flight = min(setup.in_flight or setup.most, setup.most) / setup.engines

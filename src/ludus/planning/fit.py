@@ -1,8 +1,8 @@
 """From a run's own files to what its work costs: least squares over its steps.
 
 The engine's seconds of work are fitted by its passes, the tokens that it sampled and those that it read; the
-learner's by the tokens of a batch. Tools are described as they were measured. Steps in which learner and engine
-slow each other (one core for both) measure that as well: runs in the mode `sync` tell the costs apart best.
+learner's by the tokens of a batch. Tools are described as they were measured. Steps in which learner and
+engine slow each other (one core for both) measure that as well: synchronous runs tell costs apart best.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,7 +27,7 @@ Matrix = NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """A tool's calls in a step: how many, the median and the log-spread of most, the slow ones and their sum."""
+    """A tool's calls in a step: how many, median and log-spread of most, the slow ones and their seconds."""
 
     count: float
     median_s: float
@@ -56,7 +55,7 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Fitted:
-    """Costs, and how far the fitted seconds of steps are from the measured ones (root mean square, relative)."""
+    """Costs, and how far the fitted seconds are from the measured ones (root mean square, relative)."""
 
     costs: Costs
     engine_error: float
@@ -207,8 +206,3 @@ def _solve(matrix: Matrix, target: Matrix, columns: Sequence[int]) -> Matrix:
     found = np.zeros(matrix.shape[1])
     found[list(columns)] = np.linalg.lstsq(matrix[:, list(columns)], target, rcond=None)[0]
     return found
-
-
-def folders_of(paths: Sequence[Path]) -> list[RunFolder]:
-    """The runs at these paths."""
-    return [RunFolder(path) for path in paths]

@@ -19,7 +19,7 @@ from ludus.planning.devices import Overlap, Pool, SimEngine, SimLearner
 from ludus.planning.episodes import Draws, SimWorld, ages, sampled
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.in_flight import Load, next_in_flight
+from ludus.rollout.in_flight import InFlight, Load, Passes, first_in_flight
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler, SchedulerLimits
 from ludus.rollout.stream import Stream
@@ -215,8 +215,8 @@ class _Run:
             clock.mark()
             await self.pool.load_weights(step, self.costs.sync_s)
             clock.mark()
-            learn_s, rollout_s, sync_s = clock.seconds
-            clock.marks = [clock.marks[0], clock.marks[0] + rollout_s, clock.marks[2], clock.marks[3]]
+            begun, learned, waited, sent = clock.marks
+            clock.marks = [begun, begun + waited - learned, waited, sent]
             self._close(step, episodes, clock, self.setup.episodes)
             episodes = following
         return self.steps
@@ -224,14 +224,14 @@ class _Run:
     async def streaming(self) -> list[SimStep]:
         """Take batches from the stream."""
         setup, budget = self.setup, FailureBudget(self.setup.episodes)
+        limit = InFlight(first_in_flight(setup.episodes), setup.members, setup.most)
         stream = Stream(
             admission=Admission(Pace(setup.groups, setup.max_staleness, setup.steps)),
             source=self.source,
             play=lambda job: self.scheduler.play(job, budget),
-            in_flight=setup.in_flight or min(setup.most, setup.episodes),
+            in_flight=setup.in_flight or limit.now,
         )
         stream.start()
-        speed = 0.0
         for step in range(1, setup.steps + 1):
             clock = _Clock()
             ahead = stream.admission.num_ready >= setup.groups
@@ -244,14 +244,17 @@ class _Run:
             stream.published(step)
             clock.mark()
             stream.forget_ended()
-            done, now = self._close(step, episodes, clock, stream.in_flight)
+            done, passes = self._close(step, episodes, clock, stream.in_flight)
             if not setup.in_flight:
-                gain, speed = (now / speed - 1 if speed else 1.0), now
-                queue = done.waiting / max(done.running, 1.0)
-                load = Load(done.learner_idle, done.engine_idle, queue, ahead, gain)
-                stream.in_flight = next_in_flight(
-                    stream.in_flight, load, min(setup.members, setup.most), setup.most
+                load = Load(
+                    learner_idle=done.learner_idle,
+                    engine_idle=done.engine_idle,
+                    engine_queue=done.waiting / max(done.running, 1.0),
+                    ahead=ahead,
+                    limited=stream.is_limited and not stream.held,
+                    seconds=sum(clock.seconds),
                 )
+                stream.in_flight = limit.after(load, passes)
         await stream.close()
         return self.steps
 
@@ -266,15 +269,15 @@ class _Run:
 
     def _close(
         self, step: int, episodes: Sequence[Episode], clock: _Clock, in_flight: int
-    ) -> tuple[SimStep, float]:
-        """Account for a step; gives it, and the engines' tokens a second of work."""
+    ) -> tuple[SimStep, Passes | None]:
+        """Account for a step; gives it, and what the engines did."""
         for episode in episodes:
             self.ledger.finish(episode.key, Outcome.TRAINED, "trained")
         self.ledger.close(step, trained=len(episodes))
         rollout_s, learn_s, sync_s = clock.seconds
         total_s = rollout_s + learn_s + sync_s
-        counts, found = self.pool.counts(), ages(episodes, step)
-        tokens = found.total()
+        counts, old = self.pool.counts(), ages(episodes, step)
+        tokens = old.total()
         passes = counts.passes or 1.0
         self.steps.append(
             SimStep(
@@ -287,12 +290,13 @@ class _Run:
                 running=counts.tokens / passes,
                 waiting=counts.waiting / passes,
                 in_flight=in_flight,
-                age=sum(age * number for age, number in found.items()) / tokens,
-                oldest=max(found),
+                age=sum(age * number for age, number in old.items()) / tokens,
+                oldest=max(old),
                 tokens=tokens,
             )
         )
-        return self.steps[-1], (counts.tokens + counts.read) / (counts.busy_s or 1.0)
+        found = Passes(counts.tokens / passes, counts.busy_s / passes) if counts.passes else None
+        return self.steps[-1], found
 
 
 def _now() -> float:

@@ -73,6 +73,8 @@ class Stream:
     on_done: Callable[[Episode], None] | None = None
     ended: list[Episode] = field(default_factory=list, init=False)
     """Episodes that have ended since `forget_ended`."""
+    held: bool = field(default=False, init=False)
+    """Whether the last batch waited for a group that was due, though enough others were complete."""
     _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
     _anew: deque[StreamedGroup] = field(default_factory=deque, init=False)
     _others: list[StreamedGroup] = field(default_factory=list, init=False)
@@ -100,6 +102,7 @@ class Stream:
 
     async def take(self) -> Batch:
         """The next batch, as soon as the admission lets it go."""
+        self.held = False
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -108,6 +111,7 @@ class Stream:
                 break
             if not self._running:
                 raise LudusError("No episode is in flight, and no batch is complete: a fault of Ludus.")
+            self.held = self.held or self.admission.is_held
             self._changed.clear()
             await self._changed.wait()
         others, self._others = tuple(self._others), []
@@ -145,6 +149,11 @@ class Stream:
     def num_waiting(self) -> int:
         """Episodes of admitted groups that have not started."""
         return len(self._pending)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether more episodes would start if more might be in flight."""
+        return bool(self._pending) or self.admission.room > 0
 
     def on_their_way(self) -> list[StreamedGroup]:
         """Copies of the groups that no batch has had yet, by number, with what has ended of them."""
