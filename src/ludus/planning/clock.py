@@ -10,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import selectors
 from collections.abc import Coroutine, Mapping
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from ludus.errors import LudusError
+
+if TYPE_CHECKING:
+    from _typeshed import FileDescriptorLike
 
 T = TypeVar("T")
 
@@ -22,17 +25,17 @@ class _Jump(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self.now = 0.0
-        self._keys: dict[selectors._FileObject, selectors.SelectorKey] = {}
+        self._keys: dict[FileDescriptorLike, selectors.SelectorKey] = {}
 
     def register(
-        self, fileobj: selectors._FileObject, events: int, data: object = None
+        self, fileobj: FileDescriptorLike, events: int, data: object = None
     ) -> selectors.SelectorKey:
         """Taken, and never ready: the loop registers the pipe that wakes it from other threads."""
         key = selectors.SelectorKey(fileobj, 0, events, data)
         self._keys[fileobj] = key
         return key
 
-    def unregister(self, fileobj: selectors._FileObject) -> selectors.SelectorKey:
+    def unregister(self, fileobj: FileDescriptorLike) -> selectors.SelectorKey:
         """Taken back."""
         return self._keys.pop(fileobj)
 
@@ -43,7 +46,7 @@ class _Jump(selectors.BaseSelector):
         self.now += timeout
         return []
 
-    def get_map(self) -> Mapping[selectors._FileObject, selectors.SelectorKey]:
+    def get_map(self) -> Mapping[FileDescriptorLike, selectors.SelectorKey]:
         """What is registered."""
         return self._keys
 

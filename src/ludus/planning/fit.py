@@ -71,7 +71,7 @@ def measured(folder: RunFolder) -> list[Measured]:
     metrics = {row.step: row.metrics for row in read_metrics(folder.metrics)}
     timings = {row.step: row.metrics for row in read_metrics(folder.timings)}
     found = [
-        _measured(metrics[step] | timings[step])
+        _measured({**metrics[step], **timings[step]})
         for step in sorted(metrics.keys() & timings.keys())
         if timings[step].get("engine/busy_s") and metrics[step].get("episodes/finished")
     ]
