@@ -213,7 +213,7 @@ def speed(args: argparse.Namespace) -> None:
     alone = pure(args, sizes)
     print(alone, file=sys.stderr, flush=True)
     if not args.bound:
-        args.bound = math.ceil(1.3 * 20 * alone.turn_s / max(alone.engine_s, alone.learner_s))
+        args.bound = math.ceil(3 * 20 * alone.turn_s / max(alone.engine_s, alone.learner_s))
     latency = Latency(alone.turn_s)
     arms: list[list[Arm]] = [[] for _ in args.modes]
     for repeat in range(args.repeats):
@@ -276,7 +276,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=4, help="a step")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 1.3 times a straggler")
+    parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 3 times a straggler")
     parser.add_argument("--in-flight", type=int, default=0)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of `correction`")
     parser.add_argument("--page", type=Path, help="fill the table into this page")
