@@ -25,8 +25,8 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 
@@ -36,7 +36,6 @@ import async_work
 from async_work import Latency, Sizes
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.engines.base import Engine
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.setup import Play, engine_scheduler
@@ -44,36 +43,9 @@ from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import make_engine, open_session
 from ludus.training.start import train
 from rollout import fill
+from watching import Watch
 
 MODES = ("sync", "one_step", "async")
-
-
-@dataclass
-class Watch:
-    """A reporter that notes when steps end, and what they say."""
-
-    began: float = 0.0
-    ends: list[float] = field(default_factory=list)
-    cpu: list[float] = field(default_factory=list)
-    metrics: list[Mapping[str, float]] = field(default_factory=list)
-    timings: list[Mapping[str, float]] = field(default_factory=list)
-
-    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """The first phase begins the run."""
-        self.began = self.began or time.perf_counter()
-
-    def episode(self, episode: Episode) -> None:
-        """Not looked at."""
-
-    def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        """A step is done."""
-        self.ends.append(time.perf_counter())
-        self.cpu.append(time.process_time())
-        self.metrics.append(dict(metrics))
-        self.timings.append(dict(timings))
-
-    def alarm(self, text: str) -> None:
-        """Not looked at."""
 
 
 @dataclass(frozen=True)
@@ -241,7 +213,7 @@ def speed(args: argparse.Namespace) -> None:
     alone = pure(args, sizes)
     print(alone, file=sys.stderr, flush=True)
     if not args.bound:
-        args.bound = math.ceil(1.3 * 20 * alone.turn_s / max(alone.engine_s, alone.learner_s))
+        args.bound = math.ceil(3 * 20 * alone.turn_s / max(alone.engine_s, alone.learner_s))
     latency = Latency(alone.turn_s)
     arms: list[list[Arm]] = [[] for _ in args.modes]
     for repeat in range(args.repeats):
@@ -304,7 +276,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=4, help="a step")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 1.3 times a straggler")
+    parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 3 times a straggler")
     parser.add_argument("--in-flight", type=int, default=0)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of `correction`")
     parser.add_argument("--page", type=Path, help="fill the table into this page")

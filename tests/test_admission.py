@@ -185,6 +185,36 @@ def test_the_oldest_train_first_and_a_slow_group_is_waited_for():
     assert admission.take() == [0, 3]
 
 
+def test_a_stream_says_what_keeps_more_episodes_from_starting():
+    class Slow(World):
+        async def play(self, job):
+            await asyncio.sleep(50.0 if job.key.step == 0 else 1.0)
+            action = Segment("action", (1,), logprobs=(0.0,), versions=(self.version,))
+            return Episode(job.key, TASK, Trajectory("t", 0, (action,), (), StopReason.ANSWERED))
+
+    async def run(in_flight):
+        world, found = Slow(0, size=1), []
+        stream = Stream(Admission(Pace(1, 1, 20)), world, world.play, in_flight)
+        stream.start()
+        limited = stream.is_limited
+        for step in (1, 2):
+            await stream.take()
+            found.append(stream.held)
+            world.version = step
+            stream.published(step)
+        await stream.close()
+        return limited, found
+
+    loop = FakeLoop()
+    try:
+        # one alone keeps the second group out; two fill the room, and the learner then waits for the first,
+        # which is due at step 2, though the third is complete
+        assert loop.run_until_complete(run(1)) == (True, [False, False])
+        assert loop.run_until_complete(run(2)) == (False, [False, True])
+    finally:
+        loop.close()
+
+
 def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest_anew():
     world, pace = World(9), Pace(2, 1, 12)
     kept = [

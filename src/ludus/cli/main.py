@@ -57,6 +57,12 @@ COMMANDS = (
     Command("sandbox", "sandbox", "look at a sandbox, or serve one over HTTP", "ludus sandbox check"),
     Command("show", "show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
     Command(
+        "plan",
+        "plan",
+        "predict step time, idle shares and staleness",
+        "ludus plan runs/search-1 --engines 1 8 64",
+    ),
+    Command(
         "rewards",
         "rewards",
         "score saved rollouts under other rewards",

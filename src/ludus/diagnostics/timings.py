@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import statistics
 import time
 from collections import defaultdict
@@ -59,12 +60,23 @@ class StepTimings:
                 if outcome.tool and outcome.seconds:
                     calls[outcome.tool].append(outcome.seconds)
         for tool, seconds_list in sorted(calls.items()):
-            metrics[f"tools/{tool}/total_s"] = sum(seconds_list)
-            metrics[f"tools/{tool}/mean_s"] = sum(seconds_list) / len(seconds_list)
-            metrics[f"tools/{tool}/slowest_s"] = max(seconds_list)
-            slow = STRAGGLER * statistics.median(seconds_list)
-            metrics[f"tools/{tool}/stragglers"] = float(sum(s > slow for s in seconds_list))
+            metrics |= {f"tools/{tool}/{name}": value for name, value in _latencies(seconds_list).items()}
         return metrics
+
+
+def _latencies(seconds: Sequence[float]) -> dict[str, float]:
+    """What the calls of a tool took: `spread` is that of the logarithm, of calls that are no stragglers."""
+    median_s = statistics.median(seconds)
+    slow = [s for s in seconds if s > STRAGGLER * median_s]
+    return {
+        "total_s": sum(seconds),
+        "mean_s": sum(seconds) / len(seconds),
+        "median_s": median_s,
+        "spread": statistics.pstdev([math.log(s) for s in seconds if s <= STRAGGLER * median_s]),
+        "slowest_s": max(seconds),
+        "stragglers": float(len(slow)),
+        "stragglers_s": sum(slow),
+    }
 
 
 def write_timings(path: Path, step: int, metrics: Mapping[str, float]) -> None:

@@ -105,17 +105,17 @@ class Admission:
 
         The learner works on them until `published`.
         """
-        ready = sorted((t for t in self._tickets.values() if t.ready), key=lambda t: (t.version, t.number))
-        chosen = [ticket.number for ticket in ready[: self.pace.groups_per_step]]
-        if self.learning or len(chosen) < self.pace.groups_per_step:
+        if self.learning or self.num_ready < self.pace.groups_per_step:
             return None
+        ready = sorted((t for t in self._tickets.values() if t.ready), key=lambda t: (t.version, t.number))
+        chosen = {ticket.number: ticket for ticket in ready[: self.pace.groups_per_step]}
         others = [ticket for ticket in self._tickets.values() if ticket.number not in chosen]
         if self.pace.hold and not self._feasible(others, self.next_step + 1):
             return None
         for number in chosen:
             del self._tickets[number]
         self.learning = True
-        return chosen
+        return list(chosen)
 
     @property
     def is_held(self) -> bool:

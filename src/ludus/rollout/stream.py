@@ -73,6 +73,8 @@ class Stream:
     on_done: Callable[[Episode], None] | None = None
     ended: list[Episode] = field(default_factory=list, init=False)
     """Episodes that have ended since `forget_ended`."""
+    held: bool = field(default=False, init=False)
+    """Whether the last batch waited for a group that was due, though enough others were complete."""
     _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
     _anew: deque[StreamedGroup] = field(default_factory=deque, init=False)
     _others: list[StreamedGroup] = field(default_factory=list, init=False)
@@ -100,6 +102,7 @@ class Stream:
 
     async def take(self) -> Batch:
         """The next batch, as soon as the admission lets it go."""
+        self.held = False
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -108,6 +111,7 @@ class Stream:
                 break
             if not self._running:
                 raise LudusError("No episode is in flight, and no batch is complete: a fault of Ludus.")
+            self.held = self.held or self.admission.is_held
             self._changed.clear()
             await self._changed.wait()
         others, self._others = tuple(self._others), []
@@ -145,6 +149,11 @@ class Stream:
     def num_waiting(self) -> int:
         """Episodes of admitted groups that have not started."""
         return len(self._pending)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether more episodes would start if more might be in flight."""
+        return bool(self._pending) or self.admission.room > 0
 
     def on_their_way(self) -> list[StreamedGroup]:
         """Copies of the groups that no batch has had yet, by number, with what has ended of them."""
@@ -194,17 +203,22 @@ class Stream:
         """If a group has what it needs, stop the rest of it, and say whether it counts."""
         if not self._is_complete(group) or group.number not in self._groups:
             return
+        if len(group.done) < len(group.jobs):
+            self._stop_rest(group)
         if self._has_needed(group):  # what failed has been replaced, and the ledger has it
             group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
-        self._pending = deque((g, place) for g, place in self._pending if g is not group)
-        for task, (of, place) in self._running.items():
-            if of is group and place not in group.done:
-                task.cancel()
         if self.source.counts(group.episodes):
             self.admission.ready(group.number)
         else:
             self.admission.discard(group.number)
             self._others.append(self._groups.pop(group.number))
+
+    def _stop_rest(self, group: StreamedGroup) -> None:
+        """Members that have not ended are not needed any more."""
+        self._pending = deque((g, place) for g, place in self._pending if g is not group)
+        for task, (of, place) in self._running.items():
+            if of is group and place not in group.done:
+                task.cancel()
 
     def _is_complete(self, group: StreamedGroup) -> bool:
         return len(group.done) == len(group.jobs) or self._has_needed(group)

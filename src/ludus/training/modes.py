@@ -16,7 +16,7 @@ import torch
 
 from ludus.diagnostics.timings import StepTimings
 from ludus.rollout.admission import Admission, Pace
-from ludus.rollout.in_flight import Load, next_in_flight
+from ludus.rollout.in_flight import InFlight, Load, Passes, first_in_flight
 from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler
 from ludus.rollout.stream import Batch, Stream
 from ludus.training.credit import Credit
@@ -110,9 +110,9 @@ class AsyncRun:
     source: TaskStream
     player: Player
     thread: LearnerThread
+    limit: InFlight
     guard: EssGuard = field(init=False)
     replay: ReplayBuffer = field(init=False)
-    _speed: float = field(default=0.0, init=False)
 
     def __post_init__(self) -> None:
         config = self.loop.session.config
@@ -130,17 +130,22 @@ class AsyncRun:
         order = task_order(config, loop.session.world)
         source = TaskStream(sampler, order, pace.groups_per_step, staleness.oversample)
         player = Player(sampler.scheduler(), pace.groups_per_step * sampler.group_size)
+        limit = InFlight(
+            first_in_flight(player.num_jobs),
+            min(sampler.group_size, config.rollout.concurrency),
+            config.rollout.concurrency,
+        )
         stream = Stream(
             admission=Admission(pace, done),
             source=source,
             play=player.play,
-            in_flight=staleness.in_flight or min(config.rollout.concurrency, player.num_jobs),
+            in_flight=staleness.in_flight or limit.now,
             needed=sampler.algorithm.group_size if staleness.oversample else 0,
             next_number=before.next_number,
             kept=before.groups,
             on_done=loop.reporter.episode,
         )
-        return cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()))
+        return cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()), limit)
 
     async def run(self, done: int) -> None:
         """Train from step `done` to the last."""
@@ -219,16 +224,23 @@ class AsyncRun:
 
     def _adjust(self, clock: StepTimings, ahead: bool) -> None:
         """Let more or fewer episodes fly, where that is left to measurement."""
-        config, found = self.loop.session.config, clock.metrics([])
-        if config.staleness.in_flight:
+        if self.loop.session.config.staleness.in_flight:
             return
-        running = max(found.get("engine/requests_running", 0.0), 1.0)
-        queue = found.get("engine/requests_waiting", 0.0) / running
-        speed = sum(found.get(f"engine/{what}_tokens_per_s", 0.0) for what in ("decode", "prefill"))
-        gain, self._speed = (speed / self._speed - 1 if self._speed else 1.0), speed
-        load = Load(found.get("idle/learner", 0.0), found.get("idle/engine", 0.0), queue, ahead, gain)
-        least = min(self.loop.sampler.group_size, config.rollout.concurrency)
-        self.stream.in_flight = next_in_flight(self.stream.in_flight, load, least, config.rollout.concurrency)
+        found = clock.metrics([])
+        running, speed = (
+            found.get("engine/requests_running", 0.0),
+            found.get("engine/decode_tokens_per_s", 0.0),
+        )
+        load = Load(
+            learner_idle=found.get("idle/learner", 0.0),
+            engine_idle=found.get("idle/engine", 0.0),
+            engine_queue=found.get("engine/requests_waiting", 0.0) / max(running, 1.0),
+            ahead=ahead,
+            limited=self.stream.is_limited and not self.stream.held,
+            seconds=found.get("time/step_s", 0.0),
+        )
+        passes = Passes(running, running / speed) if speed else None  # each gives a token for each sequence
+        self.stream.in_flight = self.limit.after(load, passes)
 
     def _guarded(self, step: int, metrics: dict[str, float]) -> Verdict:
         warning = self.guard.warning(metrics)

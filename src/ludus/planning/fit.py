@@ -1,0 +1,208 @@
+"""From a run's own files to what its work costs: least squares over its steps.
+
+The engine's seconds of work are fitted by its passes, the tokens that it sampled and those that it read; the
+learner's by the tokens of a batch. Tools are described as they were measured. Steps in which learner and
+engine slow each other (one core for both) measure that as well: synchronous runs tell costs apart best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.diagnostics.trackers import read_metrics
+from ludus.errors import UserError
+from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, Setup, ToolCost
+from ludus.training.run import RunFolder
+
+Matrix = NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class Calls:
+    """A tool's calls in a step: how many, median and log-spread of most, the slow ones and their seconds."""
+
+    count: float
+    median_s: float
+    spread: float
+    slow: float
+    slow_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """One step of a run: the engine's seconds of work, passes and tokens; the learner's; its episodes."""
+
+    busy_s: float
+    passes: float
+    decoded: float
+    read: float
+    learn_s: float
+    sync_s: float
+    episodes: float
+    turns: float
+    action_tokens: float
+    tokens: float
+    calls: tuple[Calls, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Fitted:
+    """Costs, and how far the fitted seconds are from the measured ones (root mean square, relative)."""
+
+    costs: Costs
+    engine_error: float
+    learner_error: float
+    num_steps: int
+
+
+def measured(folder: RunFolder) -> list[Measured]:
+    """The steps of a run that say what is needed; the first one, which warms up, only where it is alone.
+
+    Raises UserError where there is none.
+    """
+    metrics = {row.step: row.metrics for row in read_metrics(folder.metrics)}
+    timings = {row.step: row.metrics for row in read_metrics(folder.timings)}
+    found = [
+        _measured({**metrics[step], **timings[step]})
+        for step in sorted(metrics.keys() & timings.keys())
+        if timings[step].get("engine/busy_s") and metrics[step].get("episodes/finished")
+    ]
+    if not found:
+        raise UserError(
+            f"{folder.path} has no step that says what its engine and its learner did.",
+            "Give the folder of a run of `ludus train` whose engine is Ludus's own.",
+        )
+    return found[1:] or found
+
+
+def _measured(row: Mapping[str, float]) -> Measured:
+    busy_s = row["engine/busy_s"]
+    decoded = row["engine/decode_tokens_per_s"] * busy_s
+    episodes = row["episodes/finished"]
+    return Measured(
+        busy_s=busy_s,
+        passes=decoded / max(row["engine/requests_running"], 1.0),
+        decoded=decoded,
+        read=row["engine/prefill_tokens_per_s"] * busy_s,
+        learn_s=row["time/learn_s"],
+        sync_s=row["time/sync_s"],
+        episodes=episodes,
+        turns=episodes * row["turns/mean"],
+        action_tokens=episodes * row["length/action_tokens/mean"],
+        tokens=episodes * row["length/total_tokens/mean"],
+        calls=tuple(_calls(row)),
+    )
+
+
+def _calls(row: Mapping[str, float]) -> list[Calls]:
+    names = [name.removesuffix("/median_s") for name in row if name.startswith("tools/")]
+    return [
+        Calls(
+            count=round(row[f"{name}/total_s"] / row[f"{name}/mean_s"]),
+            median_s=row[f"{name}/median_s"],
+            spread=row[f"{name}/spread"],
+            slow=row[f"{name}/stragglers"],
+            slow_s=row[f"{name}/stragglers_s"],
+        )
+        for name in names
+        if f"{name}/median_s" in row
+    ]
+
+
+def fit(folders: Sequence[RunFolder]) -> Fitted:
+    """What the work of these runs costs, which are of the same model and world. Raises UserError."""
+    steps = [step for folder in folders for step in measured(folder)]
+    config = run_config(folders[-1])
+    engine, engine_error = _least_squares(
+        [(s.passes, s.decoded, s.read) for s in steps], [s.busy_s for s in steps]
+    )
+    learner, learner_error = _least_squares([(1.0, s.tokens) for s in steps], [s.learn_s for s in steps])
+    costs = Costs(
+        engine=EngineCost(engine[0], engine[1], engine[2], config.rollout.concurrency),
+        learner=LearnerCost(learner[0], learner[1]),
+        tool=tool_cost([calls for step in steps for calls in step.calls]),
+        episode=_shape(steps, config),
+        sync_s=float(np.median([step.sync_s for step in steps])),
+    )
+    return Fitted(costs, engine_error, learner_error, len(steps))
+
+
+def run_config(folder: RunFolder) -> Config:
+    """The configuration of a run. Raises UserError where the folder holds none."""
+    if not folder.config.is_file():
+        raise UserError(f"{folder.path} is no run folder: it has no config.toml.", "Check the path.")
+    return load_config(folder.config, ())
+
+
+def setup_of(config: Config) -> Setup:
+    """How a run was laid out, on one engine and one learner."""
+    training, staleness = config.training, config.staleness
+    return Setup(
+        mode=training.mode,
+        groups=training.tasks_per_step,
+        members=config.algorithm.group_size,
+        steps=max(20, 4 * (staleness.max_staleness + 1)),
+        max_staleness=staleness.max_staleness,
+        in_flight=staleness.in_flight,
+        concurrency=config.rollout.concurrency,
+    )
+
+
+def tool_cost(calls: Sequence[Calls]) -> ToolCost:
+    """One distribution for all calls: the spread is within the steps and between them."""
+    total = sum(one.count for one in calls)
+    if not total:
+        return ToolCost()
+    logs = [math.log(max(one.median_s, 1e-9)) for one in calls]
+    middle = sum(log * one.count for log, one in zip(logs, calls, strict=True)) / total
+    within = sum(one.spread**2 * one.count for one in calls) / total
+    between = sum((log - middle) ** 2 * one.count for log, one in zip(logs, calls, strict=True)) / total
+    slow, slow_s = sum(one.slow for one in calls), sum(one.slow_s for one in calls)
+    median_s = math.exp(middle)
+    return ToolCost(
+        median_s, math.sqrt(within + between), slow / total, slow_s / slow / median_s if slow else 1.0
+    )
+
+
+def _shape(steps: Sequence[Measured], config: Config) -> EpisodeShape:
+    episodes, turns = sum(s.episodes for s in steps), sum(s.turns for s in steps)
+    actions, tokens = sum(s.action_tokens for s in steps), sum(s.tokens for s in steps)
+    action = actions / turns
+    sampled_turns = sum(s.decoded for s in steps) / action
+    return EpisodeShape(
+        turns=turns / episodes,
+        action=action,
+        read=sum(s.read for s in steps) / sampled_turns,
+        context=(tokens - actions) / episodes,
+        most=config.rollout.max_new_tokens,
+    )
+
+
+def _least_squares(rows: Sequence[Sequence[float]], seconds: Sequence[float]) -> tuple[list[float], float]:
+    """Non-negative coefficients with the least sum of squared relative errors, and its root mean."""
+    target = np.array(seconds, dtype=np.float64)
+    matrix = np.array(rows, dtype=np.float64) / target[:, None]
+    ones = np.ones(len(target))
+    width = matrix.shape[1]
+    best, least = np.zeros(width), math.inf
+    for size in range(1, width + 1):
+        for columns in combinations(range(width), size):
+            found = _solve(matrix, ones, columns)
+            error = float(np.mean((matrix @ found - ones) ** 2))
+            if found.min() >= 0 and error < least - 1e-12:
+                best, least = found, error
+    return [float(value) for value in best], math.sqrt(least)
+
+
+def _solve(matrix: Matrix, target: Matrix, columns: Sequence[int]) -> Matrix:
+    found = np.zeros(matrix.shape[1])
+    found[list(columns)] = np.linalg.lstsq(matrix[:, list(columns)], target, rcond=None)[0]
+    return found
