@@ -112,7 +112,7 @@ def test_a_server_takes_weights_from_the_line_and_then_differences(served):
                     for name, parameter in model.named_parameters():
                         parameter.copy_(original[name])
             proof = await sync.publish(version)
-            sizes.append(engine._broadcaster.sent_bytes)
+            sizes.append(engine._weights.line.sent_bytes)
             assert proof.fingerprint
             assert proof.probe_gap < 1e-3
         await engine.close()
