@@ -11,9 +11,10 @@ from ludus.errors import EngineError
 
 @dataclass
 class Routes:
-    """The replicas of one client, a list that changes in place, and where the episodes are."""
+    """The replicas of one client (a list that changes in place), those that left, and where episodes are."""
 
     replicas: list[Replica]
+    left: list[Replica] = field(default_factory=list)
     _by_episode: dict[str, Replica] = field(default_factory=dict)
 
     def of(self, episode: str) -> Replica:
@@ -46,6 +47,7 @@ class Routes:
         for replica in [one for one in self.replicas if one.url == url]:
             replica.gone = True
             self.replicas.remove(replica)
+            self.left.append(replica)
             self._by_episode = {e: r for e, r in self._by_episode.items() if r is not replica}
 
     def urls(self) -> Sequence[str]:

@@ -172,7 +172,7 @@ class ServerEngine:
         await self._weights.bring(replica)
         self._replicas.append(replica)
 
-    async def leave(self, url: str) -> None:
+    def leave(self, url: str) -> None:
         """Send nothing more to a replica; its episodes move on to others."""
         self._routes.leave(url)
         if self._weights.line is not None:
@@ -188,6 +188,11 @@ class ServerEngine:
         for url in (url for url in urls if url not in self._routes.urls()):
             self._replicas.append(Replica(url, self._settings, restore=self._restore))
         self._weights.follow(version, adapter)
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """The addresses of the replicas."""
+        return self._routes.urls()
 
     @property
     def adapter(self) -> ServedAdapter | None:
@@ -232,7 +237,7 @@ class ServerEngine:
         """Close the connections; the servers go on."""
         self._calls.close()
         await self._weights.close()
-        for replica in self._replicas:
+        for replica in (*self._replicas, *self._routes.left):
             await replica.close()
 
     async def _generate(self, call: Call, request: Request, adapter: ServedAdapter | None) -> Completion:
