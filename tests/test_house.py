@@ -39,7 +39,17 @@ ORDER = (
         "tasks",
         "envs",
     ),
-    *("rollout", "algorithms", "diagnostics", "evaluation", "training", "gateway", "cluster", "cli", "__main__"),
+    *(
+        "rollout",
+        "algorithms",
+        "diagnostics",
+        "evaluation",
+        "training",
+        "gateway",
+        "cluster",
+        "cli",
+        "__main__",
+    ),
 )
 """A folder of the package imports only from itself and from those before it."""
 
