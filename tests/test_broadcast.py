@@ -79,7 +79,7 @@ def test_tensors_pass_a_line_and_a_broken_one_says_so():
     broken = []
 
     def receive():
-        line = join_line(visit_store(place), 1, 2, 20)
+        line = join_line(visit_store(place), 1, 2, 20, "127.0.0.1")
         line.broadcast(got)
         try:
             line.broadcast(room_for(manifest))
@@ -88,7 +88,7 @@ def test_tensors_pass_a_line_and_a_broken_one_says_so():
 
     thread = threading.Thread(target=receive)
     thread.start()
-    line = join_line(store, 0, 2, 20)
+    line = join_line(store, 0, 2, 20, "127.0.0.1")
     line.broadcast(sent)
     del line
     thread.join(30)

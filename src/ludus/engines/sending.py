@@ -116,7 +116,7 @@ class Broadcaster:
             replica.post("/join_weight_line", place.model_dump(), _Anything)
             for replica, place in zip(self.replicas, places, strict=True)
         ]
-        joined = asyncio.to_thread(join_line, store, TRAINER, count, self.timeout_s)
+        joined = asyncio.to_thread(join_line, store, TRAINER, count, self.timeout_s, self.host)
         async with asyncio.timeout(self.timeout_s):
             self._line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
 
