@@ -18,6 +18,8 @@ from pathlib import Path
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 NETWORK = "10.211.7"
 PORT = 6399
+ENVIRONMENT = ("RAY_worker_niceness=0", "RAY_AUTH_MODE=disabled")
+"""Ray's processes let all others go first, and nodes need a token of the head, unless they are told."""
 
 
 def why_not() -> str:
@@ -49,7 +51,7 @@ class Host:
         return f"{NETWORK}.{self.number + 1}"
 
     def command(self, *words: str) -> list[str]:
-        return ["ip", "netns", "exec", self.name, *words]
+        return ["ip", "netns", "exec", self.name, "env", *ENVIRONMENT, *words]
 
 
 @dataclass

@@ -22,8 +22,8 @@ CLUSTER = {
     "cluster__engines": "2",
     "cluster__workers": "2",
     "cluster__episodes_per_worker": "4",
-    "cluster__silence_s": "30",
-    "cluster__start_s": "200",
+    "cluster__silence_s": "150",
+    "cluster__start_s": "500",
     "engine__patience_s": "20",
 }
 _PLACE = re.compile(r"(engine|worker) (\d+) runs at \S+ \((\d+)\)")
@@ -46,6 +46,7 @@ class Meddling(Silent):
 
 def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFolder:
     """Train in `folder`, on a cluster unless `cluster__kind` says none."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own processes let all others go first
     reporter = reporter or Silent()
     session = open_session(small_runs.config(folder, **SMALLEST | CLUSTER | changes))
     made = new_run(session.config, "run", "rl", "search")

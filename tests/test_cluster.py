@@ -108,7 +108,7 @@ def make_pool(start, target=2, restarts=3, silence_s=0.1) -> tuple[Pool, list, l
     async def on_joined(member):
         joined.append(member.number)
 
-    def on_left(member):
+    async def on_left(member):
         left.append(member.number)
 
     return Pool("worker", target, start, Limits(5, silence_s, restarts), on_joined, on_left), joined, left
@@ -188,11 +188,12 @@ def test_what_leaves_a_pool_ends_its_work_first():
         await pool.give_back(other)
         pool.target = 1
         pool.keep()
+        await asyncio.sleep(0.01)
         assert left == [other.number]
         pool.target = 0
         pool.keep()
-        assert sorted(left) == [0, 1]
         await asyncio.sleep(0.4)
+        assert sorted(left) == [0, 1]
         assert not member.remote.killed
         await pool.give_back(member)
         await until(lambda: member.remote.killed, 5)

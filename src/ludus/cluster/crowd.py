@@ -180,10 +180,10 @@ class Crowd:
                 await self.server.join(member.started.url)
             await self._tell_all()
 
-    def _engine_left(self, member: Member) -> None:
+    async def _engine_left(self, member: Member) -> None:
         if self.server is not None and not self._closing:
             self.server.leave(member.started.url)
-            self.engines.later(self._tell_all())
+            await self._tell_all()
 
     async def _worker_joined(self, member: Member) -> None:
         """Let a worker in that knows the engines as they are."""
@@ -217,7 +217,7 @@ class Crowd:
         member.serial = serial
 
 
-def _gone(member: Member) -> None:
+async def _gone(member: Member) -> None:
     """Nobody has to be told of a worker that left."""
 
 

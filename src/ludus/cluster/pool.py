@@ -2,7 +2,7 @@
 
 Takes a number to keep, and whatever starts one. Gives the members that are ready. Waits for each of them to
 answer a ping every second: one that is silent for too long, or has ended, is lost, ended, and replaced. Never
-lists a member before `joined` has let it in, nor after `left` has been told. Where the first ones do not
+lists a member before `joined` has let it in, nor once `left` is told. Where the first ones do not
 start, or more were lost than may be, it is `failed`: whoever waits for a member then hears why.
 """
 
@@ -56,7 +56,7 @@ class Pool:
     start: Callable[[int], Awaitable[Remote]]
     limits: Limits
     joined: Callable[[Member], Awaitable[None]]
-    left: Callable[[Member], None]
+    left: Callable[[Member], Coroutine[None, None, None]]
     members: dict[int, Member] = field(default_factory=dict)
     num_lost: int = 0
     failed: LudusError | None = None
@@ -110,6 +110,7 @@ class Pool:
         log.warning("%s %d is lost and replaced: %s", self.kind, member.number, error)
         if self.num_lost > self.limits.restarts:
             await self._fail(error)
+        self.later(self.left(member))
         await member.remote.kill()
         self.keep()
         await self._tell()
@@ -181,20 +182,23 @@ class Pool:
         self.members.pop(member.number, None)
         if member.watch is not None and member.watch is not asyncio.current_task():
             member.watch.cancel()
-        self.left(member)
 
     async def _drain(self, member: Member) -> None:
         """Let what is under way at a member end, then stop it."""
         try:
             async with asyncio.timeout(_DRAIN_S):
-                while member.busy or member.pulse.under_way:
+                await self.left(member)
+                while member.busy or await self._under_way(member):
                     await asyncio.sleep(_PULSE_S / 4)
-                    found = await member.remote.call(Ping(), self.limits.silence_s)
-                    member.pulse = found if isinstance(found, Pulse) else member.pulse
         except (TimeoutError, LudusError) as error:
             log.warning("%s %d leaves before its work is done: %s", self.kind, member.number, error)
         finally:
             await self._stop(member.remote)
+
+    async def _under_way(self, member: Member) -> int:
+        pulse = await member.remote.call(Ping(), self.limits.silence_s)
+        assert isinstance(pulse, Pulse)
+        return pulse.under_way
 
     async def _stop(self, remote: Remote) -> None:
         try:

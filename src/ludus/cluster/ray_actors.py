@@ -62,6 +62,7 @@ class RayRemote:
 
     name: str
     actor: _Handle
+    needs: Needs
     _number: int = 0
     _where: Started | None = None
 
@@ -75,7 +76,7 @@ class RayRemote:
             async with asyncio.timeout(deadline_s):
                 answer: Answer = await self.actor.call.remote(number, message)
         except TimeoutError as error:
-            raise RoleLost(f"{self.name} gave no answer within {deadline_s:g} s.") from error
+            raise RoleLost(f"{self.name} gave no answer within {deadline_s:g} s.", self._hint()) from error
         except asyncio.CancelledError:
             self.actor.cancel.remote(number)
             raise
@@ -85,6 +86,15 @@ class RayRemote:
         if isinstance(value, Started):
             self._where = value
         return value
+
+    def _hint(self) -> str:
+        """Why it may not have begun: what it needs, and what is free."""
+        import ray
+
+        if self._where is not None:
+            return ""
+        free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
+        return f"It needs {self.needs}, and the cluster has {free} free. See cluster.start_s."
 
     async def kill(self) -> None:
         """End it. One that has been stopped by a signal does not hear Ray: on this machine it is killed."""
@@ -141,7 +151,7 @@ class RayLauncher:
             "max_restarts": 0,
         }
         try:
-            return RayRemote(name, ray.remote(Actor).options(**options).remote(spec))
+            return RayRemote(name, ray.remote(Actor).options(**options).remote(spec), needs)
         except (ValueError, TypeError) as error:
             raise LudusError(f"Ray cannot start {name}: {_words(error)}") from error
 

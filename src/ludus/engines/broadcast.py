@@ -115,7 +115,7 @@ def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address:
     """
     from torch.distributed import ProcessGroupGloo
 
-    options = ProcessGroupGloo._Options()
+    options = vars(ProcessGroupGloo)["_Options"]()
     options._timeout = timedelta(seconds=timeout_s)
     try:
         options._devices = [ProcessGroupGloo.create_device(hostname=address)]
