@@ -38,8 +38,10 @@ def test_three_hosts_train_together_and_a_worker_and_an_engine_die(tmp_path):
     alone = RunFolder(tmp_path / "alone")
     settings = SMALLEST | CLUSTER | {"cluster__kind": "ray", "training__steps": "3"}
     one = ["train", "search", *small_runs.words(alone.path, **settings | {"cluster__kind": "none"})]
-    in_one = subprocess.Popen([sys.executable, "-m", "ludus", *one], stdout=subprocess.DEVNULL)
-    with ray_hosts({"learner": 1}, {"engines": 4}, {"workers": 4}) as hosts:
+    with (
+        subprocess.Popen([sys.executable, "-m", "ludus", *one], stdout=subprocess.DEVNULL) as in_one,
+        ray_hosts({"learner": 1}, {"engines": 4}, {"workers": 4}) as hosts,
+    ):
         head, engines, workers = hosts.hosts
         words = small_runs.words(
             folder.path,
