@@ -67,9 +67,20 @@ def pids(cluster: Cluster, kind: str) -> list[int]:
     return [member.started.pid for _, member in sorted(pool.members.items())]
 
 
-def sends(number: signal.Signals, kind: str):
-    """What sends a signal to the first process of a kind."""
-    return lambda cluster: os.kill(pids(cluster, kind)[0], number)
+def sends(number: signal.Signals, *kinds: str):
+    """What sends a signal to the first process of each kind, and waits until others are in their places."""
+
+    def meddle(cluster: Cluster) -> None:
+        before = {kind: pids(cluster, kind) for kind in kinds}
+        for first, *_ in before.values():
+            os.kill(first, number)
+        deadline = time.monotonic() + 500
+        for kind, (first, *_) in before.items():
+            while first in (now := pids(cluster, kind)) or len(now) < len(before[kind]):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    return meddle
 
 
 def started(folder: RunFolder) -> dict[str, set[int]]:

@@ -30,7 +30,7 @@ from small_runs import SMALLEST, lasting_files
 
 pytestmark = pytest.mark.cluster
 
-SECONDS = 15.0
+SECONDS = 40.0
 """Of silence after which a stopped process counts as dead in these tests."""
 
 
@@ -96,11 +96,8 @@ def test_a_process_that_hangs_counts_as_dead_after_its_silence(tmp_path, kind, r
 
 @pytest.mark.parametrize("mode", ["one_step", "async"])
 def test_other_modes_run_on_a_cluster_while_a_worker_and_an_engine_die(tmp_path, mode):
-    def kills(cluster):
-        os.kill(pids(cluster, "worker")[0], signal.SIGKILL)
-        os.kill(pids(cluster, "engine")[0], signal.SIGKILL)
-
-    folder = run(tmp_path / "run", Meddling(4, kills), training__mode=mode, training__steps="4")
+    kills = Meddling(4, sends(signal.SIGKILL, "worker", "engine"))
+    folder = run(tmp_path / "run", kills, training__mode=mode, training__steps="4")
     found = started(folder)
     assert [len(found["engine"]), len(found["worker"])] == [3, 3]
     trained = keys(folder, 4)
