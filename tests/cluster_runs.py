@@ -62,13 +62,14 @@ def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFold
 
 
 def pids(cluster: Cluster, kind: str) -> list[int]:
-    """The processes of a kind, the oldest first."""
+    """The processes of a kind, the busiest first."""
     pool = cluster.crowd.engines if kind == "engine" else cluster.crowd.workers
-    return [member.started.pid for _, member in sorted(pool.members.items())]
+    members = sorted(pool.members.values(), key=lambda member: -member.busy - member.pulse.under_way)
+    return [member.started.pid for member in members]
 
 
 def sends(number: signal.Signals, *kinds: str):
-    """What sends a signal to the first process of each kind, and waits until others are in their places."""
+    """What sends a signal to the busiest process of each kind, and waits until others are in their places."""
 
     def meddle(cluster: Cluster) -> None:
         before = {kind: pids(cluster, kind) for kind in kinds}

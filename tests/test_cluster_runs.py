@@ -68,14 +68,15 @@ def test_two_engines_and_two_workers_write_the_files_of_one_process(alone, tmp_p
 @pytest.mark.parametrize("kind", ["local", "ray"])
 @pytest.mark.parametrize("role", ["worker", "engine"])
 def test_a_process_that_is_killed_is_replaced_and_its_episodes_are_played_again(alone, tmp_path, kind, role):
-    """Four episodes before training, then the second of the first step ends."""
-    reporter = Meddling(4, sends(signal.SIGKILL, role))
+    """Two episodes before training, then the first of the first step ends and three are under way."""
+    reporter = Meddling(3, sends(signal.SIGKILL, role))
     folder = run(tmp_path / "run", reporter, cluster__kind=kind)
     found = started(folder)
     other = "engine" if role == "worker" else "worker"
     assert [len(found[role]), len(found[other])] == [3, 2]
     failed = ledger_adds_up(folder, 2)
     assert set(failed) <= {f"ledger/failed/{role}"}
+    assert failed or role == "engine"  # an engine may have answered before it went
     ours = lasting_files(folder.path)
     weights = [name for name in alone if name.endswith("model.safetensors")]
     assert weights
