@@ -79,7 +79,7 @@ def test_tensors_pass_a_line_and_a_broken_one_says_so():
     broken = []
 
     def receive():
-        line = join_line(visit_store(place), 1, 2, 20)
+        line = join_line(visit_store(place), 1, 2, 20, "127.0.0.1")
         line.broadcast(got)
         try:
             line.broadcast(room_for(manifest))
@@ -88,7 +88,7 @@ def test_tensors_pass_a_line_and_a_broken_one_says_so():
 
     thread = threading.Thread(target=receive)
     thread.start()
-    line = join_line(store, 0, 2, 20)
+    line = join_line(store, 0, 2, 20, "127.0.0.1")
     line.broadcast(sent)
     del line
     thread.join(30)
@@ -112,7 +112,7 @@ def test_a_server_takes_weights_from_the_line_and_then_differences(served):
                     for name, parameter in model.named_parameters():
                         parameter.copy_(original[name])
             proof = await sync.publish(version)
-            sizes.append(engine._broadcaster.sent_bytes)
+            sizes.append(engine._weights.line.sent_bytes)
             assert proof.fingerprint
             assert proof.probe_gap < 1e-3
         await engine.close()

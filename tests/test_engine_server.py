@@ -312,7 +312,7 @@ def test_weights_go_by_a_folder_to_every_replica():
         load(engine, 3)
         assert engine.version == 3
         folder = fakes[0].asked[1][1]["kwargs"]["weights_path"]
-        assert (engine._sent.folder / "model.safetensors").is_file()
+        assert (engine._weights._sent.folder / "model.safetensors").is_file()
         (done,) = ask(engine, "e")
         load(engine, 4)
         asyncio.run(engine.close())
@@ -322,7 +322,7 @@ def test_weights_go_by_a_folder_to_every_replica():
         assert fake.paths()[:5] == [*order, "/update_weight_version", "/resume"]
         assert fake.label == "4"
     assert folder.endswith("-3")
-    assert engine._sent.folder is None
+    assert engine._weights._sent.folder is None
 
 
 @pytest.mark.parametrize("tells", [False, True])

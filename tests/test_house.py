@@ -47,6 +47,7 @@ ORDER = (
         "training",
         "planning",
         "gateway",
+        "cluster",
         "cli",
         "__main__",
     ),

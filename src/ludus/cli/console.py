@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.progress import Progress, TaskID
@@ -28,6 +30,9 @@ from ludus.training.session import Session, open_session
 from ludus.training.sft import FineTuning, make_session, open_fine_tuning, run_sft
 from ludus.training.start import Comparison, make_trackers
 from ludus.training.start import train as train_run
+
+if TYPE_CHECKING:
+    from ludus.cluster.cluster import Cluster
 
 
 class ProgressReporter:
@@ -98,7 +103,8 @@ def train(config: Config, folder: RunFolder, session: Session | None) -> None:
     session = session or open_session(config, cold_start(config, folder, console))
     with bars(console) as progress:
         reporter = ProgressReporter(progress, config.training.steps, steps_done(folder))
-        comparisons = train_run(session, folder, reporter)
+        with cluster_of(session) as cluster:
+            comparisons = train_run(session, folder, reporter, cluster)
     console.print(comparison_table(comparisons))
     if any(pair.after.worlds for pair in comparisons):
         console.print(worlds_table(comparisons))
@@ -106,6 +112,15 @@ def train(config: Config, folder: RunFolder, session: Session | None) -> None:
         say(console, "! Before and after were played with different settings of rollout.", "yellow")
     print_examples(console, folder, comparisons)
     print_commands(console, folder, config)
+
+
+def cluster_of(session: Session) -> AbstractContextManager[Cluster | None]:
+    """The processes that sample, where the settings want any."""
+    if session.config.cluster.kind == "none":
+        return nullcontext()
+    from ludus.cluster.cluster import open_cluster
+
+    return open_cluster(session)
 
 
 def sft(session: Session, folder: RunFolder) -> None:

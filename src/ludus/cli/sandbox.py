@@ -14,9 +14,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ludus.cli.serve import listening
 from ludus.cli.terminal import make_console, say
 from ludus.errors import UserError
+from ludus.gateway.listening import listening
 from ludus.sandbox import BACKENDS, Limits, Sandbox, SandboxSettings, open_sandbox
 
 _PROGRAM = "import platform; print(platform.python_version())"

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import socket
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +64,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         import uvicorn
 
         from ludus.gateway.app import make_app
+        from ludus.gateway.listening import listening
     except ImportError as error:
         raise UserError(
             f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
@@ -105,22 +105,6 @@ async def _serve(server: object, listener: socket.socket, service: Service) -> N
         await service.engine.close()
 
 
-def listening(host: str, port: int) -> socket.socket:
-    """A socket that takes connections from now on. Raises UserError where the address is taken."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family)
-    try:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        listener.bind((host, port))
-        listener.listen(2048)
-    except (OSError, OverflowError) as error:
-        listener.close()
-        raise UserError(
-            f"{host}:{port} cannot be listened at: {error}.", "Give another --port, or 0 for a free one."
-        ) from error
-    return listener
-
-
 def _config(target: str, overrides: Sequence[str]) -> Config:
     from ludus.training.run import RunFolder
 
@@ -145,7 +129,8 @@ def _load(target: str, config: Config) -> _Loaded:
 def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple[Service, PreTrainedModel]:
     from ludus.chat.render import TemplateRenderer
     from ludus.engines.local import EngineSettings, LocalEngine
-    from ludus.gateway.service import Model, Service
+    from ludus.gateway.service import Service
+    from ludus.gateway.serving import served_model
     from ludus.training.session import SMALL_MODEL
 
     model, tokenizer = loaded.model, loaded.tokenizer
@@ -164,21 +149,7 @@ def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple
         threads=1 if model.num_parameters() < SMALL_MODEL else 0,
     )
     engine = LocalEngine(model, tokenizer, settings, version=loaded.step, copy=False)
-    served = Model(
-        name=args.name or Path(args.target).resolve().name,
-        root=args.target,
-        created=int(time.time()),
-        tokenizer=tokenizer,
-        end_ids=_end_ids(model, tokenizer),
-        vocab_size=model.get_input_embeddings().num_embeddings,
-        renderer=TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None,
-    )
+    name = args.name or Path(args.target).resolve().name
+    renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
+    served = served_model(model, tokenizer, name, args.target, renderer)
     return Service(engine, served, control=args.control), model
-
-
-def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """The tokens that end a text, by the model's generation settings and its tokenizer."""
-    given = model.generation_config.eos_token_id if model.generation_config is not None else None
-    listed = [given] if isinstance(given, int) else list(given or ())
-    own = tokenizer.eos_token_id
-    return tuple(dict.fromkeys([*listed, *([own] if isinstance(own, int) else [])]))

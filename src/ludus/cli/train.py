@@ -48,11 +48,22 @@ STAGE = TrainingStage(
     model_help="train this model instead of the cold start",
     scratch_help="make tokenizer, model and cold start first",
 )
-add_arguments = STAGE.add_arguments
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments; settings follow as --section.key value."""
+    STAGE.add_arguments(parser)
+    parser.add_argument(
+        "--cluster",
+        choices=("none", "local", "ray"),
+        help="have other processes sample: of this machine, or of a Ray cluster (cluster.kind)",
+    )
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Start or resume a run; under torchrun the first process does, and the others learn with it."""
+    if args.cluster is not None:
+        overrides = ["--cluster.kind", args.cluster, *overrides]
     if not launched_rank():
         return STAGE.run(args, overrides)
     from ludus.engines.loading import resolve_device

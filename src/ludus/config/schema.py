@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
+from ludus.config.cluster import ClusterConfig
 from ludus.config.mixture import MemberConfig, budget_fault, mixture_fault
 from ludus.config.rewards import RewardModelConfig, RewardsConfig
 from ludus.config.sandbox import SandboxConfig
@@ -521,6 +522,7 @@ class Config(Section):
     rollout: RolloutConfig = RolloutConfig()
     sandbox: SandboxConfig = SandboxConfig()
     engine: EngineConfig = EngineConfig()
+    cluster: ClusterConfig = ClusterConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
     kl_control: KlControlConfig = KlControlConfig()
     teacher: TeacherConfig = TeacherConfig()

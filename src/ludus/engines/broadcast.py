@@ -7,6 +7,7 @@ not change, nothing. Both sides hold the digest of what was sent against it.
 
 from __future__ import annotations
 
+import socket
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -97,12 +98,31 @@ def visit_store(place: Place) -> TCPStore:
         ) from error
 
 
-def join_line(store: TCPStore, rank: int, count: int, timeout_s: float) -> Line:
-    """Wait for all members. Raises EngineError where one does not come."""
+def address_towards(place: Place) -> str:
+    """The address of this machine from which it reaches the trainer; nothing is sent."""
+    with socket.socket(socket.AF_INET6 if ":" in place.host else socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect((place.host, place.port))
+        except OSError:
+            return place.host
+        return str(probe.getsockname()[0])
+
+
+def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address: str) -> Line:
+    """Wait for all members; they reach this one at `address`, or where its name leads if that is not its own.
+
+    Raises EngineError where one does not come.
+    """
     from torch.distributed import ProcessGroupGloo
 
+    options = vars(ProcessGroupGloo)["_Options"]()
+    options._timeout = timedelta(seconds=timeout_s)
     try:
-        group = ProcessGroupGloo(store, rank, count, timedelta(seconds=timeout_s))
+        options._devices = [ProcessGroupGloo.create_device(hostname=address)]
+    except RuntimeError:
+        options._devices = [ProcessGroupGloo.create_default_device()]
+    try:
+        group = ProcessGroupGloo(store, rank, count, options)
         return Line(store, cast("ProcessGroup", group))
     except RuntimeError as error:
         raise EngineError(f"The line of weights did not come about: {_first_line(error)}.") from error

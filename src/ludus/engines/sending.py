@@ -38,14 +38,15 @@ class _Anything(BaseModel):
 class Broadcaster:
     """Sends weights to `replicas`, which reach this process at `host`; with `delta` what changed alone.
 
-    Then a copy of the last weights is kept on the CPU. A server that has left the line, or holds other
-    weights than the difference is to, has all of them sent.
+    Then, or where it `keeps` them, a copy of the last weights is kept on the CPU. A server that has left the
+    line, or holds other weights than the difference is to, has all of them sent.
     """
 
     replicas: Sequence[Replica]
     host: str
     timeout_s: float
     delta: bool = False
+    keeps: bool = False
     sent_bytes: int = 0
     _line: Line | None = None
     _last: dict[str, torch.Tensor] = field(default_factory=dict)
@@ -55,7 +56,8 @@ class Broadcaster:
         """Have every server take the weights. Raises EngineError with a server's own words."""
         plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
         same = {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in self._last.items()}
-        tensors, base = (difference(plain, self._last), self._version) if same else (plain, None)
+        differs = same and self.delta
+        tensors, base = (difference(plain, self._last), self._version) if differs else (plain, None)
         if not await self._ready_for(manifest_of(version, base, tensors)):
             tensors = plain
             await self._line_up()
@@ -63,8 +65,22 @@ class Broadcaster:
         self._last = {}
         await self._send(tensors)
         self.sent_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
-        if self.delta:
+        if self.delta or self.keeps:
             self._last, self._version = {n: t.clone() for n, t in plain.items()}, version
+
+    async def bring(self, replica: Replica) -> Mapping[str, torch.Tensor]:
+        """Send the last weights to a server that is not on the line, and give them; there may be none.
+
+        The next ones go over a new line.
+        """
+        self._line = None
+        if self._last:
+            await Broadcaster([replica], self.host, self.timeout_s).send(self._version, self._last)
+        return self._last
+
+    def relay(self) -> None:
+        """Lay the line anew before the next weights: the servers are others."""
+        self._line = None
 
     def close(self) -> None:
         """Leave the line."""
@@ -100,7 +116,7 @@ class Broadcaster:
             replica.post("/join_weight_line", place.model_dump(), _Anything)
             for replica, place in zip(self.replicas, places, strict=True)
         ]
-        joined = asyncio.to_thread(join_line, store, TRAINER, count, self.timeout_s)
+        joined = asyncio.to_thread(join_line, store, TRAINER, count, self.timeout_s, self.host)
         async with asyncio.timeout(self.timeout_s):
             self._line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
 
@@ -116,4 +132,6 @@ def broadcaster_of(replicas: Sequence[Replica], settings: ServerSettings) -> Bro
     """What broadcasts to `replicas`, where the settings name an address for it."""
     if not settings.broadcast_host:
         return None
-    return Broadcaster(replicas, settings.broadcast_host, settings.timeout_s, settings.delta)
+    return Broadcaster(
+        replicas, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights
+    )

@@ -18,16 +18,12 @@ import asyncio
 import logging
 import math
 import secrets
-import shutil
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top
 from ludus.engines.calls import Call, Calls
-from ludus.engines.checksums import compare_digests
 from ludus.engines.dialects import (
     Dialect,
     LogprobMode,
@@ -37,9 +33,8 @@ from ludus.engines.dialects import (
     SglangDialect,
     VllmDialect,
 )
-from ludus.engines.sending import Broadcaster, broadcaster_of
-from ludus.engines.server_adapters import SentAdapters
-from ludus.engines.shelf import WeightShelf, num_bytes, read_weights, save_weights
+from ludus.engines.routes import Routes
+from ludus.engines.server_weights import SentWeights
 from ludus.engines.transport import Refused, Replica, ServerSettings
 from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import Completion, SamplingParams
@@ -51,21 +46,11 @@ DIALECTS: Mapping[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialec
 
 _MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
 _SAME_NATS = 1e-3
-_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 _UNKNOWN_NAME = (400, 404)
 
 Answer = TypeVar("Answer")
 
 log = logging.getLogger("ludus.server")
-
-
-@dataclass
-class _Sent:
-    """The whole weights that were sent last, and where they lie."""
-
-    version: int = 0
-    folder: Path | None = None
-    labels: set[str] = field(default_factory=set)
 
 
 class ServerEngine:
@@ -85,20 +70,22 @@ class ServerEngine:
         lora_scaling: float | None = None,
     ) -> None:
         settings = settings or ServerSettings()
-        self._dialect = DIALECTS[dialect]
+        self._dialect, self._settings = DIALECTS[dialect], settings
         self._replicas = [
             Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
         ]
         self._facts = _agreed([self._dialect.describe(replica.url) for replica in self._replicas])
         self._lora_scaling = lora_scaling
-        self._version = 0
-        self._sent = _Sent()
-        self._routes: dict[str, Replica] = {}
+        self._routes = Routes(self._replicas)
         self._name = secrets.token_hex(6)
         self._calls = Calls(self._dialect, self._name)
-        self._shelf = WeightShelf(settings.weights_folder)
-        self._adapters = SentAdapters(self._dialect, self._replicas, self._shelf, self._name)
-        self._broadcaster = broadcaster_of(self._replicas, settings)
+        self._weights = SentWeights(
+            self._dialect,
+            self._replicas,
+            settings,
+            self._name,
+            tells_versions=self._facts.logprobs == "exact",
+        )
         self._mode: LogprobMode | None = self._facts.logprobs
 
     @property
@@ -109,7 +96,7 @@ class ServerEngine:
     @property
     def version(self) -> int:
         """That of the weights that were sent last; 0 before that."""
-        return self._version
+        return self._weights.version
 
     @property
     def batch_invariant(self) -> bool:
@@ -119,10 +106,10 @@ class ServerEngine:
     async def generate(self, request: Request) -> Completion:
         """Sample one action on the episode's replica."""
         _check_fits(request, self.context_tokens)
-        replica = self._route(request.episode)
+        replica = self._routes.of(request.episode)
         with self._calls.under_way(replica, request) as call:
             await self._check_logprobs(replica, request.params)
-            with self._adapters.using(request.adapter) as adapter:
+            with self._weights.adapters.using(request.adapter) as adapter:
                 return await self._generate(call, request, adapter)
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
@@ -148,7 +135,7 @@ class ServerEngine:
 
     def release(self, episode: str) -> None:
         """Forget the episode's replica; what it cached goes when it needs the room."""
-        self._routes.pop(episode, None)
+        self._routes.release(episode)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Write the weights, or the adapter alone, and have every replica take them.
@@ -159,27 +146,7 @@ class ServerEngine:
         if self._lora_scaling is not None:
             await self.load_adapter(DEFAULT, version, state, self._lora_scaling)
             return
-        if self._broadcaster is not None:
-            await self._broadcast(self._broadcaster, version, state)
-            return
-        state = _with_head(state)
-        folder = self._shelf.folder(f"{self._name}-{version}", num_bytes(state))
-        await asyncio.to_thread(save_weights, folder, state)
-        before = self._sent.folder
-        self._sent = _Sent(version, folder, self._sent.labels | {str(version)})
-        self._version = version
-        await asyncio.gather(*(self._update_locked(replica, state) for replica in self._replicas))
-        if before is not None and before != folder:
-            await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
-
-    async def _broadcast(self, line: Broadcaster, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Send the weights over a line; no file is left to send them from again."""
-        await line.send(version, state)
-        self._sent = _Sent(version, None, self._sent.labels | {str(version)})
-        self._version = version
-        for replica in self._replicas:
-            await self._prove(replica, state)
-            replica.holds = version
+        await self._weights.send(version, state)
 
     async def load_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
@@ -189,25 +156,57 @@ class ServerEngine:
         `scaling` is alpha over rank. What runs under an older version of it goes on with that to its end.
         Raises as `load_weights` does, with the older version left in use.
         """
-        await self._adapters.send(name, version, state, scaling)
-        if name != DEFAULT:
-            return
-        for replica in self._replicas:
-            replica.holds = version if replica.holds == self._version else None
-        self._version = version
+        await self._weights.send_adapter(name, version, state, scaling)
 
     async def unload_adapter(self, name: str) -> None:
         """Have the servers forget an adapter, once nothing runs under it."""
-        self._adapters.unload(name)
+        self._weights.adapters.unload(name)
+
+    async def join(self, url: str) -> None:
+        """Take in one more replica, with the weights that were sent last and their proof before any request.
+
+        Not while weights are being sent. Raises EngineError, SyncError, UserError for one that serves others.
+        """
+        replica = Replica(url, self._settings, restore=self._restore)
+        _agreed([self._facts, await asyncio.to_thread(self._dialect.describe, url)])
+        await self._weights.bring(replica)
+        self._replicas.append(replica)
+
+    def leave(self, url: str) -> None:
+        """Send nothing more to a replica; its episodes move on to others."""
+        self._routes.leave(url)
+        if self._weights.line is not None:
+            self._weights.line.relay()
+
+    def follow(self, urls: Sequence[str], version: int | None, adapter: ServedAdapter | None) -> None:
+        """Sample from these replicas under weights that another client sends, `version` the last of them.
+
+        What a replica samples from weights that were never said here is refused.
+        """
+        for url in set(self._routes.urls()) - set(urls):
+            self._routes.leave(url)
+        for url in (url for url in urls if url not in self._routes.urls()):
+            self._replicas.append(Replica(url, self._settings, restore=self._restore))
+        self._weights.follow(version, adapter)
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """The addresses of the replicas."""
+        return self._routes.urls()
+
+    @property
+    def adapter(self) -> ServedAdapter | None:
+        """The adapter that requests have by default, where one was sent."""
+        return self._weights.adapters.default
 
     async def fingerprint(self) -> str | None:
         """`fingerprint_module` of the weights in use, with the adapter that requests have by default.
 
         None where a server does not tell. Raises `SyncError` where the replicas differ.
         """
-        with self._adapters.using(None) as adapter:
+        with self._weights.adapters.using(None) as adapter:
             name = adapter.name if adapter else BASE
-            found = {await self._dialect.fingerprint(replica, name) for replica in self._replicas}
+            found = {await self._dialect.fingerprint(replica, name) for replica in tuple(self._replicas)}
         if len(found) > 1:
             raise SyncError(f"The replicas hold different weights: {sorted(map(str, found))}.")
         return found.pop()
@@ -219,7 +218,7 @@ class ServerEngine:
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
                 f"the server takes 1 to {self.context_tokens - 1}."
             )
-        with self._adapters.using(adapter) as served:
+        with self._weights.adapters.using(adapter) as served:
             rows = [
                 await self._under(replica, served, partial(self._score, replica, token_ids))
                 for replica in self._replicas
@@ -237,26 +236,21 @@ class ServerEngine:
     async def close(self) -> None:
         """Close the connections; the servers go on."""
         self._calls.close()
-        await self._adapters.close()
-        for replica in self._replicas:
+        await self._weights.close()
+        for replica in (*self._replicas, *self._routes.left):
             await replica.close()
-        if not self._shelf.root:
-            self._sent.folder = None
-        self._shelf.close()
-        if self._broadcaster is not None:
-            self._broadcaster.close()
 
     async def _generate(self, call: Call, request: Request, adapter: ServedAdapter | None) -> Completion:
         """Sample from the weights that were sent; once more where the server had others."""
         replica = call.replica
         for _ in range(2):
-            await self._ready(replica, first_turn=request.episode not in self._routes)
+            await self._weights.ready(replica, first_turn=self._routes.is_new(request.episode))
             if call.aborted:
                 return Completion((), (), (), "abort")
-            self._routes[request.episode] = replica
-            before = self._sent.version if adapter is None else adapter.version
+            self._routes.keep(request.episode, replica)
+            before = self._weights.before(adapter)
             sampled = await self._under(replica, adapter, partial(self._sample, call, request))
-            if self._known(sampled, adapter):
+            if self._weights.knows(sampled, adapter):
                 return _completion(sampled, before)
             replica.holds = None
             log.warning("%s sampled from weights that were not sent to it", replica.url)
@@ -284,80 +278,11 @@ class ServerEngine:
             if error.status not in _UNKNOWN_NAME or adapter.name in await self._dialect.adapters(replica):
                 raise
         replica.holds = None
-        await self._ready(replica, first_turn=False)
+        await self._weights.ready(replica, first_turn=False)
         return await call(adapter.name)
 
-    def _route(self, episode: str) -> Replica:
-        """The episode's replica: the one that it had, else the least busy of those in reach."""
-        known = self._routes.get(episode)
-        if known is not None and not known.is_down:
-            return known
-        return min(self._replicas, key=lambda replica: (replica.is_down, replica.load))
-
-    async def _ready(self, replica: Replica, *, first_turn: bool) -> None:
-        """Make sure that a replica holds the weights that were sent last, as far as it tells.
-
-        One that reports versions with its tokens is asked only when in doubt, others once an episode.
-        """
-        folder = self._sent.folder
-        if folder is None and not self._adapters:
-            await self._check_broadcast(replica)
-            return
-        in_doubt, tells = replica.holds != self._version, self._facts.logprobs == "exact" or folder is None
-        if not in_doubt and (tells or not first_turn):
-            return
-        async with replica.lock:
-            if replica.holds == self._version and in_doubt:
-                return
-            version = self._sent.version
-            if folder is not None and await self._dialect.version(replica) != str(version):
-                log.warning("%s has lost the weights of version %d; sending them again", replica.url, version)
-                await self._update(replica, await asyncio.to_thread(read_weights, folder))
-            await self._adapters.restore(replica)
-            replica.holds = self._version
-
-    async def _check_broadcast(self, replica: Replica) -> None:
-        """Raise EngineError where a replica, after it was out of reach, has not what was broadcast last."""
-        if self._broadcaster is None or not self._sent.labels or replica.holds == self._version:
-            return
-        if await self._dialect.version(replica) != str(self._sent.version):
-            raise EngineError(
-                f"{replica.url} has lost the weights of version {self._sent.version}, which were broadcast.",
-                "Resume the run: it sends them anew. Weights in a folder are sent again by themselves.",
-            )
-        replica.holds = self._version
-
     async def _restore(self, replica: Replica) -> None:
-        await self._ready(replica, first_turn=False)
-
-    async def _update_locked(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
-        async with replica.lock:
-            await self._update(replica, state)
-
-    async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
-        """Have one replica take the weights in the folder, and hold its digests against `state`."""
-        version = self._sent.version
-        await self._dialect.update(replica, str(self._sent.folder), version)
-        await self._prove(replica, state)
-        replica.holds = self._version
-
-    async def _prove(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
-        """Hold the digests of a replica's tensors against `state`."""
-        version, digests = self._sent.version, await self._dialect.digests(replica)
-        if digests is not None:
-            proof = await asyncio.to_thread(compare_digests, digests, state)
-            if proof.wrong:
-                raise SyncError(
-                    f"{replica.url} does not hold the weights of version {version} that it was sent: "
-                    f"{len(proof.wrong)} tensors differ, {', '.join(proof.wrong[:3])} among them.",
-                    "The rollouts would come from another policy; nothing was trained on them.",
-                )
-            log.info("%s: %d tensors proved, %d say nothing", replica.url, proof.proved, proof.silent)
-
-    def _known(self, sampled: Sampled, adapter: ServedAdapter | None) -> bool:
-        """Whether all tokens are of versions that were sent; true where the server does not tell."""
-        labels = self._sent.labels if adapter is None else {str(adapter.version)}
-        return not labels or all(span.version in labels for span in sampled.spans or ())
+        await self._weights.ready(replica, first_turn=False)
 
     async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
         """Refuse sampling whose log-probabilities the server would report of another distribution."""
@@ -417,15 +342,6 @@ def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
             "Start them with the same model, name and settings.",
         )
     return facts[0]
-
-
-def _with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights with the output head of a model that ties it to its embeddings, for a server that does not.
-
-    A server that ties them as well passes over it.
-    """
-    tied = state.get(_EMBEDDINGS)
-    return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
 
 
 def _completion(sampled: Sampled, before: int) -> Completion:

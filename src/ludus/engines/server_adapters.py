@@ -79,6 +79,17 @@ class SentAdapters:
         if old is not None:
             self._retire(old)
 
+    def follow(self, served: ServedAdapter | None) -> None:
+        """Use by default what another client has sent, and keeps at the servers."""
+        if served is not None:
+            self._current[DEFAULT] = _Kept(served)
+
+    @property
+    def default(self) -> ServedAdapter | None:
+        """The one that requests have by default."""
+        kept = self._current.get(DEFAULT)
+        return None if kept is None else kept.served
+
     def unload(self, name: str) -> None:
         """Forget an adapter; what runs under it ends first. Nothing where there is none."""
         kept = self._current.pop(name, None)

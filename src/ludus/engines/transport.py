@@ -35,7 +35,8 @@ class ServerSettings:
     `timeout_s` bounds each call; `patience_s` is how long one that cannot be reached is asked again, with
     waits of `backoff_s`, doubled each time up to 5 s. Weights go through `weights_folder` (empty: a
     temporary one), which the server must see under the same path; with a `broadcast_host`, at which servers
-    reach this process, over a line of gloo instead, and with `delta` what changed alone.
+    reach this process, over a line of gloo instead, and with `delta` what changed alone. With `keeps_weights`
+    a copy of what was sent over the line stays, for servers that join later.
     """
 
     timeout_s: float = 600.0
@@ -44,6 +45,7 @@ class ServerSettings:
     weights_folder: str = ""
     broadcast_host: str = ""
     delta: bool = False
+    keeps_weights: bool = False
 
 
 class Refused(EngineError):
@@ -71,13 +73,14 @@ class Replica:
     """One server. `load` counts the calls under way; `holds` is its weights' version, None if unknown.
 
     `restore` makes sure of its weights; it comes before what samples is sent again, for the server may have
-    been started anew.
+    been started anew. One that is `gone` is not asked again.
     """
 
     url: str
     settings: ServerSettings
     load: int = 0
     holds: int | None = None
+    gone: bool = False
     restore: Callable[[Replica], Awaitable[None]] | None = None
     _down_since: float | None = field(init=False, default=None)
     _line: _Line | None = field(init=False, default=None)
@@ -134,7 +137,7 @@ class Replica:
             except _UNREACHED as error:
                 self.holds = None
                 self._down_since = begin if self._down_since is None else self._down_since
-                if time.monotonic() - self._down_since >= self.settings.patience_s:
+                if self.gone or time.monotonic() - self._down_since >= self.settings.patience_s:
                     raise self._unreached(path, error, attempt + 1) from error
             else:
                 self._down_since = None

@@ -12,6 +12,7 @@ from ludus.engines.broadcast import (
     Line,
     Manifest,
     Place,
+    address_towards,
     check_digest,
     join_line,
     restored,
@@ -74,7 +75,10 @@ class WeightDesk:
         """Join a trainer's line, in place of an earlier one."""
         self._line = None
         store = await asyncio.to_thread(visit_store, place)
-        self._line = await asyncio.to_thread(join_line, store, place.rank, place.count, place.timeout_s)
+        address = address_towards(place)
+        self._line = await asyncio.to_thread(
+            join_line, store, place.rank, place.count, place.timeout_s, address
+        )
 
     def prepare(self, manifest: Manifest) -> None:
         """Say what will come. Raises BadRequest without a line, or with other weights than it builds on."""

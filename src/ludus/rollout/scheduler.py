@@ -11,7 +11,7 @@ Never drops a job silently: each attempt is in the ledger, and so is each wall-c
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludus.envs.base import World
@@ -54,6 +54,9 @@ class SchedulerLimits:
 ConversationFactory = Callable[[Job], Conversation]
 """Makes the conversation of one attempt; its engine sees the episode as `episode_name(job.key)`."""
 
+Attempt = Callable[[Job], Awaitable[Trajectory]]
+"""Plays one attempt at a job, somewhere. Raises WorldError or EngineError where the infrastructure fails."""
+
 InfrastructureError = WorldError | EngineError
 
 CANCELLED = "cancelled"
@@ -87,7 +90,8 @@ class _Run:
 class Scheduler:
     """Plays jobs. `lockstep`, where given, is the engine that the conversations speak to.
 
-    `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`.
+    `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`. `elsewhere`,
+    where given, plays the attempts; account and retries stay here.
     """
 
     world: World
@@ -97,6 +101,7 @@ class Scheduler:
     ledger: Ledger
     lockstep: LockstepEngine | None = None
     limits_of: Callable[[Task], EpisodeLimits] | None = None
+    elsewhere: Attempt | None = None
 
     async def run(
         self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None
@@ -158,11 +163,15 @@ class Scheduler:
                     on_retry(episode_name(job.key), episode_name(again))
                 job = replace(job, key=again)
 
-    async def _play(self, job: Job) -> Trajectory:
+    async def attempt(self, job: Job) -> Trajectory:
+        """Play one attempt in this process, in a fresh environment, without an account of it."""
         conversation = self.converse(job)
         environment = fresh_environment(self.world, job.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
-        trajectory = await run_episode(job.task, job.key.sample, environment, conversation, limits)
+        return await run_episode(job.task, job.key.sample, environment, conversation, limits)
+
+    async def _play(self, job: Job) -> Trajectory:
+        trajectory = await (self.elsewhere or self.attempt)(job)
         late = any(outcome.status is ToolStatus.TIMED_OUT for outcome in trajectory.outcomes)
         if late or trajectory.stop_reason is StopReason.TIMEOUT:
             self.ledger.note_clock_limit(job.key.step)

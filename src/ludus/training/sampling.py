@@ -11,11 +11,11 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, Algorithm
-from ludus.config.schema import Config
+from ludus.config.schema import Config, RolloutConfig
 from ludus.engines.base import Engine
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode, Job, Scheduler
+from ludus.rollout.scheduler import Attempt, Episode, Job, Scheduler
 from ludus.rollout.setup import Play, engine_scheduler
 from ludus.tasks.order import Order
 from ludus.training.combine import Combiner
@@ -40,6 +40,18 @@ class EpisodeReporter(Protocol):
         ...
 
 
+class Elsewhere(Protocol):
+    """Other processes that play episodes."""
+
+    def attempts(self, play: Play) -> Attempt:
+        """What has an attempt played there."""
+        ...
+
+    def engine(self) -> Engine:
+        """What samples there, to send weights to and to ask."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class SamplerState:
     """What a sampler remembers: the algorithm's memory, the tasks just skipped, the moments of rewards."""
@@ -61,6 +73,7 @@ class Sampler:
     memory: Memory = field(default_factory=Memory)
     combiner: Combiner | None = None
     experts: Experts | None = None
+    elsewhere: Elsewhere | None = None
     skipped: int = field(default=0, init=False)
     """Tasks that GRESO has skipped for the step at hand."""
 
@@ -116,10 +129,15 @@ class Sampler:
         config, rollout = self.session.config, self.session.config.rollout
         if config.training.mode == "async":
             rollout = rollout.model_copy(update={"reproducible": False})
-        play = Play("train", rollout.temperature, config.run.seed)
-        return engine_scheduler(
-            self.session.world, self.engine, self.session.renderer, rollout, play, self.ledger
-        )
+        return self._scheduler(rollout, Play("train", rollout.temperature, config.run.seed), self.ledger)
+
+    def _scheduler(self, rollout: RolloutConfig, play: Play, ledger: Ledger) -> Scheduler:
+        """One whose episodes are played in this process, or elsewhere: there is no lock-step then."""
+        world = self.session.world
+        here = engine_scheduler(world, self.engine, self.session.renderer, rollout, play, ledger)
+        if self.elsewhere is None:
+            return here
+        return replace(here, lockstep=None, elsewhere=self.elsewhere.attempts(play))
 
     def credit(self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0) -> list[Credit]:
         """What each episode of the groups earns, experts included; groups are numbered from `first_group`."""
@@ -141,11 +159,8 @@ class Sampler:
 
     async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
         """Play an evaluation with the engine's present weights."""
-        session = self.session
-        play = Play("evaluate", plan.temperature, plan.seed)
-        scheduler = engine_scheduler(
-            session.world, self.engine, session.renderer, session.config.rollout, play, Ledger()
-        )
+        session, play = self.session, Play("evaluate", plan.temperature, plan.seed)
+        scheduler = self._scheduler(session.config.rollout, play, Ledger())
         total = plan.num_tasks * plan.samples
         self.reporter.phase(f"step {plan.step}: evaluation episodes, {plan.split}", total, self.engine)
         return await evaluate(scheduler, session.world.tasks(plan.split), plan, self.reporter.episode)

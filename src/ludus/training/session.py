@@ -11,7 +11,7 @@ import torch
 
 from ludus.chat.render import Renderer, TemplateRenderer
 from ludus.chat.tags import PROTOCOLS, TagsRenderer
-from ludus.config.schema import Config, EnvConfig, LoraConfig
+from ludus.config.schema import Config, EngineConfig, EnvConfig, LoraConfig
 from ludus.engines.base import Engine
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import EngineSettings, LocalEngine
@@ -40,6 +40,8 @@ class Session:
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     renderer: Renderer
+    source: str = ""
+    """Where model and tokenizer came from: a folder or a name."""
 
 
 def set_up_compute(config: Config) -> None:
@@ -68,7 +70,7 @@ def open_session(config: Config, weights: Path | None = None) -> Session:
     model = load_model(path, config.model.dtype, config.model.device)
     if config.model.lora is not None:
         model = with_adapters(model, config.model.lora)
-    return Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer))
+    return Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer), path)
 
 
 def model_path(config: Config) -> str:
@@ -110,31 +112,40 @@ def server_engine(config: Config) -> ServerEngine:
     With `model.lora` they keep that, and are sent adapters.
     """
     engine, lora = config.engine, config.model.lora
-    settings = ServerSettings(
+    scaling = None if lora is None else lora.alpha / lora.rank
+    urls = (engine.url or "").split(",")
+    return ServerEngine(urls, engine.dialect, server_settings(engine), lora_scaling=scaling)
+
+
+def server_settings(engine: EngineConfig) -> ServerSettings:
+    """How servers are asked."""
+    return ServerSettings(
         timeout_s=engine.timeout_s,
         patience_s=engine.patience_s,
         weights_folder=engine.weights_folder or "",
         broadcast_host=engine.broadcast_host or "",
         delta=engine.delta,
     )
-    scaling = None if lora is None else lora.alpha / lora.rank
-    return ServerEngine((engine.url or "").split(","), engine.dialect, settings, lora_scaling=scaling)
 
 
 def local_engine(session: Session) -> LocalEngine:
     """An embedded engine with a copy of the session's weights, and room for all episodes in flight."""
-    rollout = session.config.rollout
-    streams = session.config.training.mode == "async"
-    limit = session.model.config.to_dict().get("max_position_embeddings") or rollout.max_tokens
-    settings = EngineSettings(
+    return LocalEngine(session.model, session.tokenizer, engine_settings(session.config, session.model))
+
+
+def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
+    """Those of an embedded engine that samples for a run."""
+    rollout = config.rollout
+    streams = config.training.mode == "async"
+    limit = model.config.to_dict().get("max_position_embeddings") or rollout.max_tokens
+    return EngineSettings(
         context_tokens=min(limit, rollout.max_tokens),
         max_batch=rollout.concurrency + streams,  # with room for the probe of new weights
         cache_tokens=rollout.concurrency * (rollout.max_tokens + PAGE),
         batch_invariant=rollout.reproducible and not streams,
-        recompute_on_update=not streams or session.config.staleness.cache == "prefill",
-        threads=1 if session.model.num_parameters() < SMALL_MODEL else 0,
+        recompute_on_update=not streams or config.staleness.cache == "prefill",
+        threads=1 if model.num_parameters() < SMALL_MODEL else 0,
     )
-    return LocalEngine(session.model, session.tokenizer, settings)
 
 
 def with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:

@@ -54,7 +54,7 @@ from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
 from ludus.training.routing import Routing
 from ludus.training.run import RunFolder, save_config
-from ludus.training.sampling import Sampler
+from ludus.training.sampling import Elsewhere, Sampler
 from ludus.training.scoring import Scorer, Scores
 from ludus.training.session import Session, make_engine, open_session
 from ludus.training.stream_state import STREAM_FILE, StreamState
@@ -158,15 +158,20 @@ def prepare(config: Config) -> Session | None:
     return session
 
 
-def train(session: Session, folder: RunFolder, reporter: Reporter) -> list[Comparison]:
-    """Run, or go on with, the training in `folder`; gives the evaluations before and after."""
+def train(
+    session: Session, folder: RunFolder, reporter: Reporter, elsewhere: Elsewhere | None = None
+) -> list[Comparison]:
+    """Run, or go on with, the training in `folder`; gives the evaluations before and after.
+
+    Episodes are played in this process, or `elsewhere`.
+    """
     config = session.config
     algorithm = algorithm_of(config)
     for text in doubts(config):
         log.warning(text)
         reporter.alarm(text)
     with leading(config, next(session.model.parameters()).device) as ranks:
-        loop, done = build_loop(session, folder, algorithm, reporter, ranks)
+        loop, done = build_loop(session, folder, algorithm, reporter, ranks, elsewhere)
         with _closing(loop):
             if ranks.count == 1:
                 dry_run_of(config, loop.learning.learner)
@@ -217,6 +222,7 @@ def build_loop(
     algorithm: Algorithm,
     reporter: Reporter,
     ranks: Ranks = ONE_PROCESS,
+    elsewhere: Elsewhere | None = None,
 ) -> tuple[RlLoop, int]:
     """The parts of the loop, brought to the newest checkpoint; and the step of that checkpoint.
 
@@ -229,7 +235,11 @@ def build_loop(
     spanning = config.training.mode == "async"
     done, ledger, memory = 0, Ledger(spanning=spanning), Memory.start(algorithm)
     found = list_checkpoints(folder.checkpoints)
-    engine = make_engine(session) if ranks.count > 1 else None  # before the weights are split
+    engine = None
+    if elsewhere is not None:
+        engine = elsewhere.engine()
+    elif ranks.count > 1:  # before the weights are split
+        engine = make_engine(session)
     with ranks.together(Start(config, folder.path, found[-1][1] if found else None)):
         parts = make_parts(session, algorithm, ranks, found[-1][1] if found else None)
     stored = parts.stored
@@ -245,7 +255,7 @@ def build_loop(
     probe = probe_tokens(session)
     save_config(folder, config)
     forget_after(folder, done)
-    sampler = Sampler(session, engine, algorithm, reporter, ledger, memory, combiner, experts)
+    sampler = Sampler(session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere)
     loop = RlLoop(
         session=session,
         folder=folder,

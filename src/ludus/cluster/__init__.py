@@ -1,0 +1,1 @@
+"""Sampling in other processes, on this machine or on many."""

@@ -1,0 +1,64 @@
+"""A process of this machine that has a role: `python -m ludus.cluster.child DESCRIPTOR`.
+
+It lives as long as its parent's end of the socket: a thread of its own reads it, so that the process ends
+even where its event loop hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import socket
+import sys
+import threading
+
+from ludus.cluster.frames import Call, Cancel, Frame, Hello, Reply, pack, read_frame
+from ludus.cluster.roles import Host
+
+_HERE = "127.0.0.1"
+
+
+def main() -> None:
+    """Serve a role until the parent is gone."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    line = socket.socket(fileno=descriptor)
+    hello = read_frame(line)
+    if isinstance(hello, Hello):
+        asyncio.run(_serve(line, Host(hello.spec, _HERE)))
+
+
+async def _serve(line: socket.socket, host: Host) -> None:
+    loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Frame]()
+    outbox = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read, args=(line, loop, inbox), daemon=True).start()
+    threading.Thread(target=_write, args=(line, outbox), daemon=True).start()
+    calls: set[asyncio.Task[None]] = set()
+
+    async def answer(call: Call) -> None:
+        outbox.put(pack(Reply(call.number, await host.call(call.number, call.message))))
+
+    while True:
+        match await inbox.get():
+            case Call() as call:
+                task = asyncio.create_task(answer(call))
+                calls.add(task)
+                task.add_done_callback(calls.discard)
+            case Cancel(number=number):
+                host.cancel(number)
+
+
+def _read(line: socket.socket, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Frame]) -> None:
+    while (frame := read_frame(line)) is not None:
+        loop.call_soon_threadsafe(inbox.put_nowait, frame)
+    os._exit(0)
+
+
+def _write(line: socket.socket, outbox: queue.SimpleQueue[bytes]) -> None:
+    while True:
+        line.sendall(outbox.get())
+
+
+if __name__ == "__main__":
+    main()

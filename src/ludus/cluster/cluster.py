@@ -1,0 +1,213 @@
+"""A run's cluster, as training sees it: an engine to send weights to, and somewhere to play episodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.cluster.background import Background
+from ludus.cluster.crowd import Crowd, Plan, combined
+from ludus.cluster.local import LocalLauncher
+from ludus.cluster.messages import EngineSpec, PlayJob, WorkerSpec
+from ludus.cluster.remote import Launcher
+from ludus.config.schema import Config
+from ludus.engines.base import EngineStats, Request
+from ludus.engines.server import ServerEngine
+from ludus.engines.transport import ServerSettings
+from ludus.envs.base import World
+from ludus.errors import ConfigError, UserError
+from ludus.rollout.scheduler import Attempt, Job
+from ludus.rollout.setup import Play, rollout_for
+from ludus.training.session import Session, server_engine, server_settings
+from ludus.types import Completion, Task, Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+
+@dataclass
+class ClusterEngine:
+    """The engines of a cluster as one `Engine`. Dead ones are replaced while it waits."""
+
+    crowd: Crowd
+    background: Background
+    server: ServerEngine
+    _before: dict[int, EngineStats] = field(default_factory=dict)
+
+    @property
+    def context_tokens(self) -> int:
+        """That of each of them."""
+        return self.server.context_tokens
+
+    @property
+    def version(self) -> int:
+        """That of the weights that were sent last."""
+        return self.server.version
+
+    @property
+    def batch_invariant(self) -> bool:
+        """What they say of themselves."""
+        return self.server.batch_invariant
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one action; workers do so without this process."""
+        return await self.background.do(self.crowd.ask(lambda server: server.generate(request)))
+
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one action for each request."""
+        return await self.background.do(self.crowd.ask(lambda server: server.generate_batch(requests)))
+
+    def release(self, episode: str) -> None:
+        """Nothing: workers release what they play."""
+
+    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Have all engines take weights, with their proof. Raises as `ServerEngine.load_weights`."""
+        await self.background.do(self.crowd.load_weights(version, state))
+
+    async def fingerprint(self) -> str | None:
+        """The digest of the weights in use, the same of all."""
+        return await self.background.do(self.crowd.ask(lambda server: server.fingerprint()))
+
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        """Log-probability of each token; the engines must agree."""
+        return await self.background.do(
+            self.crowd.ask(lambda server: server.score(token_ids, adapter=adapter))
+        )
+
+    def stats(self, *, reset: bool = False) -> EngineStats:
+        """Of the engines together, as of their last signs of life, a second old at most."""
+        now = self.crowd.stats()
+        found = combined(now, self._before)
+        if reset:
+            self._before = now
+        return found
+
+    async def close(self) -> None:
+        """Nothing: the cluster closes what it has started."""
+
+
+@dataclass
+class Cluster:
+    """Engines and workers that sample for a run; see `open_cluster`."""
+
+    config: Config
+    world: World
+    crowd: Crowd
+    background: Background
+
+    def engine(self) -> ClusterEngine:
+        """The engines, once everything is ready. Raises what keeps it from that."""
+        self.background.wait(self.crowd.open())
+        assert self.crowd.server is not None
+        return ClusterEngine(self.crowd, self.background, self.crowd.server)
+
+    def attempts(self, play: Play) -> Attempt:
+        """What has an attempt played by a worker, whose trajectory comes back."""
+
+        async def attempt(job: Job) -> Trajectory:
+            message, deadline_s = PlayJob(job, play), self.deadline_s(job.task)
+            return await self.background.do(self.crowd.play(message, deadline_s))
+
+        return attempt
+
+    def scale(self, *, engines: int | None = None, workers: int | None = None) -> None:
+        """Have other numbers of engines and workers from now on; may be called from any thread.
+
+        Returns when those that come are ready; what leaves ends its work first, and takes nothing new. Raises
+        UserError for a number below 1.
+        """
+        if min(n for n in (engines, workers, 1) if n is not None) < 1:
+            raise UserError("A cluster has at least one engine and one worker.", "Give numbers from 1 on.")
+        if engines is not None and self.crowd.plan.engine is None:
+            raise UserError("This run did not start the engines at engine.url.", "Change workers alone.")
+        self.background.wait(self.crowd.scale(engines, workers))
+
+    def deadline_s(self, task: Task) -> float:
+        """The longest that an attempt can take if every limit of its parts is used up, and then some."""
+        rollout, engine = rollout_for(self.world, self.config.rollout, task), self.config.engine
+        spare_s = self.config.cluster.silence_s + 2 * rollout.environment_timeout_s
+        if rollout.episode_timeout_s is not None:
+            return rollout.episode_timeout_s + spare_s
+        return rollout.max_turns * (engine.timeout_s + rollout.environment_timeout_s) + spare_s
+
+
+@contextmanager
+def open_cluster(session: Session) -> Iterator[Cluster]:
+    """The cluster that the settings ask for, for the time of a block; nothing of it is left afterwards.
+
+    Raises UserError where it cannot be had.
+    """
+    config = session.config
+    check_cluster(config)
+    background = Background("ludus-cluster")
+    try:
+        plan = plan_of(session)
+        launcher = _launcher(plan)
+        if launcher.host and not (config.engine.broadcast_host or config.engine.weights_folder):
+            plan = plan_of(session, launcher.host)
+        crowd = background.wait(_crowd(plan, launcher))
+        try:
+            yield Cluster(config, session.world, crowd, background)
+        finally:
+            background.wait(crowd.close())
+    finally:
+        background.close()
+
+
+def check_cluster(config: Config) -> None:
+    """Raise ConfigError for settings that a cluster does not go with."""
+    streams = config.training.mode == "async"
+    if config.engine.url and config.model.lora is not None and streams:
+        raise ConfigError(
+            "LoRA adapters at servers of your own (engine.url) change their names with each version, which "
+            "episodes that stream on a cluster cannot follow.",
+            "Leave engine.url out, or set training.mode = 'sync' or 'one_step'.",
+        )
+
+
+def plan_of(session: Session, broadcast_host: str = "") -> Plan:
+    """What is to run for a session; weights go over a line from `broadcast_host`, where one is given."""
+    config = session.config
+    folder, source = os.getcwd(), session.source
+    if Path(source).is_dir():
+        source = str(Path(source).resolve())
+    worker = WorkerSpec(config, source, folder)
+    if config.engine.url:
+        return Plan(
+            config.cluster,
+            None,
+            worker,
+            (config.engine.url,),
+            _at_urls(config),
+            config.model.lora is not None,
+        )
+    engine = config.engine
+    if broadcast_host:
+        engine = engine.model_copy(update={"broadcast_host": broadcast_host})
+    settings = replace(server_settings(engine), keeps_weights=True)
+    return Plan(config.cluster, EngineSpec(config, source, folder), worker, (), _client(settings))
+
+
+def _client(settings: ServerSettings) -> Callable[[list[str]], ServerEngine]:
+    return lambda urls: ServerEngine(urls, "vllm", settings)
+
+
+def _at_urls(config: Config) -> Callable[[list[str]], ServerEngine]:
+    return lambda _: server_engine(config)
+
+
+def _launcher(plan: Plan) -> Launcher:
+    if plan.config.kind == "local":
+        return LocalLauncher()
+    from ludus.cluster.ray_actors import RayLauncher
+
+    return RayLauncher(plan.config, plan.needs)
+
+
+async def _crowd(plan: Plan, launcher: Launcher) -> Crowd:
+    """Made in the loop that it belongs to."""
+    return Crowd(plan, launcher)

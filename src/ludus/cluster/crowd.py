@@ -1,0 +1,234 @@
+"""Engines and workers of a run, and what passes between them: all that happens in the background loop.
+
+Takes attempts and weights. Gives trajectories, and engines that hold the weights. An engine that joins holds
+the current weights, with their proof, before a worker hears of it; weights are never sent while one joins. A
+worker hears of new weights before an engine has them, and of an engine that has left at once. An attempt
+whose worker is lost raises `WorkerLost`: whoever asked decides about another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from ludus.cluster.messages import EngineSpec, Follow, PlayJob, View, WorkerSpec
+from ludus.cluster.pool import Limits, Member, Pool
+from ludus.cluster.remote import Launcher, Needs, Remote, RoleLost
+from ludus.config.cluster import ClusterConfig
+from ludus.engines.base import EngineStats
+from ludus.engines.server import ServerEngine
+from ludus.errors import EngineError, LudusError, WorldError
+from ludus.types import Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+_TRIES = 5
+"""How often weights are sent while engines die."""
+
+Result = TypeVar("Result")
+
+
+class WorkerLost(WorldError):
+    """The process that played an episode is gone, or does not answer."""
+
+    part = "worker"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to run. `connect` makes the client of the engines at these addresses."""
+
+    config: ClusterConfig
+    engine: EngineSpec | None
+    worker: WorkerSpec
+    urls: tuple[str, ...]
+    connect: Callable[[list[str]], ServerEngine]
+    sends_adapters: bool = False
+
+    @property
+    def engine_needs(self) -> Needs:
+        """Of an engine."""
+        own = self.config
+        return Needs(own.engine_cpus, own.engine_gpus, dict(own.engine_resources))
+
+    @property
+    def worker_needs(self) -> Needs:
+        """Of a worker."""
+        return Needs(self.config.worker_cpus, 0.0, dict(self.config.worker_resources))
+
+    @property
+    def needs(self) -> list[Needs]:
+        """Of all."""
+        engines = [] if self.engine is None else [self.engine_needs] * self.config.engines
+        return engines + [self.worker_needs] * self.config.workers
+
+
+@dataclass
+class Crowd:
+    """The roles of a plan. Everything here belongs to one event loop."""
+
+    plan: Plan
+    launcher: Launcher
+    server: ServerEngine | None = None
+    engines: Pool = field(init=False)
+    workers: Pool = field(init=False)
+    _serial: int = 0
+    _version: int | None = None
+    _closing: bool = False
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        config = self.plan.config
+        limits = Limits(config.start_s, config.silence_s, config.restarts)
+        count = 0 if self.plan.engine is None else config.engines
+        self.engines = Pool(
+            "engine", count, self._start_engine, limits, self._engine_joined, self._engine_left
+        )
+        self.workers = Pool("worker", config.workers, self._start_worker, limits, self._worker_joined, _gone)
+
+    async def open(self) -> None:
+        """Start everything and wait until it is ready. Raises what keeps it from that."""
+        if self.plan.urls:
+            self.server = await asyncio.to_thread(self.plan.connect, list(self.plan.urls))
+        self.engines.keep()
+        self.workers.keep()
+        await self.engines.full()
+        await self.workers.full()
+        await self._tell_all()
+
+    async def scale(self, engines: int | None, workers: int | None) -> None:
+        """Have other numbers of them, and wait for those that come; those that leave first end their work."""
+        for pool, target in ((self.engines, engines), (self.workers, workers)):
+            if target is not None:
+                pool.target = target
+                pool.keep()
+        await self.engines.full()
+        await self.workers.full()
+
+    async def play(self, message: PlayJob, deadline_s: float) -> Trajectory:
+        """Have an attempt played by the least busy worker. Raises what it met, and `WorkerLost`."""
+        if self.plan.engine is not None:
+            await self.engines.some()
+        member = await self.workers.take(self.plan.config.episodes_per_worker)
+        try:
+            found = await member.remote.call(message, deadline_s)
+        except RoleLost as error:
+            await self.workers.lose(member, error)
+            raise WorkerLost(error.message) from error
+        finally:
+            await self.workers.give_back(member)
+        assert isinstance(found, Trajectory)
+        return found
+
+    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Have all engines take weights, those that replace dead ones meanwhile too."""
+
+        async def send(server: ServerEngine) -> None:
+            async with self._lock:
+                self._version = version
+                if not self.plan.sends_adapters:
+                    await self._tell_all()
+                await server.load_weights(version, state)
+                if self.plan.sends_adapters:
+                    await self._tell_all()
+
+        await self.ask(send)
+
+    async def ask(self, what: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
+        """Ask the engines something; once more where one of them turns out to be dead."""
+        for attempt in range(_TRIES):
+            if self.plan.engine is not None:
+                await self.engines.some()
+            assert self.server is not None
+            lost = self.engines.num_lost
+            try:
+                return await what(self.server)
+            except EngineError:
+                await self.engines.check()
+                await asyncio.sleep(0)
+                if self.engines.num_lost == lost or attempt == _TRIES - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    def stats(self) -> dict[int, EngineStats]:
+        """What each engine has done since its start, by its last sign of life."""
+        return {number: member.pulse.stats for number, member in self.engines.members.items()}
+
+    async def close(self) -> None:
+        """End everything."""
+        self._closing = True
+        if self.server is not None:
+            await self.server.close()
+        await asyncio.gather(self.workers.close(), self.engines.close())
+        await self.launcher.close()
+
+    async def _start_engine(self, number: int) -> Remote:
+        assert self.plan.engine is not None
+        return await self.launcher.start(f"engine {number}", self.plan.engine, self.plan.engine_needs)
+
+    async def _start_worker(self, number: int) -> Remote:
+        return await self.launcher.start(f"worker {number}", self.plan.worker, self.plan.worker_needs)
+
+    async def _engine_joined(self, member: Member) -> None:
+        async with self._lock:
+            if self.server is None:
+                self.server = await asyncio.to_thread(self.plan.connect, [member.started.url])
+            else:
+                await self.server.join(member.started.url)
+            await self._tell_all()
+
+    async def _engine_left(self, member: Member) -> None:
+        if self.server is not None and not self._closing:
+            self.server.leave(member.started.url)
+            await self._tell_all()
+
+    async def _worker_joined(self, member: Member) -> None:
+        """Let a worker in that knows the engines as they are."""
+        await self._tell(member)
+        while member.serial != self._serial:
+            await self._tell(member)
+
+    async def _tell_all(self) -> None:
+        """Have all workers know the engines as they are now."""
+        self._serial += 1
+        await asyncio.gather(*(self._tell_or_lose(member) for member in tuple(self.workers.members.values())))
+
+    async def _tell_or_lose(self, member: Member) -> None:
+        try:
+            await self._tell(member)
+        except RoleLost as error:
+            await self.workers.lose(member, error)
+        except LudusError:  # an engine that it was told of is gone already; the next view says so
+            return
+
+    async def _tell(self, member: Member) -> None:
+        """Each worker begins with another engine, so that they share the load."""
+        serial = self._serial
+        if self.server is None:
+            member.serial = serial
+            return
+        urls = tuple(self.server.urls)
+        first = member.number % max(1, len(urls))
+        view = View(serial, urls[first:] + urls[:first], self._version, self.server.adapter)
+        await member.remote.call(Follow(view), self.plan.config.silence_s)
+        member.serial = serial
+
+
+async def _gone(member: Member) -> None:
+    """Nobody has to be told of a worker that left."""
+
+
+def combined(now: Mapping[int, EngineStats], before: Mapping[int, EngineStats]) -> EngineStats:
+    """What engines did since `before`: tokens and steps of all, seconds as the mean over them."""
+    done = [asdict(stats - before.get(number, EngineStats())) for number, stats in now.items()]
+    total = EngineStats(**{name: sum(one[name] for one in done) for name in asdict(EngineStats())})
+    count = max(1, len(done))
+    return replace(
+        total,
+        model_s=total.model_s / count,
+        sample_s=total.sample_s / count,
+        schedule_s=total.schedule_s / count,
+    )

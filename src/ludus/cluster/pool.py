@@ -1,0 +1,225 @@
+"""The roles of one kind, kept at their number.
+
+Takes a number to keep, and whatever starts one. Gives the members that are ready. Waits for each of them to
+answer a ping every second: one that is silent for too long, or has ended, is lost, ended, and replaced. Never
+lists a member before `joined` has let it in, nor once `left` is told. Where the first ones do not
+start, or more were lost than may be, it is `failed`: whoever waits for a member then hears why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field
+
+from ludus.cluster.messages import Begin, Ping, Pulse, Started, Stop, failed
+from ludus.cluster.remote import Remote
+from ludus.errors import LudusError
+
+_PULSE_S = 1.0
+_GOODBYE_S = 5.0
+_DRAIN_S = 600.0
+"""How long what is under way at a member that leaves may take."""
+
+log = logging.getLogger("ludus.cluster")
+
+
+@dataclass(eq=False)
+class Member:
+    """A role that is ready. `busy` counts the calls that are under way from here."""
+
+    number: int
+    remote: Remote
+    started: Started
+    busy: int = 0
+    serial: int = -1
+    pulse: Pulse = field(default_factory=Pulse)
+    watch: asyncio.Task[None] | None = None
+
+
+@dataclass(frozen=True)
+class Limits:
+    """`start_s` bounds a start, `silence_s` each ping, `restarts` the losses that are made good."""
+
+    start_s: float
+    silence_s: float
+    restarts: int
+
+
+@dataclass
+class Pool:
+    """Members by their number. `start` makes a process for the role of a number."""
+
+    kind: str
+    target: int
+    start: Callable[[int], Awaitable[Remote]]
+    limits: Limits
+    joined: Callable[[Member], Awaitable[None]]
+    left: Callable[[Member], Coroutine[None, None, None]]
+    members: dict[int, Member] = field(default_factory=dict)
+    num_lost: int = 0
+    failed: LudusError | None = None
+    _number: int = 0
+    _ever: bool = False
+    _starting: set[asyncio.Task[None]] = field(default_factory=set)
+    _leaving: set[asyncio.Task[None]] = field(default_factory=set)
+    _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def keep(self) -> None:
+        """Start what is missing, and let go of what is too much."""
+        if self.failed is not None:
+            return
+        for _ in range(self.target - len(self.members) - len(self._starting)):
+            self._starting.add(asyncio.create_task(self._start(self._number)))
+            self._number += 1
+        for member in sorted(self.members.values(), key=lambda m: m.busy)[: len(self.members) - self.target]:
+            self._drop(member)
+            self.later(self._drain(member))
+
+    async def full(self) -> None:
+        """Wait until all that are wanted are ready. Raises what it failed by."""
+        await self._until(lambda: len(self.members) >= self.target)
+
+    async def some(self) -> None:
+        """Wait until one is ready. Raises what it failed by."""
+        await self._until(lambda: bool(self.members))
+
+    async def take(self, most: int) -> Member:
+        """The least busy member with fewer than `most` calls under way; it has one more then."""
+        await self._until(lambda: any(m.busy < most for m in self.members.values()))
+        member = min(self.members.values(), key=lambda m: (m.busy, m.number))
+        member.busy += 1
+        return member
+
+    async def give_back(self, member: Member) -> None:
+        """A call is over."""
+        member.busy -= 1
+        await self._tell()
+
+    async def check(self) -> None:
+        """Ask every member at once whether it is there."""
+        await asyncio.gather(*(self._ping(member) for member in tuple(self.members.values())))
+
+    async def lose(self, member: Member, error: LudusError) -> None:
+        """End a member that does not answer, and replace it."""
+        if self.members.get(member.number) is not member:
+            return
+        self._drop(member)
+        self.num_lost += 1
+        log.warning("%s %d is lost and replaced: %s", self.kind, member.number, error)
+        if self.num_lost > self.limits.restarts:
+            await self._fail(error)
+        self.later(self.left(member))
+        await member.remote.kill()
+        self.keep()
+        await self._tell()
+
+    async def close(self) -> None:
+        """Have all members stop, and see to it that they do."""
+        self.target = 0
+        for task in (*self._starting, *self._leaving):
+            task.cancel()
+        await asyncio.gather(*self._starting, *self._leaving, return_exceptions=True)
+        members = tuple(self.members.values())
+        for member in members:
+            self._drop(member)
+        await asyncio.gather(*(self._stop(member.remote) for member in members))
+
+    async def _start(self, number: int) -> None:
+        remote: Remote | None = None
+        try:
+            remote = await self.start(number)
+            started = await remote.call(Begin(), self.limits.start_s)
+            assert isinstance(started, Started)
+            member = Member(number, remote, started)
+            await self.joined(member)
+        except asyncio.CancelledError:
+            if remote is not None:
+                await remote.kill()
+            raise
+        except Exception as error:  # boundary: whoever waits for a member raises the cause
+            if remote is not None:
+                await remote.kill()
+            await self._not_started(number, failed(error).error or LudusError(str(error)))
+        else:
+            self._ever = True
+            self.members[number] = member
+            member.watch = asyncio.create_task(self._watch(member))
+            log.info("%s %d runs at %s (%d)", self.kind, number, started.host, started.pid)
+        self._starting = {task for task in self._starting if task is not asyncio.current_task()}
+        self.keep()
+        await self._tell()
+
+    async def _not_started(self, number: int, error: LudusError) -> None:
+        """Try again, unless it has never gone well: then whoever started the run has to hear of it."""
+        self.num_lost += 1
+        log.warning("%s %d did not start: %s", self.kind, number, error)
+        if not self._ever or self.num_lost > self.limits.restarts:
+            await self._fail(error)
+
+    async def _fail(self, error: LudusError) -> None:
+        self.failed = type(error)(
+            f"The cluster has no {self.kind} to go on with: {error.message}", error.hint
+        )
+        await self._tell()
+
+    async def _watch(self, member: Member) -> None:
+        while self.members.get(member.number) is member:
+            await self._ping(member)
+            await asyncio.sleep(_PULSE_S)
+
+    async def _ping(self, member: Member) -> None:
+        try:
+            pulse = await member.remote.call(Ping(), self.limits.silence_s)
+        except LudusError as error:
+            self.later(self.lose(member, error))
+            return
+        assert isinstance(pulse, Pulse)
+        member.pulse = pulse
+
+    def _drop(self, member: Member) -> None:
+        self.members.pop(member.number, None)
+        if member.watch is not None and member.watch is not asyncio.current_task():
+            member.watch.cancel()
+
+    async def _drain(self, member: Member) -> None:
+        """Let what is under way at a member end, then stop it."""
+        try:
+            async with asyncio.timeout(_DRAIN_S):
+                await self.left(member)
+                while member.busy or await self._under_way(member):
+                    await asyncio.sleep(_PULSE_S / 4)
+        except (TimeoutError, LudusError) as error:
+            log.warning("%s %d leaves before its work is done: %s", self.kind, member.number, error)
+        finally:
+            await self._stop(member.remote)
+
+    async def _under_way(self, member: Member) -> int:
+        pulse = await member.remote.call(Ping(), self.limits.silence_s)
+        assert isinstance(pulse, Pulse)
+        return pulse.under_way
+
+    async def _stop(self, remote: Remote) -> None:
+        try:
+            await remote.call(Stop(), _GOODBYE_S)
+        except LudusError as error:
+            log.info("a %s did not stop by itself: %s", self.kind, error)
+        finally:
+            await remote.kill()
+
+    async def _until(self, holds: Callable[[], bool]) -> None:
+        async with self._changed:
+            await self._changed.wait_for(lambda: self.failed is not None or holds())
+        if self.failed is not None:
+            raise self.failed
+
+    async def _tell(self) -> None:
+        async with self._changed:
+            self._changed.notify_all()
+
+    def later(self, work: Coroutine[None, None, None]) -> None:
+        """Do something beside all else, before the pool closes."""
+        task = asyncio.create_task(work)
+        self._leaving.add(task)
+        task.add_done_callback(self._leaving.discard)

@@ -1,0 +1,233 @@
+"""What runs in the other processes: an engine behind HTTP, or a worker that plays episodes.
+
+A `Host` holds one role. Takes messages, each under a number of the sender's. Gives one answer to each, in the
+order in which they are done. Never raises: what goes wrong is an answer, with the words of what went wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Protocol
+
+from ludus.chat.render import Renderer, TemplateRenderer
+from ludus.cluster.messages import (
+    Answer,
+    Begin,
+    EngineSpec,
+    Follow,
+    Message,
+    Ping,
+    PlayJob,
+    Pulse,
+    Spec,
+    Started,
+    Stop,
+    View,
+    failed,
+)
+from ludus.engines.loading import load_model, load_tokenizer
+from ludus.engines.local import LocalEngine
+from ludus.engines.server import ServerEngine
+from ludus.envs.base import Closes, World
+from ludus.envs.registry import build_world
+from ludus.errors import LudusError, WorldError
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.scheduler import Scheduler
+from ludus.rollout.setup import Play, engine_scheduler
+from ludus.training.session import (
+    engine_settings,
+    make_renderer,
+    server_settings,
+    set_up_compute,
+    with_adapters,
+)
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from ludus.gateway.service import Service
+
+UNSENT = -1
+"""The version of an engine that was sent no weights: no trainer ever sends it."""
+_NAME = "policy"
+
+
+class Role(Protocol):
+    """What a process is for."""
+
+    async def do(self, message: Message) -> object:
+        """Do what a message says, and give what it asks for."""
+        ...
+
+
+@dataclass
+class Host:
+    """The end of the line in a role's process. It listens to others at `address`."""
+
+    spec: Spec
+    address: str
+    _role: Role = field(init=False)
+    _tasks: dict[int, asyncio.Task[object]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        engine = isinstance(self.spec, EngineSpec)
+        self._role = EngineRole(self.spec, self.address) if engine else WorkerRole(self.spec, self.address)
+
+    async def call(self, number: int, message: Message) -> Answer:
+        """The answer to a message."""
+        task = self._tasks[number] = asyncio.ensure_future(self._role.do(message))
+        try:
+            await asyncio.wait({task})
+            return Answer(task.result())
+        except asyncio.CancelledError:
+            task.cancel()
+            return Answer(error=LudusError("It was cancelled."))
+        except Exception as error:  # boundary: the cause goes to whoever sent the message
+            return failed(error)
+        finally:
+            self._tasks.pop(number, None)
+
+    def cancel(self, number: int) -> None:
+        """End what a message began, if it is not done."""
+        if number in self._tasks:
+            self._tasks[number].cancel()
+
+
+def _enter(folder: str) -> None:
+    """Go to the trainer's folder, where it is here too: relative paths then lead to the same files."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+
+
+@dataclass
+class EngineRole:
+    """An embedded engine of a run's model, served to whoever may reach `address`."""
+
+    spec: Spec
+    address: str
+    _service: Service | None = field(default=None, init=False)
+    _server: uvicorn.Server | None = field(default=None, init=False)
+    _serving: asyncio.Task[None] | None = field(default=None, init=False)
+
+    async def do(self, message: Message) -> object:
+        """Begin, say how it goes, or stop."""
+        match message:
+            case Begin():
+                return self._begin()
+            case Ping() if self._service is not None:
+                return Pulse(self._service.engine.stats(), self._service.num_under_way)
+            case Stop():
+                await self._stop()
+                return None
+        raise LudusError(f"An engine knows nothing of {type(message).__name__}.")
+
+    def _begin(self) -> Started:
+        import uvicorn
+
+        from ludus.gateway.app import make_app
+        from ludus.gateway.listening import listening
+        from ludus.gateway.service import Service
+        from ludus.gateway.serving import served_model
+
+        config, source = self.spec.config, self.spec.source
+        _enter(self.spec.folder)
+        set_up_compute(config)
+        tokenizer = load_tokenizer(source)
+        model = load_model(source, config.model.dtype, config.model.device)
+        if config.model.lora is not None:
+            model = with_adapters(model, config.model.lora)
+        settings = engine_settings(config, model)
+        engine = LocalEngine(model, tokenizer, settings, version=UNSENT, copy=False)
+        renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
+        served = served_model(model, tokenizer, _NAME, source, renderer)
+        self._service = Service(engine, served, control=True)
+        listener = listening(self.address, 0)
+        app = make_app(self._service, model)
+        how = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, lifespan="off")
+        self._server = uvicorn.Server(how)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        port = listener.getsockname()[1]
+        shown = f"[{self.address}]" if ":" in self.address else self.address
+        return Started(self.address, os.getpid(), f"http://{shown}:{port}")
+
+    async def _stop(self) -> None:
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        if self._service is not None:
+            await self._service.engine.close()
+
+
+@dataclass
+class WorkerRole:
+    """Environments, and episodes played in them with the engines of a view; rewards are scored here."""
+
+    spec: Spec
+    address: str
+    _world: World | None = field(default=None, init=False)
+    _renderer: Renderer | None = field(default=None, init=False)
+    _engine: ServerEngine | None = field(default=None, init=False)
+    _serial: int = field(default=-1, init=False)
+    _schedulers: dict[Play, Scheduler] = field(default_factory=dict, init=False)
+    _playing: int = field(default=0, init=False)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def do(self, message: Message) -> object:
+        """Begin, follow the engines, play, say how it goes, or stop."""
+        match message:
+            case Begin():
+                return self._begin()
+            case Follow(view=view):
+                await self._follow(view)
+            case PlayJob():
+                return await self._play(message)
+            case Ping():
+                return Pulse(under_way=self._playing)
+            case Stop():
+                await self._stop()
+        return None
+
+    def _begin(self) -> Started:
+        config, spec = self.spec.config, self.spec
+        _enter(spec.folder)
+        set_up_compute(config)
+        self._world = build_world(config.env, config.rollout, config.sandbox)
+        tokenizer = load_tokenizer(spec.source, needs_template=config.env.rendering == "chat")
+        self._renderer = make_renderer(config.env, tokenizer)
+        return Started(self.address, os.getpid())
+
+    async def _follow(self, view: View) -> None:
+        async with self._lock:
+            if view.serial <= self._serial or not view.urls:
+                return
+            if self._engine is None:
+                how = self.spec.config.engine
+                self._engine = await asyncio.to_thread(
+                    ServerEngine, view.urls[:1], how.dialect, server_settings(how)
+                )
+            self._engine.follow(view.urls, view.version, view.adapter)
+            self._serial = view.serial
+
+    async def _play(self, message: PlayJob) -> object:
+        scheduler = self._schedulers.get(message.play) or self._scheduler(message.play)
+        self._playing += 1
+        try:
+            return await scheduler.attempt(message.job)
+        finally:
+            self._playing -= 1
+
+    def _scheduler(self, play: Play) -> Scheduler:
+        """One without lock-step: turns of other workers' episodes are not known here."""
+        if self._world is None or self._renderer is None or self._engine is None:
+            raise WorldError("A worker was told to play before it knew an engine.")
+        rollout = self.spec.config.rollout.model_copy(update={"reproducible": False})
+        made = engine_scheduler(self._world, self._engine, self._renderer, rollout, play, Ledger())
+        return self._schedulers.setdefault(play, made)
+
+    async def _stop(self) -> None:
+        if isinstance(self._world, Closes):
+            await self._world.close()
+        if self._engine is not None:
+            await self._engine.close()

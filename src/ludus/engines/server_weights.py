@@ -1,0 +1,221 @@
+"""The weights that were sent to inference servers: where they lie, who holds them, and the proof.
+
+They go through a folder that the servers see, or over a line between processes (`Broadcaster`); LoRA
+adapters go alone (`SentAdapters`). A client that follows another one sends nothing: it knows what was sent,
+and refuses what a server samples from anything else.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.engines.base import DEFAULT
+from ludus.engines.checksums import compare_digests
+from ludus.engines.dialects import Dialect, Sampled, ServedAdapter
+from ludus.engines.sending import broadcaster_of
+from ludus.engines.server_adapters import SentAdapters
+from ludus.engines.shelf import WeightShelf, num_bytes, read_weights, save_weights
+from ludus.engines.transport import Replica, ServerSettings
+from ludus.errors import EngineError, SyncError
+
+if TYPE_CHECKING:
+    import torch
+
+_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+log = logging.getLogger("ludus.server")
+
+
+@dataclass
+class _Sent:
+    """The whole weights that were sent last, and where they lie."""
+
+    version: int = 0
+    folder: Path | None = None
+    labels: set[str] = field(default_factory=set)
+
+
+class SentWeights:
+    """What one client has sent to `replicas`, a list that may change in place. `name` is the client's own.
+
+    `tells_versions` says whether the servers label each token with the weights that sampled it.
+    """
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        replicas: list[Replica],
+        settings: ServerSettings,
+        name: str,
+        *,
+        tells_versions: bool,
+    ) -> None:
+        self.version = 0
+        self._dialect = dialect
+        self._replicas = replicas
+        self._name = name
+        self._tells_versions = tells_versions
+        self._follows = False
+        self._sent = _Sent()
+        self._shelf = WeightShelf(settings.weights_folder)
+        self.adapters = SentAdapters(dialect, replicas, self._shelf, name)
+        self.line = broadcaster_of(replicas, settings)
+
+    async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Have every replica take whole weights. Raises as `ServerEngine.load_weights`."""
+        if self.line is not None:
+            await self._broadcast(version, state)
+            return
+        state = _with_head(state)
+        folder = self._shelf.folder(f"{self._name}-{version}", num_bytes(state))
+        await asyncio.to_thread(save_weights, folder, state)
+        before = self._sent.folder
+        self._sent = _Sent(version, folder, self._sent.labels | {str(version)})
+        self.version = version
+        await asyncio.gather(*(self._update_locked(replica, state) for replica in self._replicas))
+        if before is not None and before != folder:
+            await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+
+    async def _broadcast(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Send the weights over a line; no file is left to send them from again."""
+        assert self.line is not None
+        await self.line.send(version, state)
+        self._sent = _Sent(version, None, self._sent.labels | {str(version)})
+        self.version = version
+        for replica in tuple(self._replicas):
+            await self._prove(replica, state)
+            replica.holds = version
+
+    async def send_adapter(
+        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
+    ) -> None:
+        """Have every replica take an adapter. Raises as `ServerEngine.load_adapter`."""
+        await self.adapters.send(name, version, state, scaling)
+        if name != DEFAULT:
+            return
+        for replica in self._replicas:
+            replica.holds = version if replica.holds == self.version else None
+        self.version = version
+
+    def follow(self, version: int | None, adapter: ServedAdapter | None) -> None:
+        """Know that another client sends `version` (None: nothing yet), as `adapter` where it sends these.
+
+        All that was said here before stays known: a request may still run under it.
+        """
+        self._follows = True
+        self.adapters.follow(adapter)
+        if version is None:
+            return
+        labels = self._sent.labels if adapter is not None else self._sent.labels | {str(version)}
+        self._sent = _Sent(version, None, labels)
+        self.version = version
+
+    async def bring(self, replica: Replica) -> None:
+        """Have a replica that is not in the list yet take what was sent last, and prove it."""
+        if self.line is not None:
+            last = await self.line.bring(replica)
+            if last:
+                await self._prove(replica, last)
+        await self.ready(replica, first_turn=True)
+
+    async def ready(self, replica: Replica, *, first_turn: bool) -> None:
+        """Make sure that a replica holds the weights that were sent last, as far as it tells.
+
+        One that reports versions with its tokens is asked only when in doubt, others once an episode.
+        """
+        folder = self._sent.folder
+        in_doubt, tells = replica.holds != self.version, self._tells_versions or folder is None
+        if self._follows:
+            if in_doubt or (first_turn and not self._tells_versions):
+                await self._check_label(replica)
+            return
+        if folder is None and not self.adapters:
+            await self._check_broadcast(replica)
+            return
+        if not in_doubt and (tells or not first_turn):
+            return
+        async with replica.lock:
+            if replica.holds == self.version and in_doubt:
+                return
+            version = self._sent.version
+            if folder is not None and await self._dialect.version(replica) != str(version):
+                log.warning("%s has lost the weights of version %d; sending them again", replica.url, version)
+                await self._update(replica, await asyncio.to_thread(read_weights, folder))
+            await self.adapters.restore(replica)
+            replica.holds = self.version
+
+    def before(self, adapter: ServedAdapter | None) -> int:
+        """The version that a request begins under."""
+        return self._sent.version if adapter is None else adapter.version
+
+    def knows(self, sampled: Sampled, adapter: ServedAdapter | None) -> bool:
+        """Whether all tokens are of versions that were sent; true where the server does not tell."""
+        labels = self._sent.labels if adapter is None else {str(adapter.version)}
+        return not labels or all(span.version in labels for span in sampled.spans or ())
+
+    async def close(self) -> None:
+        """Have the servers forget adapters, and remove what is temporary."""
+        await self.adapters.close()
+        if not self._shelf.root:
+            self._sent.folder = None
+        self._shelf.close()
+        if self.line is not None:
+            self.line.close()
+
+    async def _check_label(self, replica: Replica) -> None:
+        """Raise EngineError where a replica holds other weights than were sent by the client that sends."""
+        if self._sent.labels:
+            label = await self._dialect.version(replica)
+            if label not in self._sent.labels:
+                raise EngineError(f"{replica.url} holds the weights {label}, which were not sent to it.")
+        replica.holds = self.version
+
+    async def _check_broadcast(self, replica: Replica) -> None:
+        """Raise EngineError where a replica, after it was out of reach, has not what was broadcast last."""
+        if self.line is None or not self._sent.labels or replica.holds == self.version:
+            return
+        if await self._dialect.version(replica) != str(self._sent.version):
+            raise EngineError(
+                f"{replica.url} has lost the weights of version {self._sent.version}, which were broadcast.",
+                "Resume the run: it sends them anew. Weights in a folder are sent again by themselves.",
+            )
+        replica.holds = self.version
+
+    async def _update_locked(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
+        async with replica.lock:
+            await self._update(replica, state)
+
+    async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
+        """Have one replica take the weights in the folder, and hold its digests against `state`."""
+        await self._dialect.update(replica, str(self._sent.folder), self._sent.version)
+        await self._prove(replica, state)
+        replica.holds = self.version
+
+    async def _prove(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
+        """Hold the digests of a replica's tensors against `state`."""
+        version, digests = self._sent.version, await self._dialect.digests(replica)
+        if digests is None:
+            return
+        proof = await asyncio.to_thread(compare_digests, digests, state)
+        if proof.wrong:
+            raise SyncError(
+                f"{replica.url} does not hold the weights of version {version} that it was sent: "
+                f"{len(proof.wrong)} tensors differ, {', '.join(proof.wrong[:3])} among them.",
+                "The rollouts would come from another policy; nothing was trained on them.",
+            )
+        log.info("%s: %d tensors proved, %d say nothing", replica.url, proof.proved, proof.silent)
+
+
+def _with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights with the output head of a model that ties it to its embeddings, for a server that does not.
+
+    A server that ties them as well passes over it.
+    """
+    tied = state.get(_EMBEDDINGS)
+    return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}

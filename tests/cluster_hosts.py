@@ -1,0 +1,139 @@
+"""Hosts of a Ray cluster in network namespaces of one machine, joined by a bridge.
+
+Each has an address and a loopback of its own, and its own Ray node; nothing but the bridge connects them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+RAY = [sys.executable, "-m", "ray.scripts.scripts"]
+NETWORK = "10.211.7"
+PORT = 6399
+ENVIRONMENT = ("RAY_worker_niceness=0", "RAY_AUTH_MODE=disabled")
+"""Ray's processes let all others go first, and nodes need a token of the head, unless they are told."""
+
+
+def why_not() -> str:
+    """What keeps this machine from having such hosts; empty where nothing does."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    if shutil.which("ip") is None:
+        return "there is no `ip` (iproute2)"
+    name = f"ludus-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    return "" if made.returncode == 0 else f"`ip netns add` says: {made.stderr.strip()}"
+
+
+@dataclass
+class Host:
+    """A namespace. `resources` are those of its Ray node."""
+
+    number: int
+    resources: dict[str, float]
+    node: subprocess.Popen[bytes] | None = None
+
+    @property
+    def name(self) -> str:
+        return f"ludus-host-{self.number}"
+
+    @property
+    def address(self) -> str:
+        return f"{NETWORK}.{self.number + 1}"
+
+    def command(self, *words: str) -> list[str]:
+        return ["ip", "netns", "exec", self.name, "env", *ENVIRONMENT, *words]
+
+
+@dataclass
+class Hosts:
+    """The first one is the head, where the learner runs."""
+
+    hosts: list[Host]
+    folder: Path
+    said: list[Path] = field(default_factory=list)
+
+    @property
+    def head(self) -> Host:
+        return self.hosts[0]
+
+    def lay(self) -> None:
+        """The bridge, and a pair of cables to each namespace."""
+        _ip("link", "add", "ludus-bridge", "type", "bridge")
+        _ip("link", "set", "ludus-bridge", "up")
+        for host in self.hosts:
+            outer, inner = f"ludus-o{host.number}", f"ludus-i{host.number}"
+            _ip("netns", "add", host.name)
+            _ip("link", "add", outer, "type", "veth", "peer", "name", inner)
+            _ip("link", "set", inner, "netns", host.name)
+            _ip("link", "set", outer, "master", "ludus-bridge", "up")
+            _ip("-n", host.name, "addr", "add", f"{host.address}/24", "dev", inner)
+            _ip("-n", host.name, "link", "set", inner, "up")
+            _ip("-n", host.name, "link", "set", "lo", "up")
+
+    def start(self) -> None:
+        """A Ray node on each."""
+        for host in self.hosts:
+            where = ["--address", f"{self.head.address}:{PORT}"]
+            if host is self.head:
+                where = ["--head", "--port", str(PORT), "--include-dashboard=false"]
+                where += ["--temp-dir", str(self.folder)]
+            command = [*RAY, "start", *where, "--node-ip-address", host.address, "--num-cpus", "4", "--block"]
+            command += ["--object-store-memory", str(100 << 20), "--disable-usage-stats"]
+            command += ["--resources", json.dumps(host.resources)]
+            said = self.folder.with_name(f"{self.folder.name}-{host.name}.txt")
+            self.said.append(said)
+            with said.open("wb") as words:
+                host.node = subprocess.Popen(host.command(*command), stdout=words, stderr=words)
+            if host is self.head:
+                self._wait_for("Ray runtime started", said)
+
+    def _wait_for(self, words: str, said: Path, seconds: float = 300.0) -> None:
+        deadline = time.monotonic() + seconds
+        while words not in (text := said.read_text("utf-8", "replace")):
+            assert time.monotonic() < deadline, text
+            assert self.head.node.poll() is None, text
+            time.sleep(0.1)
+
+    def processes(self, host: Host) -> list[int]:
+        """What runs in a host."""
+        found = subprocess.run(["ip", "netns", "pids", host.name], capture_output=True, text=True)
+        return [int(pid) for pid in found.stdout.split()]
+
+    def end(self) -> None:
+        """Kill what runs in the hosts, and take them away."""
+        for host in reversed(self.hosts):
+            for pid in self.processes(host):
+                subprocess.run(["kill", "-9", str(pid)], capture_output=True)
+            if host.node is not None:
+                host.node.wait(30)
+            subprocess.run(["ip", "netns", "del", host.name], capture_output=True)
+        subprocess.run(["ip", "link", "del", "ludus-bridge"], capture_output=True)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        for said in self.said:
+            said.unlink(missing_ok=True)
+
+
+def _ip(*words: str) -> None:
+    subprocess.run(["ip", *words], check=True, capture_output=True)
+
+
+@contextmanager
+def ray_hosts(*resources: dict[str, float]):
+    """As many hosts as there are resources, for the time of a block. Paths of sockets must be short."""
+    hosts = Hosts([Host(i, one) for i, one in enumerate(resources)], Path(f"/tmp/ludus-ray-{os.getpid()}"))
+    try:
+        hosts.lay()
+        hosts.start()
+        yield hosts
+    finally:
+        hosts.end()

@@ -1,0 +1,121 @@
+"""Runs of the small recipe on a cluster, and what the tests do to its processes."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from pathlib import Path
+
+import small_runs
+from ludus.cluster.cluster import Cluster, open_cluster
+from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.session import open_session
+from ludus.training.start import train
+from small_runs import SMALLEST, Silent
+
+CLUSTER = {
+    "cluster__kind": "local",
+    "cluster__engines": "2",
+    "cluster__workers": "2",
+    "cluster__episodes_per_worker": "4",
+    "cluster__silence_s": "150",
+    "cluster__start_s": "500",
+    "engine__patience_s": "20",
+}
+_PLACE = re.compile(r"(engine|worker) (\d+) runs at \S+ \((\d+)\)")
+
+
+class Meddling(Silent):
+    """A reporter that does something to the cluster when so many episodes have ended."""
+
+    def __init__(self, at: int, what) -> None:
+        super().__init__()
+        self.at = at
+        self.what = what
+        self.cluster: Cluster | None = None
+
+    def episode(self, episode) -> None:
+        super().episode(episode)
+        if self.episodes == self.at:
+            self.what(self.cluster)
+
+
+def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFolder:
+    """Train in `folder`, on a cluster unless `cluster__kind` says none."""
+    os.environ.setdefault("RAY_worker_niceness", "0")  # Ray's own processes let all others go first
+    reporter = reporter or Silent()
+    session = open_session(small_runs.config(folder, **SMALLEST | CLUSTER | changes))
+    made = new_run(session.config, "run", "rl", "search")
+    with locked(made):
+        if session.config.cluster.kind == "none":
+            train(session, made, reporter)
+            return made
+        with open_cluster(session) as cluster:
+            if isinstance(reporter, Meddling):
+                reporter.cluster = cluster
+            train(session, made, reporter, cluster)
+    return made
+
+
+def pids(cluster: Cluster, kind: str) -> list[int]:
+    """The processes of a kind, the busiest first."""
+    pool = cluster.crowd.engines if kind == "engine" else cluster.crowd.workers
+    members = sorted(pool.members.values(), key=lambda member: -member.busy - member.pulse.under_way)
+    return [member.started.pid for member in members]
+
+
+def sends(number: signal.Signals, *kinds: str):
+    """What sends a signal to the busiest process of each kind, and waits until others are in their places."""
+
+    def meddle(cluster: Cluster) -> None:
+        before = {kind: pids(cluster, kind) for kind in kinds}
+        for first, *_ in before.values():
+            os.kill(first, number)
+        deadline = time.monotonic() + 500
+        for kind, (first, *_) in before.items():
+            while first in (now := pids(cluster, kind)) or len(now) < len(before[kind]):
+                assert time.monotonic() < deadline
+                time.sleep(0.05)
+
+    return meddle
+
+
+def started(folder: RunFolder) -> dict[str, set[int]]:
+    """The processes that the log of a run names, by kind."""
+    found: dict[str, set[int]] = {"engine": set(), "worker": set()}
+    for kind, _, pid in _PLACE.findall((folder.path / "log.txt").read_text()):
+        found[kind].add(int(pid))
+    return found
+
+
+def all_gone(pids: set[int], seconds: float = 30.0) -> bool:
+    """Whether none of these processes is left, but for what its parent has yet to hear of."""
+    deadline = time.monotonic() + seconds
+    while left := [pid for pid in pids if _runs(pid)]:
+        if time.monotonic() > deadline:
+            print("left:", left)
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def _runs(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def keys(folder: RunFolder, steps: int) -> list:
+    """The rollouts that trained, by their keys."""
+    return [r.key for step in range(1, steps + 1) for r in read_rollouts(rollouts_path(folder.path, step))]
+
+
+def cluster_threads() -> list[str]:
+    """Threads of a cluster that are left in this process."""
+    return [thread.name for thread in threading.enumerate() if thread.name == "ludus-cluster"]

@@ -1,0 +1,409 @@
+"""The parts of a cluster: who is kept, what is lost, which engine an episode goes to, and a real child."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import sys
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+
+from cluster_runs import all_gone
+from ludus.cluster.cluster import check_cluster
+from ludus.cluster.crowd import Crowd, Plan, WorkerLost, combined
+from ludus.cluster.local import LocalLauncher
+from ludus.cluster.messages import (
+    Begin,
+    EngineSpec,
+    Follow,
+    Ping,
+    PlayJob,
+    Pulse,
+    Started,
+    Stop,
+    View,
+    WorkerSpec,
+    failed,
+)
+from ludus.cluster.pool import Limits, Pool
+from ludus.cluster.remote import Needs, RoleLost
+from ludus.config import load_config
+from ludus.config.cluster import ClusterConfig
+from ludus.engines.base import EngineStats, Request
+from ludus.engines.server import ServerEngine
+from ludus.engines.transport import Refused, ServerSettings
+from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
+from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.scheduler import Job
+from ludus.rollout.setup import Play
+from ludus.training.session import model_path
+from ludus.types import SamplingParams, StopReason, Task, Trajectory
+from test_engine_server import Fake, serving
+from waiting import until
+
+JOB = PlayJob(Job(RolloutKey(1, "t", 0), Task("t", (), None)), Play("train", 1.0, 0))
+QUICK = ServerSettings(timeout_s=5, patience_s=0.2, backoff_s=0.01)
+
+
+@dataclass
+class FakeRemote:
+    """A role that does what it is told to do. `dead` ones raise, `silent` ones never answer."""
+
+    number: int
+    url: str = ""
+    dead: bool = False
+    silent: bool = False
+    killed: bool = False
+    said: list = field(default_factory=list)
+    under_way: int = 0
+
+    async def call(self, message, deadline_s):
+        self.said.append(message)
+        if self.dead or self.killed:
+            raise RoleLost(f"{self.number} is gone.")
+        if self.silent or isinstance(message, PlayJob):
+            try:
+                async with asyncio.timeout(deadline_s):
+                    while not (self.dead or self.killed):
+                        await asyncio.sleep(0.005)
+            except TimeoutError as error:
+                raise RoleLost(f"{self.number} is silent.") from error
+            raise RoleLost(f"{self.number} is gone.")
+        match message:
+            case Begin():
+                return Started("here", self.number, self.url)
+            case Ping():
+                return Pulse(under_way=self.under_way)
+        return None
+
+    async def kill(self):
+        self.killed = True
+
+
+class FakeLauncher:
+    """Starts such roles; `urls` are those of the engines, in their order."""
+
+    host = ""
+
+    def __init__(self, urls=()) -> None:
+        self.urls = list(urls)
+        self.made: list[FakeRemote] = []
+
+    async def start(self, name, spec, needs):
+        url = self.urls.pop(0) if isinstance(spec, EngineSpec) else ""
+        self.made.append(FakeRemote(len(self.made), url))
+        return self.made[-1]
+
+    async def close(self):
+        pass
+
+
+def make_pool(start, target=2, restarts=3, silence_s=0.1) -> tuple[Pool, list, list]:
+    joined, left = [], []
+
+    async def on_joined(member):
+        joined.append(member.number)
+
+    async def on_left(member):
+        left.append(member.number)
+
+    return Pool("worker", target, start, Limits(5, silence_s, restarts), on_joined, on_left), joined, left
+
+
+def test_a_pool_replaces_what_dies_and_what_is_silent():
+    async def scenario():
+        made = []
+
+        async def start(number):
+            made.append(FakeRemote(number))
+            return made[-1]
+
+        pool, joined, left = make_pool(start)
+        pool.keep()
+        await pool.full()
+        made[0].dead = made[1].silent = True
+        await until(lambda: sorted(pool.members) == [2, 3], 10)
+        assert sorted(joined) == [0, 1, 2, 3]
+        assert sorted(left) == [0, 1]
+        assert made[0].killed
+        assert made[1].killed
+        assert pool.num_lost == 2
+        await pool.close()
+        assert all(remote.killed for remote in made)
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_that_loses_more_than_it_may_says_why():
+    async def scenario():
+        async def start(number):
+            return FakeRemote(number)
+
+        pool, _, _ = make_pool(start, target=1, restarts=1)
+        pool.keep()
+        await pool.full()
+        for _ in range(2):
+            await pool.some()
+            (member,) = pool.members.values()
+            await pool.lose(member, RoleLost("The machine burns."))
+        with pytest.raises(RoleLost, match="no worker to go on with: The machine burns"):
+            await pool.some()
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_whose_first_member_does_not_start_raises_its_words_at_once():
+    async def scenario():
+        async def start(number):
+            raise UserError("There is no folder.", "Make one.")
+
+        pool, _, _ = make_pool(start)
+        pool.keep()
+        with pytest.raises(UserError, match=r"There is no folder\. Make one\."):
+            await pool.full()
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_what_leaves_a_pool_ends_its_work_first():
+    async def scenario():
+        made = []
+
+        async def start(number):
+            made.append(FakeRemote(number))
+            return made[-1]
+
+        pool, _, left = make_pool(start, silence_s=5)
+        pool.keep()
+        await pool.full()
+        member = await pool.take(1)
+        other = await pool.take(1)
+        assert {member.number, other.number} == {0, 1}
+        await pool.give_back(other)
+        pool.target = 1
+        pool.keep()
+        await asyncio.sleep(0.01)
+        assert left == [other.number]
+        pool.target = 0
+        pool.keep()
+        await asyncio.sleep(0.4)
+        assert sorted(left) == [0, 1]
+        assert not member.remote.killed
+        await pool.give_back(member)
+        await until(lambda: member.remote.killed, 5)
+        assert any(isinstance(message, Stop) for message in member.remote.said)
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def plan(engines=2, workers=2, connect=None) -> Plan:
+    config = load_config("search", ["--cluster.kind", "local"])
+    own = ClusterConfig(engines=engines, workers=workers, silence_s=5, episodes_per_worker=1)
+    client = connect or (lambda urls: ServerEngine(urls, "vllm", QUICK))
+    return Plan(own, EngineSpec(config, "m", "."), WorkerSpec(config, "m", "."), (), client)
+
+
+def views(remote: FakeRemote) -> list[View]:
+    return [message.view for message in remote.said if isinstance(message, Follow)]
+
+
+STATE = {"w": torch.zeros(2)}
+
+
+def test_a_dead_engine_is_replaced_by_one_that_has_the_weights_before_a_worker_hears_of_it():
+    async def scenario(urls, fakes):
+        launcher = FakeLauncher(urls)
+        crowd = Crowd(plan(), launcher)
+        await crowd.open()
+        await crowd.load_weights(7, STATE)
+        assert [fake.label for fake in fakes] == ["7", "7", "default"]
+        engine = next(remote for remote in launcher.made if remote.url == urls[0])
+        worker = next(remote for remote in launcher.made if not remote.url)
+        heard = len(views(worker))
+        engine.dead = True
+        await until(lambda: any(urls[2] in view.urls for view in views(worker)), 20)
+        assert fakes[2].label == "7"
+        assert [set(view.urls) for view in views(worker)[heard:]][-2:] == [{urls[1]}, {urls[1], urls[2]}]
+        assert all(view.version == 7 for view in views(worker)[heard:])
+        await crowd.close()
+
+    fakes = [Fake(), Fake(), Fake()]
+    with serving(*fakes):
+        asyncio.run(scenario([fake.url for fake in fakes], fakes))
+
+
+def test_an_engine_that_does_not_hold_what_it_was_sent_does_not_join():
+    async def scenario(urls):
+        launcher = FakeLauncher([urls[0], urls[1]])
+        crowd = Crowd(plan(engines=1), launcher)
+        await crowd.open()
+        await crowd.load_weights(1, STATE)
+        with pytest.raises(SyncError, match="does not hold the weights of version 1"):
+            await crowd.server.join(urls[1])
+        assert list(crowd.server.urls) == [urls[0]]
+        await crowd.close()
+
+    good, bad = Fake(), Fake(digests={"w": "0" * 64})
+    with serving(good, bad):
+        asyncio.run(scenario([good.url, bad.url]))
+
+
+def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
+    async def scenario(url):
+        launcher = FakeLauncher([url])
+        crowd = Crowd(plan(engines=1, workers=1), launcher)
+        await crowd.open()
+        worker = next(remote for remote in launcher.made if not remote.url)
+        attempt = asyncio.create_task(crowd.play(JOB, 60))
+        await until(lambda: any(isinstance(message, PlayJob) for message in worker.said), 5)
+        worker.dead = True
+        with pytest.raises(WorkerLost, match="is gone") as caught:
+            await attempt
+        assert caught.value.part == "worker"
+        await until(lambda: len(crowd.workers.members) == 1, 5)
+        assert views(launcher.made[-1])[-1].urls == (url,)  # the next one knows where the engine is
+        await crowd.close()
+
+    fake = Fake()
+    with serving(fake):
+        asyncio.run(scenario(fake.url))
+
+
+def ask(engine, episode="e"):
+    return engine.generate(Request(episode, (1, 2), SamplingParams(max_new_tokens=2)))
+
+
+def test_episodes_move_on_when_their_engine_leaves_and_a_new_one_is_used():
+    async def scenario(first, second):
+        engine = ServerEngine([first.url], "vllm", QUICK)
+        await ask(engine)
+        engine.leave(first.url)
+        with pytest.raises(EngineError, match="all have left"):
+            await ask(engine)
+        await engine.join(second.url)
+        await ask(engine)
+        assert [sum("completions" in path for path, _ in fake.asked) for fake in (first, second)] == [1, 1]
+        await engine.close()
+
+    first, second = Fake(), Fake()
+    with serving(first, second):
+        asyncio.run(scenario(first, second))
+
+
+def test_one_who_waits_for_a_server_to_come_back_stops_when_it_has_left():
+    fake = Fake()
+    with serving(fake):
+        patient = ServerSettings(timeout_s=60, patience_s=60, backoff_s=0.01)
+        engine = ServerEngine([fake.url], "vllm", patient)
+
+    async def leaves():
+        waiting = asyncio.create_task(ask(engine))
+        await asyncio.sleep(0.1)
+        assert not waiting.done()
+        engine.leave(fake.url)
+        with pytest.raises(EngineError, match="cannot be reached"):
+            await asyncio.wait_for(waiting, 10)
+
+    asyncio.run(leaves())
+
+
+def test_a_follower_samples_under_what_was_said_and_refuses_other_weights():
+    async def scenario(fake):
+        engine = ServerEngine([fake.url], "vllm", QUICK)
+        engine.follow([fake.url], 3, None)
+        fake.label = "3"
+        assert (await ask(engine)).versions == (3, 3)
+        fake.label = "-1"
+        with pytest.raises(EngineError, match="holds the weights -1, which were not sent"):
+            await ask(engine, "another")
+        fake.label = "4"
+        engine.follow([fake.url], 4, None)
+        assert (await ask(engine, "third")).versions == (4, 4)
+        await engine.close()
+
+    fake = Fake()
+    with serving(fake):
+        asyncio.run(scenario(fake))
+
+
+def test_errors_travel_with_their_words_class_and_cause():
+    cause = EngineError("It was late.", "Wait.")
+    cause.__cause__ = TimeoutError()
+    answer = pickle.loads(pickle.dumps(failed(cause)))
+    with pytest.raises(EngineError, match=r"It was late\. Wait\.") as caught:
+        answer.take()
+    assert isinstance(caught.value.__cause__, TimeoutError)
+    with pytest.raises(Refused) as refused:
+        pickle.loads(pickle.dumps(failed(Refused("No.", status=409)))).take()
+    assert refused.value.status == 409
+
+    class Foreign(WorldError):
+        pass
+
+    with pytest.raises(Exception, match="The index is gone"):
+        pickle.loads(pickle.dumps(failed(Foreign("The index is gone.")))).take()
+    with pytest.raises(Exception, match="ZeroDivisionError: by nothing"):
+        pickle.loads(pickle.dumps(failed(ZeroDivisionError("by nothing")))).take()
+
+
+def test_statistics_of_engines_are_sums_of_tokens_and_means_of_seconds():
+    now = {0: EngineStats(steps=4, decode_tokens=30, model_s=3.0), 2: EngineStats(steps=2, model_s=1.0)}
+    found = combined(now, {0: EngineStats(steps=1, decode_tokens=10, model_s=1.0)})
+    assert (found.steps, found.decode_tokens, found.model_s) == (5, 20, 1.5)
+
+
+def test_a_real_child_begins_answers_raises_and_dies():
+    """No tokens: the engine that it is told of is a fake."""
+
+    async def scenario(url):
+        config = load_config("search", ["--run.threads", "1"])
+        launcher = LocalLauncher()
+        remote = await launcher.start(
+            "worker 0", WorkerSpec(config, model_path(config), os.getcwd()), Needs()
+        )
+        try:
+            started = await remote.call(Begin(), 120)
+            assert started.pid != os.getpid()
+            with pytest.raises(WorldError, match="before it knew an engine"):
+                await remote.call(JOB, 30)
+            await remote.call(Follow(View(0, (url,), None, None)), 30)
+            os.kill(started.pid, signal.SIGSTOP)
+            with pytest.raises(RoleLost, match=r"no answer within 0\.3 s"):
+                await remote.call(Ping(), 0.3)
+            waits = asyncio.create_task(remote.call(Ping(), 60))
+            await asyncio.sleep(0.05)
+            os.kill(started.pid, signal.SIGKILL)
+            with pytest.raises(RoleLost, match=r"has ended \(-9\)"):
+                await waits
+            with pytest.raises(RoleLost, match="has ended"):
+                await remote.call(Ping(), 60)
+        finally:
+            await launcher.close()
+        assert all_gone({started.pid})
+
+    fake = Fake()
+    with serving(fake):
+        asyncio.run(scenario(fake.url))
+
+
+def test_without_ray_the_extra_is_named(monkeypatch):
+    from ludus.cluster.ray_actors import RayLauncher
+
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(UserError, match=r"pip install 'ludus\[cluster\]'"):
+        RayLauncher(ClusterConfig(), [])
+
+
+def test_what_a_cluster_cannot_do_is_refused_before_the_run():
+    words = ["--engine.url", "http://a:1", "--training.mode", "async", "--model.lora.rank", "4"]
+    with pytest.raises(ConfigError, match=r"engine\.url"):
+        check_cluster(load_config("search", [*words, "--cluster.kind", "local"]))
+    trajectory = Trajectory("t", 0, (), (), StopReason.ANSWERED)
+    assert pickle.loads(pickle.dumps(trajectory)) == trajectory
