@@ -220,7 +220,7 @@ def test_only_what_trains_is_learned_from():
 CHANGES = {
     "prime": {
         "algorithm__zero_variance": "false",
-        "prime__epochs": "4",
+        "critic__prime__epochs": "4",
         "algorithm__options__advantage__beta": "1",
     },
     "coderl": {"critic__epochs": "4"},

@@ -358,6 +358,15 @@ class TrainingConfig(OptimiserSection):
     learner: LearnerConfig = LearnerConfig()
 
 
+class PrimeConfig(Section):
+    """The process reward model of prime."""
+
+    learning_rate: float = Field(3e-4, gt=0)
+    """Of its own AdamW."""
+    epochs: int = Field(1, ge=1)
+    """Passes over the rollouts of one step."""
+
+
 class CriticConfig(Section):
     """The critic of the algorithms that have one (ppo and its kin, starpo, coderl)."""
 
@@ -369,15 +378,8 @@ class CriticConfig(Section):
     """How far a value may move in one step; 0 is not bounded. The critic of coderl has no values."""
     warmup_steps: int = Field(0, ge=0)
     """First steps in which the critic alone learns."""
-
-
-class PrimeConfig(Section):
-    """The process reward model of prime."""
-
-    learning_rate: float = Field(3e-4, gt=0)
-    """Of its own AdamW."""
-    epochs: int = Field(1, ge=1)
-    """Passes over the rollouts of one step."""
+    prime: PrimeConfig = PrimeConfig()
+    """Of the algorithm prime, which has it in the place of a critic."""
 
 
 class SftConfig(OptimiserSection):
@@ -531,7 +533,6 @@ class Config(Section):
     staleness: StalenessConfig = StalenessConfig()
     rewards: RewardsConfig = RewardsConfig()
     critic: CriticConfig = CriticConfig()
-    prime: PrimeConfig = PrimeConfig()
     sft: SftConfig = SftConfig()
     preference: PreferenceConfig = PreferenceConfig()
     rft: RftConfig = RftConfig()

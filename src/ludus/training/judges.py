@@ -37,7 +37,7 @@ def make_judge(
 
     `success` names the reward part that says whether a task was solved.
     """
-    training, critic, prime = config.training, config.critic, config.prime
+    training, critic, prime = config.training, config.critic, config.critic.prime
     size, again = training.microbatch_tokens, config.model.activation_checkpointing
     if algorithm.advantage == "prime":
         beta = number(algorithm.options.advantage, "beta", 0.05)

@@ -116,5 +116,5 @@ class ProcessReward:
             torch.autograd.backward(loss)
             total += float(loss.detach())
             right += int(((logits > 0) == (labels > 0.5)).sum())
-        self.optimiser.step_together(fault, "Lower prime.learning_rate.")
+        self.optimiser.step_together(fault, "Lower critic.prime.learning_rate.")
         return sum(self.ranks.gather(total)), sum(self.ranks.gather(right))
