@@ -81,7 +81,7 @@ class Hosts:
             _ip("-n", host.name, "link", "set", "lo", "up")
 
     def start(self) -> None:
-        """A Ray node on each."""
+        """A Ray node on each, one after the other: Ray gives a node 30 s to start."""
         for host in self.hosts:
             where = ["--address", f"{self.head.address}:{PORT}"]
             if host is self.head:
@@ -92,17 +92,24 @@ class Hosts:
             command += ["--resources", json.dumps(host.resources)]
             said = self.folder.with_name(f"{self.folder.name}-{host.name}.txt")
             self.said.append(said)
-            with said.open("wb") as words:
-                host.node = subprocess.Popen(host.command(*command), stdout=words, stderr=words)
-            if host is self.head:
-                self._wait_for("Ray runtime started", said)
+            tries = 3
+            while not self._started(host, command, said):
+                tries -= 1
+                assert tries, said.read_text("utf-8", "replace")
 
-    def _wait_for(self, words: str, said: Path, seconds: float = 300.0) -> None:
+    def _started(self, host: Host, command: list[str], said: Path, seconds: float = 120.0) -> bool:
+        """Start a node; whether it is there, or else has ended."""
+        with said.open("wb") as words:
+            host.node = subprocess.Popen(host.command(*command), stdout=words, stderr=words)
         deadline = time.monotonic() + seconds
-        while words not in (text := said.read_text("utf-8", "replace")):
+        while "Ray runtime started" not in (text := said.read_text("utf-8", "replace")):
             assert time.monotonic() < deadline, text
-            assert self.head.node.poll() is None, text
+            if host.node.poll() is not None:
+                for pid in self.processes(host):
+                    subprocess.run(["kill", "-9", str(pid)], capture_output=True)
+                return False
             time.sleep(0.1)
+        return True
 
     def processes(self, host: Host) -> list[int]:
         """What runs in a host."""
