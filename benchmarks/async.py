@@ -191,7 +191,7 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
         cells = [
             arm.mode,
             f"{own:.2f}",
-            f"{own / speeds['sync']:.2f}",
+            f"{own / speeds['sync']:.2f}" if "sync" in speeds else "",
             f"{own / ideal:.0%}",
             f"{arm.whole:.2f}",
         ]
