@@ -73,7 +73,8 @@ class Pool:
         for _ in range(self.target - len(self.members) - len(self._starting)):
             self._starting.add(asyncio.create_task(self._start(self._number)))
             self._number += 1
-        for member in sorted(self.members.values(), key=lambda m: m.busy)[: len(self.members) - self.target]:
+        too_many = max(0, len(self.members) - self.target)
+        for member in sorted(self.members.values(), key=lambda m: m.busy)[:too_many]:
             self._drop(member)
             self.later(self._drain(member))
 
