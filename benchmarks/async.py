@@ -36,6 +36,7 @@ import async_work
 from async_work import Latency, Sizes
 from ludus.config.load import load_config
 from ludus.config.schema import Config
+from ludus.planning.costs import Setup
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.setup import Play, engine_scheduler
@@ -81,32 +82,15 @@ class Pure:
 
 def settings(args: argparse.Namespace, mode: str, folder: Path, sizes: Sizes) -> Config:
     """The configuration of an arm."""
-    groups, members = args.groups, args.members
-    words = {
-        "training.mode": mode,
-        "training.steps": args.steps,
-        "training.tasks_per_step": groups,
-        "training.checkpoint_every": 10**6,
-        "training.learning_rate": 1e-5,
-        "training.report_kl": "false",
-        "algorithm.group_size": members,
-        "algorithm.aggregation": "token_mean",
-        "staleness.max_staleness": args.bound,
-        "staleness.in_flight": args.in_flight,
-        "staleness.min_ess": 0,
-        "rollout.concurrency": groups * members * (args.bound + 1) if mode == "async" else groups * members,
-        "rollout.max_turns": sizes.turns,
-        "rollout.max_new_tokens": sizes.most,
-        "rollout.max_tokens": sizes.longest,
-        "rollout.reproducible": "false",
-        "evaluation.splits": "[]",
-        "evaluation.every": 10**6,
-        "env.check": "false",
-        "run.threads": 1,
-        "run.save_rollouts": "false",
-        "run.folder": folder,
-    }
-    return load_config("search", [word for key, value in words.items() for word in (f"--{key}", str(value))])
+    setup = Setup(
+        mode=mode,
+        groups=args.groups,
+        members=args.members,
+        steps=args.steps,
+        max_staleness=args.bound,
+        in_flight=args.in_flight,
+    )
+    return async_work.settings(setup, sizes, folder)
 
 
 def run_arm(args: argparse.Namespace, mode: str, sizes: Sizes, latency: Latency) -> Arm:

@@ -14,13 +14,16 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
+from pathlib import Path
 from typing import Any
 
 import torch
 
 import rollout_models
 from ludus.chat.render import Renderer
+from ludus.config.load import load_config
 from ludus.config.schema import Config
+from ludus.planning.costs import Setup
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.training.session import Session
@@ -202,6 +205,35 @@ def session(config: Config, sizes: Sizes, latency: Latency, shape: dict[str, Any
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
     renderer = RandomTokens(sizes, int(shape["vocab_size"]))
     return Session(config, SlowWorld(sizes, latency), model, tokenizer, renderer)
+
+
+def settings(setup: Setup, sizes: Sizes, folder: Path) -> Config:
+    """The configuration of a run of this layout."""
+    words = {
+        "training.mode": setup.mode,
+        "training.steps": setup.steps,
+        "training.tasks_per_step": setup.groups,
+        "training.checkpoint_every": 10**6,
+        "training.learning_rate": 1e-5,
+        "training.report_kl": "false",
+        "algorithm.group_size": setup.members,
+        "algorithm.aggregation": "token_mean",
+        "staleness.max_staleness": setup.max_staleness,
+        "staleness.in_flight": setup.in_flight,
+        "staleness.min_ess": 0,
+        "rollout.concurrency": setup.most,
+        "rollout.max_turns": sizes.turns,
+        "rollout.max_new_tokens": sizes.most,
+        "rollout.max_tokens": sizes.longest,
+        "rollout.reproducible": "false",
+        "evaluation.splits": "[]",
+        "evaluation.every": 10**6,
+        "env.check": "false",
+        "run.threads": 1,
+        "run.save_rollouts": "false",
+        "run.folder": folder,
+    }
+    return load_config("search", [word for key, value in words.items() for word in (f"--{key}", str(value))])
 
 
 SHAPES: dict[str, dict[str, Any]] = {

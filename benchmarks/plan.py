@@ -22,7 +22,6 @@ import torch
 import async_work
 from async_work import Latency, Sizes
 from ludus.cli.plan import cost_lines
-from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.planning.costs import Costs, Setup
 from ludus.planning.estimate import estimate
@@ -56,33 +55,7 @@ class Seen:
 def make(setup: Setup, latency: Latency, model: str, folder: Path) -> Seen:
     """Train a real run of this layout, and look at the clock."""
     sizes = Sizes()
-    words = {
-        "training.mode": setup.mode,
-        "training.steps": setup.steps,
-        "training.tasks_per_step": setup.groups,
-        "training.checkpoint_every": 10**6,
-        "training.learning_rate": 1e-5,
-        "training.report_kl": "false",
-        "algorithm.group_size": setup.members,
-        "algorithm.aggregation": "token_mean",
-        "staleness.max_staleness": setup.max_staleness,
-        "staleness.in_flight": setup.in_flight,
-        "staleness.min_ess": 0,
-        "rollout.concurrency": setup.most,
-        "rollout.max_turns": sizes.turns,
-        "rollout.max_new_tokens": sizes.most,
-        "rollout.max_tokens": sizes.longest,
-        "rollout.reproducible": "false",
-        "evaluation.splits": "[]",
-        "evaluation.every": 10**6,
-        "env.check": "false",
-        "run.threads": 1,
-        "run.save_rollouts": "false",
-        "run.folder": folder,
-    }
-    config = load_config(
-        "search", [word for key, value in words.items() for word in (f"--{key}", str(value))]
-    )
+    config = async_work.settings(setup, sizes, folder)
     torch.set_num_threads(1)
     session, watch = async_work.session(config, sizes, latency, async_work.SHAPES[model]), Watch()
     with locked(new_run(config, "plan", "rl")):
