@@ -114,6 +114,32 @@ def make_pool(start, target=2, restarts=3, silence_s=0.1) -> tuple[Pool, list, l
     return Pool("worker", target, start, Limits(5, silence_s, restarts), on_joined, on_left), joined, left
 
 
+def test_a_pool_that_grows_lets_nobody_go_and_one_that_shrinks_stops_the_rest():
+    async def scenario():
+        made = []
+
+        async def start(number):
+            made.append(FakeRemote(number))
+            return made[-1]
+
+        pool, joined, left = make_pool(start)
+        pool.keep()
+        await pool.full()
+        pool.target = 4
+        pool.keep()
+        await pool.full()
+        assert (sorted(pool.members), sorted(joined), left) == ([0, 1, 2, 3], [0, 1, 2, 3], [])
+        pool.target = 1
+        pool.keep()
+        await until(lambda: len(left) == 3, 10)
+        assert len(pool.members) == 1
+        assert pool.num_lost == 0
+        await pool.close()
+        assert (len(made), all(remote.killed for remote in made)) == (4, True)
+
+    asyncio.run(scenario())
+
+
 def test_a_pool_replaces_what_dies_and_what_is_silent():
     async def scenario():
         made = []
