@@ -3,10 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+
+
+class MaskShape(NamedTuple):
+    """The last `queries` of `columns` positions, each seeing `window` (0: all), for heads of a `group`."""
+
+    queries: int
+    columns: int
+    window: int
+    group: int
+
+
+def added_mask(shape: MaskShape, like: Tensor) -> Tensor:
+    """What is added to scores `[group * queries, columns]`: -inf where a position may not look.
+
+    The heads of a group stand below each other. Dtype and device are those of `like`.
+    """
+    at = torch.arange(shape.columns - shape.queries, shape.columns, device=like.device)[:, None]
+    seen = torch.arange(shape.columns, device=like.device)[None]
+    mask = seen <= at
+    if shape.window:
+        mask &= seen > at - shape.window
+    added = like.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
+    return added.repeat(shape.group, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ludus.engines.memory import PagePool
 from ludus.engines.pages import PAGE
-from ludus.engines.scores import Scores
+from ludus.engines.scores import MaskShape, Scores, added_mask
 
 
 class Span(NamedTuple):
@@ -51,7 +51,7 @@ class Span(NamedTuple):
 
 
 class HeadShape(NamedTuple):
-    """What a pattern or a mask depends on beside the pass: key heads, query heads, the window (0: all)."""
+    """What a pattern depends on beside the pass: key heads, query heads, the window (0: all)."""
 
     heads: int
     query_heads: int
@@ -120,7 +120,7 @@ class TorchPass:
     pages: NDArray[np.int64]
     offsets: NDArray[np.int64]
     _patterns: dict[HeadShape, Pattern] = field(default_factory=dict)
-    _masks: dict[tuple[int, HeadShape], Tensor] = field(default_factory=dict)
+    _masks: dict[MaskShape, Tensor] = field(default_factory=dict)
     _places: dict[int, Tensor] = field(default_factory=dict)
     _known: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
@@ -189,7 +189,10 @@ class TorchPass:
             for tensor in memory
         )
         asked = query[:, span.first : span.last].reshape(1, shape.heads, -1, query.shape[-1])
-        got = scores.attend(asked, key, value, self._mask(span, shape, query))
+        mask = MaskShape(span.last - span.first, span.end, shape.window, shape.query_heads // shape.heads)
+        if mask not in self._masks:
+            self._masks[mask] = added_mask(mask, query)
+        got = scores.attend(asked, key, value, self._masks[mask])
         return got.view(shape.query_heads, -1, got.shape[-1]).transpose(0, 1)
 
     def _rows(self, span: Span, heads: int, device: torch.device) -> Tensor:
@@ -199,16 +202,3 @@ class TorchPass:
             rows = np.arange(heads)[:, None] * PAGE + span.rows(0, heads)
             self._known[key] = torch.from_numpy(rows.ravel()).to(device)
         return self._known[key]
-
-    def _mask(self, span: Span, shape: HeadShape, like: Tensor) -> Tensor:
-        """What is added to a span's scores `[group * n, end]`: -inf where its tokens may not look."""
-        key = (span.first, shape)
-        if key not in self._masks:
-            rows = torch.arange(span.start, span.end, device=like.device)[:, None]
-            columns = torch.arange(span.end, device=like.device)[None]
-            mask = columns <= rows
-            if shape.window:
-                mask &= columns > rows - shape.window
-            added = like.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-            self._masks[key] = added.repeat(shape.query_heads // shape.heads, 1)
-        return self._masks[key]

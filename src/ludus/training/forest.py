@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +19,8 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
+
+from ludus.engines.scores import MaskShape, added_mask
 
 NAME = "ludus_forest"
 """The attention implementation's name in transformers. Without a forest it is transformers' own `sdpa`."""
@@ -34,15 +36,6 @@ class Node:
     start: int
     end: int
     above: tuple[int, ...]
-
-
-class MaskShape(NamedTuple):
-    """The last `queries` of `columns` positions, each seeing `window` (0: all), for heads of a `group`."""
-
-    queries: int
-    columns: int
-    window: int
-    group: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,21 +190,10 @@ def _attend_masked(
     heads, queries = key.shape[1], query.shape[2]
     shape = MaskShape(queries, key.shape[2], window, query.shape[1] // heads)
     if shape not in forest.masks:
-        forest.masks[shape] = _mask(shape, query)
+        forest.masks[shape] = added_mask(shape, query)
     folded = query.reshape(1, heads, -1, query.shape[3])
     out = scaled_dot_product_attention(folded, key, value, forest.masks[shape], scale=scale)
     return out.view(1, -1, queries, out.shape[3])
-
-
-def _mask(shape: MaskShape, like: Tensor) -> Tensor:
-    """What is added to the scores `[group * queries, columns]`: -inf where a position may not look."""
-    at = torch.arange(shape.columns - shape.queries, shape.columns, device=like.device)[:, None]
-    seen = torch.arange(shape.columns, device=like.device)[None]
-    mask = seen <= at
-    if shape.window:
-        mask &= seen > at - shape.window
-    added = like.new_zeros(mask.shape).masked_fill_(~mask, -torch.inf)
-    return added.repeat(shape.group, 1)
 
 
 def register() -> None:
