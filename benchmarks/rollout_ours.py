@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 import rollout_work
 from ludus.engines.base import Request
 from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.engines.products import use_onednn
 from ludus.types import SamplingParams
 from rollout_hf import load
 from rollout_work import Clock, Episode, Work
@@ -132,6 +133,7 @@ def floor(job: Job) -> Result:
     model = load(job)
     sizes = asyncio.run(_pass_sizes(job, model))
     model = load(job)
+    use_onednn(model)
     layers, head = _linear_layers(model)
     shapes = {(rows, layer.in_features) for rows, _ in sizes for layer in layers}
     shapes |= {(kept, head.in_features) for _, kept in sizes}

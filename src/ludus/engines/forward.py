@@ -24,6 +24,7 @@ from ludus.engines.base import DEFAULT
 from ludus.engines.kernel import Kernel, make_kernel
 from ludus.engines.memory import LayerShape, PagePool
 from ludus.engines.pages import PAGE
+from ludus.engines.products import LEAST, as_before, is_faster, use_onednn
 from ludus.engines.torch_attention import Span, TorchPass
 from ludus.errors import EngineError, UserError
 
@@ -64,6 +65,7 @@ class RaggedForward:
         self._keeps = "logits_to_keep" in inspect.signature(_inner(model).forward).parameters
         self._plain = model.config._attn_implementation
         _check_kind(model)
+        self._changed = use_onednn(model)
         name = type(model).__name__
         try:
             plain, layers = self._plain_trial()
@@ -104,7 +106,7 @@ class RaggedForward:
             self.pool.take_back()
         counts = np.array([len(chunk.ids) for chunk in chunks])
         total = int(counts.sum())
-        padded = -(-total // block) * block
+        padded = _padded(total, block)
         ids = np.zeros((1, padded), dtype=np.int64)
         ids[0, :total] = np.concatenate([np.asarray(chunk.ids) for chunk in chunks])
         slots = np.full(padded, -1, dtype=np.int32)
@@ -115,7 +117,7 @@ class RaggedForward:
         positions[:total] = np.arange(total) + starts
         how = self._kernel or self._by_torch(chunks, ends.tolist(), table, (slots[:total], positions[:total]))
         ragged = RaggedPass(self.pool, slots, positions, table, how)
-        rows = np.zeros(-(-len(keep) // block) * block, dtype=np.int64)
+        rows = np.zeros(_padded(len(keep), block), dtype=np.int64)
         rows[: len(keep)] = keep
         index = torch.from_numpy(rows).to(self.device)
         names = [chunk.adapter for chunk in chunks]
@@ -136,6 +138,7 @@ class RaggedForward:
             self._kernel.close()
         self.adapters.close()
         self.model.set_attn_implementation(self._plain)
+        as_before(self._changed)
 
     def _make_kernel(self, layers: list[LayerShape], max_tokens: int, threads: int) -> Kernel | None:
         if self.device.type != "cpu" or self.dtype != torch.float32:
@@ -232,6 +235,12 @@ class _ShapeRecorder(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
+
+
+def _padded(rows: int, block: int) -> int:
+    """The next multiple of `block`; oneDNN takes many rows in blocks of its own in any case."""
+    own = LEAST if rows > LEAST and is_faster() else 1
+    return -(-rows // max(block, own)) * max(block, own)
 
 
 def _inner(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or what adapters wrap)

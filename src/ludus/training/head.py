@@ -14,10 +14,14 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
+from ludus.engines.products import apply, linear, outer_sum, product
+
 KEPT_LOGITS = 16_777_216
 """Logits of a batch that are few enough to keep (64 MiB in float32)."""
 CHUNK_LOGITS = 16_777_216
 """Logits of one chunk."""
+_WORDS = 16_384
+"""Rows of the output layer whose gradient is added up at a time."""
 
 
 Entropy = Literal["none", "value", "gradient"]
@@ -41,7 +45,7 @@ class Head:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Tempered logits `[A, V]` of `hidden` `[A, H]`, in float32 or better."""
-        made = torch.nn.functional.linear(hidden, self.weight, self.bias)
+        made = linear(hidden, self.weight, self.bias)
         wide = made if made.dtype == torch.float64 else made.float()
         return wide if self.temperature == 1 else wide / self.temperature
 
@@ -69,7 +73,7 @@ class Head:
     def _apply(
         self, function: type[_Kept] | type[_Chunked], hidden: Tensor, targets: Tensor, how: _How
     ) -> TokenScores:
-        logprobs, spread = function.apply(hidden, self.weight, self.bias, targets, how)  # type: ignore[no-untyped-call]
+        logprobs, spread = apply(function, hidden, self.weight, self.bias, targets, how)
         return TokenScores(logprobs, None if how.entropy == "none" else spread)
 
 
@@ -120,9 +124,9 @@ def _gradients(
     scaled = rows * factors[:, None]
     to_hidden = to_weight = to_bias = None
     if ctx.needs_input_grad[0]:
-        to_hidden = (weight[chosen] - shares @ weight).mul_(factors[:, None])
+        to_hidden = (weight[chosen] - product(shares, weight)).mul_(factors[:, None])
     if ctx.needs_input_grad[1]:
-        to_weight = (shares.t() @ scaled).neg_().index_add_(0, chosen, scaled)
+        to_weight = outer_sum(shares, scaled).neg_().index_add_(0, chosen, scaled)
     if rest and ctx.needs_input_grad[2]:
         to_bias = (shares.t() @ factors).neg_().index_add_(0, chosen, factors)
     return to_hidden, to_weight, to_bias
@@ -198,9 +202,11 @@ class _Chunked(torch.autograd.Function):
             slope = _slope(head.logits(hidden[at]), targets[at], grads[0][at], of_entropy)
             slope = slope.div_(how.temperature).to(hidden.dtype)
             if to_hidden is not None:
-                torch.mm(slope, weight, out=to_hidden[at])
+                to_hidden[at] = product(slope, weight)
             if to_weight is not None:
-                to_weight.addmm_(slope.t(), hidden[at])
+                parts = zip(torch.split(to_weight, _WORDS), torch.split(slope, _WORDS, 1), strict=True)
+                for part, of_part in parts:
+                    part += outer_sum(of_part, hidden[at])
             if to_bias is not None:
                 to_bias += slope.sum(0)
         return to_hidden, to_weight, to_bias, None, None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ludus.engines.adapters import is_peft
+from ludus.engines.products import OneDnnLinear, use_onednn
 from ludus.training import forest as forests
 from ludus.training.head import Entropy, Head, TokenScores, logits_to_scores
 from ludus.training.recompute import recomputable_layers, recomputing
@@ -50,6 +51,7 @@ class Scorer:
     def __post_init__(self) -> None:
         self._layers = recomputable_layers(self.model) if self.recompute else []
         forests.register()
+        use_onednn(self.model)
         self._body = _body(self.model)
         self._head = _plain_head(self.model)
         self._planted = self._body is not None and self._head is not None and self._trial()
@@ -217,4 +219,4 @@ def _body(model: PreTrainedModel) -> nn.Module | None:
 def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
     """The output layer where it is a matrix and nothing else."""
     head = model.get_output_embeddings()
-    return head if type(head) is nn.Linear else None
+    return head if type(head) in (nn.Linear, OneDnnLinear) else None
