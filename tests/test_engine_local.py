@@ -90,6 +90,15 @@ def byte_tokenizer():
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def sentencepiece_tokenizer():
+    """Words and blanks as SentencePiece has them: decoding leaves out the first blank."""
+    pieces = ["▁", "▁a", "a", "b", "▁b", ":", "x", "▁▁"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 def prompts(count, seed=0, low=5, high=40):
     source = random.Random(seed)
     return [tuple(source.randrange(VOCAB) for _ in range(source.randint(low, high))) for _ in range(count)]
@@ -321,6 +330,26 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(stop):
     tokenizer = byte_tokenizer()
     tokens = tokenizer.encode("<a>x ö</a> b", add_special_tokens=False)
     watch = StopStrings(tokenizer, ("never", stop))
+    found = [n for n in range(1, len(tokens) + 1) if watch.completed(tokens[:n])]
+    assert found[0] == next(n for n in range(1, 99) if stop in tokenizer.decode(tokens[:n]))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop"),
+    [
+        (["a", "▁", "b"], "a "),
+        (["▁a", ":", "▁", "x"], ": "),
+        (["a", "▁b", "x"], "a "),
+        (["a", ":", "▁▁", "x"], ":  "),
+        (["x"] * 9 + ["▁", "b"], " "),
+        (["x"] * 9 + ["▁b", "b"], " b"),
+    ],
+)
+def test_a_stop_string_that_ends_in_a_blank_is_found_where_a_lone_token_loses_it(pieces, stop):
+    tokenizer = sentencepiece_tokenizer()
+    tokens = tokenizer.convert_tokens_to_ids(pieces)
+    assert tokenizer.decode(tokenizer.convert_tokens_to_ids(["▁"])) == ""
+    watch = StopStrings(tokenizer, (stop,))
     found = [n for n in range(1, len(tokens) + 1) if watch.completed(tokens[:n])]
     assert found[0] == next(n for n in range(1, 99) if stop in tokenizer.decode(tokens[:n]))
 
