@@ -17,7 +17,7 @@ from ludus.engines.guided import GuideCompiler
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.sampling import SamplingRules, sample
-from ludus.errors import EngineBusy, EngineError, SyncError
+from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
 from ludus.training.session import model_path
 from ludus.types import Guide, SamplingParams
 from small_runs import config
@@ -346,11 +346,11 @@ def test_a_deadline_ends_a_request_with_what_it_has_also_while_paused():
 def test_more_requests_than_the_limit_are_refused_until_some_are_done():
     async def work(engine):
         asked = [Request(str(i), (1, 2, 3), SamplingParams(max_new_tokens=3)) for i in range(3)]
-        with pytest.raises(EngineBusy, match="takes 2 at most"):
+        with pytest.raises(RequestRefused, match="3 requests at once; the engine takes 2"):
             await engine.generate_batch(asked)
         both = asyncio.gather(*map(engine.generate, asked[:2]))
         await asyncio.sleep(0)
-        with pytest.raises(EngineBusy):
+        with pytest.raises(EngineBusy, match="takes 2 at most"):
             await engine.generate(asked[2])
         await both
         return await engine.generate(asked[2])

@@ -277,6 +277,10 @@ class LocalEngine:
                 )
             self._check_adapter(request.adapter)
         limit = self._settings.max_requests
+        if 0 < limit < len(requests):
+            raise RequestRefused(
+                f"{len(requests)} requests at once; the engine takes {limit} (max_requests)."
+            )
         if limit and len(self._open) + len(requests) > limit:
             raise EngineBusy(
                 f"The engine has {len(self._open)} requests and takes {limit} at most (max_requests).",
