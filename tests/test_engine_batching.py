@@ -217,7 +217,7 @@ def test_kept_caches_are_those_of_their_own_episodes_alone():
     assert late.tokens == fresh.tokens
 
 
-def test_an_aborted_request_gives_what_it_has_and_goes_on_later():
+def test_an_aborted_request_gives_what_it_has():
     model = build()
     request = Request("e", tokens(random.Random(0), 30, 30), SamplingParams(seed=3, max_new_tokens=80))
     (whole,) = alone(model, [request])
@@ -239,6 +239,47 @@ def test_an_aborted_request_gives_what_it_has_and_goes_on_later():
     assert 10 <= len(part.tokens) < 80
     assert part.tokens == whole.tokens[: len(part.tokens)]
     assert part.logprobs == whole.logprobs[: len(part.tokens)]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_an_aborted_request_goes_on_under_new_weights_and_says_which_token_is_whose(recompute):
+    old, new = build(0), build(1)
+    request = Request("e", tokens(random.Random(0), 30, 30), SamplingParams(seed=3, max_new_tokens=60))
+
+    async def run():
+        engine = LocalEngine(old, settings=replace(SMALL, recompute_on_update=recompute))
+        task = asyncio.create_task(engine.generate(request))
+        await until(lambda: engine.stats().decode_tokens >= 10)
+        await engine.pause()
+        engine.abort("e")
+        await engine.resume()
+        part = await task
+        history = request.token_ids + part.tokens
+        early = await engine.score(history)
+        await engine.load_weights(1, dict(new.named_parameters()))
+        engine.stats(reset=True)
+        rest = await engine.generate(
+            replace(request, token_ids=history, params=replace(request.params, max_new_tokens=20))
+        )
+        cached = engine.stats().cached_tokens
+        late = await engine.score(history + rest.tokens)
+        await engine.close()
+        return part, rest, cached, early[30:], late[30 + len(part.tokens) :]
+
+    part, rest, cached, early, late = asyncio.run(run())
+    assert 10 <= len(part.tokens) < 60
+    assert (len(rest.tokens), rest.finish_reason) == (20, "length")
+    assert part.versions + rest.versions == (0,) * len(part.tokens) + (1,) * 20
+    (whole,) = alone(old, [request])
+    assert (part.tokens, part.logprobs) == (
+        whole.tokens[: len(part.tokens)],
+        whole.logprobs[: len(part.tokens)],
+    )
+    assert part.logprobs == tuple(early)
+    longer = replace(request, token_ids=request.token_ids + part.tokens)
+    (fresh,) = alone(new, [replace(longer, params=replace(request.params, max_new_tokens=20))], version=1)
+    # Where the old weights' keys and values are kept, the rest is of a mixture that no score gives.
+    assert (rest == fresh, rest.logprobs == tuple(late), cached == 0) == (recompute, recompute, recompute)
 
 
 def test_a_paused_engine_computes_nothing_and_resumes():
