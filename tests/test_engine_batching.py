@@ -143,6 +143,53 @@ def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
     assert all(a == e for a, e in finished)
 
 
+def what_is_left(engine):
+    """Of requests that are over and episodes that were released: nothing, when no page or slot is lost."""
+    tree, core = engine._tree, engine._core
+    pages = sorted([*tree._free, *(node.page for node in tree._idle)])
+    return {
+        "requests": len(engine._open) + len(core.running) + len(core.waiting),
+        "names": len(engine._histories) + len(engine._shelves),
+        "pages": tree.num_pages - len(pages) + (pages != list(range(tree.num_pages))),
+        "reserved": core._reserved,
+        "slots": len(core._table) - len(core._free_slots),
+    }
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_was_cancelled_aborted_or_updated_leaves_nothing_behind(recompute):
+    settings = replace(SMALL, cache_tokens=512, max_batch=6, recompute_on_update=recompute)
+
+    async def run():
+        engine, source = LocalEngine(build(), settings=settings), random.Random(4)
+
+        async def play(request):
+            task = asyncio.create_task(engine.generate(request))
+            fate = source.random()
+            await asyncio.sleep(source.random() * 0.1)
+            if fate < 0.25:
+                task.cancel()
+            elif fate < 0.5:
+                engine.abort(request.episode)
+            await asyncio.gather(task, return_exceptions=True)
+            engine.release(request.episode)
+
+        async def update():
+            for version in range(1, 4):
+                await asyncio.sleep(0.05)
+                await engine.load_weights(version, dict(build(version).named_parameters()))
+
+        await asyncio.gather(update(), *map(play, varied_requests(50)))
+        await engine.fingerprint()  # what was posted before has been done
+        left, evicted = what_is_left(engine), engine.stats().evicted_pages
+        await engine.close()
+        return left, evicted
+
+    left, evicted = asyncio.run(run())
+    assert set(left.values()) == {0}, left
+    assert evicted > 0
+
+
 @pytest.mark.parametrize("recompute", [True, False])
 def test_weights_that_change_under_way_drop_no_request_and_mark_each_token(recompute):
     old, new = build(0), build(1)

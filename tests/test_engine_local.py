@@ -354,6 +354,13 @@ def test_a_stop_string_that_ends_in_a_blank_is_found_where_a_lone_token_loses_it
     assert found[0] == next(n for n in range(1, 99) if stop in tokenizer.decode(tokens[:n]))
 
 
+def test_only_so_many_sets_of_stop_strings_stay_known():
+    engine = LocalEngine(build(), byte_tokenizer())
+    for number in range(100):
+        batch(engine, ask([(1, 2, 3)], max_new_tokens=1, stop=(f"x{number}",)))
+    assert engine._core._stop_strings.cache_info().currsize == 64
+
+
 def test_the_context_bounds_prompt_and_completion():
     engine = LocalEngine(build(), settings=EngineSettings(context_tokens=32))
     short, long = (1,) * 10, (2,) * 29

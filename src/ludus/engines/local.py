@@ -374,7 +374,7 @@ class LocalEngine:
                 sequence.error = EngineError(f"The adapter {name!r} was unloaded.")
                 self._core.abort(sequence)
         self._forward.adapters.unload(name)
-        self._core.new_weights(0, recompute=True, adapter=name)
+        self._core.forget_adapter(name)
 
 
 def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
