@@ -363,6 +363,54 @@ def test_a_long_prompt_does_not_stall_what_decodes():
     assert sizes == [64] * 15 + [1000 - 15 * 63 + 1]
 
 
+def small_core(num_pages, num_slots, pass_tokens=64):
+    forward = RaggedForward(build(), num_pages, 256, 1)
+    return EngineCore(forward, None, PageTree(num_pages), (num_slots, 256), pass_tokens), forward
+
+
+def test_nobody_starves_under_load_and_all_are_admitted_in_order():
+    """Each step brings another small request; the large ones need most of the cache."""
+    core, forward = small_core(num_pages=16, num_slots=4)
+    source, added, ended = random.Random(0), [], {}
+    while len(added) < 120 or core.busy:
+        if len(added) < 120:
+            large = len(added) % 20 == 10
+            history = tokens(source, 190, 200) if large else tokens(source, 3, 30)
+            limit = 20 if large else source.randint(1, 12)
+            request = Request(str(len(added)), history, SamplingParams(temperature=0))
+            added.append(Sequence(request, limit, lambda s: ended.update({s: len(s.logprobs)})))
+            core.add(added[-1])
+        before = {s: len(s.logprobs) for s in core.running}
+        steps = core.stats.steps
+        core.step()
+        assert core.stats.steps == steps + 1
+        assert list(core.waiting) == added[len(added) - len(core.waiting) :]
+        assert all(len(s.logprobs) == count + 1 for s, count in before.items() if count)
+    forward.close()
+    assert ended == {s: s.limit for s in added}
+
+
+def test_who_waits_for_a_prefix_lets_others_pass_and_is_next_when_it_is_there():
+    core, forward = small_core(num_pages=64, num_slots=8, pass_tokens=32)
+    shared, params = tokens(random.Random(1), 100, 100), SamplingParams(temperature=0)
+    first, twin, other = (
+        Sequence(Request(str(i), history, params), 8, lambda _: None)
+        for i, history in enumerate((shared, (*shared, 5), (9, 9, 9)))
+    )
+    for sequence in (first, twin, other):
+        core.add(sequence)
+    core.step()
+    assert (first in core.running, twin in core.waiting, other in core.running) == (True, True, True)
+    while not first.logprobs:
+        assert twin in core.waiting
+        core.step()
+    core.step()
+    assert twin in core.running
+    assert twin.num_computed >= 100
+    assert core.stats.cached_tokens == 100
+    forward.close()
+
+
 def test_subnormal_numbers_survive_the_kernel():
     if kernel._library() is None:
         pytest.skip("no compiler here")

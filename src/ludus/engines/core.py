@@ -5,7 +5,8 @@ for every sequence that decodes, then, as far as the pass has room, chunks of pr
 order in which they came. Waits for nothing, never retries, knows no event loop; one thread calls it.
 
 A sequence is admitted when a slot is free, when its longest possible length fits the pages left, and when
-nobody else is computing a prefix of it just then: then it waits and shares.
+nobody else is computing a prefix of it just then: then it waits and shares. Admission goes in the order of
+arrival; only one that waits to share lets others pass.
 """
 
 from __future__ import annotations
