@@ -108,6 +108,105 @@ def test_bits_do_not_depend_on_the_company():
     assert again == expected
 
 
+class ByShape(torch.nn.Linear):
+    """A matrix product that rounds differently with the number of rows, as some processors' do."""
+
+    def forward(self, input):
+        return super().forward(input) * (1.0 + 1e-6 * (input.shape[-2] // 16))
+
+
+def on_another_processor(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = ByShape
+    return model
+
+
+def test_where_rows_round_differently_every_pass_has_one_shape_and_the_bits_are_the_same(monkeypatch):
+    model = on_another_processor(build())
+    requests = varied_requests(20)
+    expected = alone(model, requests)
+    shapes = set()
+    plain = RaggedForward.logits
+
+    def noting(self, chunks, table, keep, block):
+        shapes.add((sum(len(chunk.ids) for chunk in chunks) > 16, len(keep) > 16, block))
+        return plain(self, chunks, table, keep, block)
+
+    async def crowd():
+        engine = LocalEngine(model, settings=SMALL)
+        monkeypatch.setattr(RaggedForward, "logits", noting)
+        answers = await asyncio.gather(*map(engine.generate, requests))
+        again = await engine.generate_batch(requests)
+        scores = [await engine.score(r.token_ids + a.tokens) for r, a in zip(requests, answers, strict=True)]
+        assert engine.batch_invariant
+        engine._core.block = 16  # as where the rows are alike
+        apart = await engine.generate_batch(requests)
+        await engine.close()
+        return answers, again, scores, apart
+
+    answers, again, scores, apart = asyncio.run(crowd())
+    assert answers == again == expected
+    assert apart != expected
+    assert {block for *_, block in shapes} == {64, 16}
+    assert {(many, rows) for many, rows, block in shapes if block == 64} >= {(True, True), (False, False)}
+    for answer, scored, request in zip(answers, scores, requests, strict=True):
+        if request.params.temperature in (0.0, 1.0):
+            assert tuple(scored[-len(answer.tokens) :]) == answer.logprobs
+
+
+def test_an_engine_tries_passes_of_its_own_size(monkeypatch):
+    """Up to 112 tokens rows are alike here, above they are not."""
+    model = on_another_processor(build())
+    monkeypatch.setattr(
+        ByShape,
+        "forward",
+        lambda self, x: torch.nn.Linear.forward(self, x) * (1.0 + (x.shape[-2] > 112) * 1e-5),
+    )
+    for pass_tokens, block in ((64, 16), (256, 256)):
+        engine = LocalEngine(model, settings=replace(SMALL, pass_tokens=pass_tokens))
+        assert (engine._forward.invariant, engine._core.block) == (True, block)
+        asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "company", "plain"),
+    [
+        (torch.float32, {}, 0.0, 1e-4),
+        (torch.float32, {"batch_invariant": False}, 1e-4, 1e-4),
+        (torch.float32, {"no_kernel": True}, 1e-4, 1e-4),
+        (torch.float64, {}, 1e-12, 1e-9),
+        (torch.bfloat16, {}, 0.1, 0.3),
+    ],
+)
+def test_log_probabilities_keep_to_the_tolerances_of_the_docs(dtype, changes, company, plain, monkeypatch):
+    """Beside others against a score alone, and against a plain forward pass."""
+    changes = dict(changes)
+    if changes.pop("no_kernel", False):
+        monkeypatch.setattr(kernel, "_library", lambda: None)
+    model, settings = build().to(dtype), replace(SMALL, **changes)
+    requests = [replace(r, params=replace(r.params, temperature=1.0)) for r in varied_requests(20)]
+
+    async def run():
+        engine, single = (LocalEngine(model, settings=settings) for _ in range(2))
+        answers = await asyncio.gather(*map(engine.generate, requests))
+        histories = [r.token_ids + a.tokens for r, a in zip(requests, answers, strict=True)]
+        scores = [await single.score(history) for history in histories]
+        assert engine.batch_invariant == (company == 0)
+        await asyncio.gather(engine.close(), single.close())
+        return answers, scores
+
+    for request, answer, scored in zip(requests, *asyncio.run(run()), strict=True):
+        own = torch.tensor(answer.logprobs, dtype=torch.float64)
+        beside = torch.tensor(scored[-len(answer.tokens) :], dtype=torch.float64)
+        assert float((own - beside).abs().max()) <= company
+        with torch.no_grad():
+            logits = model(torch.tensor([request.token_ids + answer.tokens])).logits[0].double()
+        fresh = logits[len(request.token_ids) - 1 : -1].log_softmax(-1)
+        fresh = fresh.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        assert float((own - fresh).abs().max()) < plain
+
+
 @pytest.mark.scale
 def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
     model = build()

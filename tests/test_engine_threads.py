@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
+from ludus.engines.base import Request
 from ludus.engines.local import LocalEngine
 from ludus.training.session import engine_settings
+from ludus.types import SamplingParams
 from small_runs import config
 from test_engine_batching import SMALL, build
 
@@ -30,6 +33,28 @@ def test_a_small_model_has_one_thread_and_a_large_one_those_of_the_learner(tmp_p
     assert large.num_parameters() > 20_000_000
     assert engine_settings(config(tmp_path), build()).threads == 1
     assert engine_settings(config(tmp_path), large).threads == 0
+
+
+class Noting(torch.nn.Linear):
+    """Notes with how many threads it is computed."""
+
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, input):
+        self.seen.append(torch.get_num_threads())
+        return super().forward(input)
+
+
+def test_the_engine_tries_the_model_with_the_threads_that_it_computes_with(two_threads):
+    model = build()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = Noting
+    engine = LocalEngine(model, settings=replace(SMALL, threads=1))
+    assert torch.get_num_threads() == 2
+    asyncio.run(engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=2))))
+    asyncio.run(engine.close())
+    assert set(Noting.seen) == {1}
 
 
 @pytest.mark.parametrize(("threads", "expected"), [(1, 1), (0, 2)])
