@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import copy
+import json
 import random
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -18,10 +20,10 @@ import pytest
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from ludus.engines.base import Request
+from ludus.engines.base import Request, copies
 from ludus.errors import EngineError
 from ludus.training.sync import WeightSync
-from ludus.types import SamplingParams
+from ludus.types import Guide, SamplingParams
 
 LOGPROB_TOLERANCE = 2e-4
 TIE = 1e-3
@@ -124,7 +126,13 @@ async def log_probabilities_are_those_of_a_plain_forward(case):
 
 
 async def tempered_log_probabilities_are_right_or_refused(case):
-    for params in ({"temperature": 0.6}, {"top_p": 0.8}, {"top_k": 20}, {"temperature": 1.5, "top_k": 50}):
+    for params in (
+        {"temperature": 0.6},
+        {"top_p": 0.8},
+        {"top_k": 20},
+        {"min_p": 0.05},
+        {"temperature": 1.5, "top_k": 50},
+    ):
         done = await ask_or_be_refused(case, case.prompt(), max_new_tokens=10, seed=5, **params)
         assert (
             done is None or case.gap(case.prompt(), done, params.get("temperature", 1.0)) < LOGPROB_TOLERANCE
@@ -150,9 +158,61 @@ async def alternatives_are_the_likeliest_of_a_plain_forward(case):
 
 async def narrow_sampling_is_greedy(case):
     prompt = case.prompt(4)
-    for params in ({"top_k": 1}, {"top_p": 1e-6}):
+    for params in ({"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}):
         done = await ask_or_be_refused(case, prompt, max_new_tokens=8, **params)
         assert done is None or case.is_greedy(prompt, done.tokens)
+
+
+async def a_prompt_that_no_text_gives_is_taken_as_it_is(case):
+    """A server echoes the ids of a prompt; `ServerEngine` refuses others and none."""
+    text = "In which country is Paris?"
+    prompt = tuple(case.tokenizer.encode(c, add_special_tokens=False)[0] for c in text)
+    assert len(case.tokenizer.encode(text, add_special_tokens=False)) < len(prompt)
+    done = await case.ask(prompt, max_new_tokens=10, seed=1)
+    assert case.gap(prompt, done) < LOGPROB_TOLERANCE
+
+
+async def copies_of_a_request_differ_and_the_first_is_the_request(case):
+    request = Request("c", case.prompt(3), SamplingParams(max_new_tokens=12, seed=9))
+    answers = await case.engine.generate_batch(copies(request, 4))
+    assert len({answer.tokens for answer in answers}) == 4
+    assert max(case.gap(request.token_ids, answer) for answer in answers) < LOGPROB_TOLERANCE
+    assert (await case.engine.generate(request)).tokens == answers[0].tokens
+
+
+async def a_guide_is_kept_or_refused(case):
+    end = case.tokenizer.eos_token_id
+    schema = {"type": "object", "properties": {"ok": {"type": "boolean"}}, "required": ["ok"]}
+    guides = (
+        (Guide("regex", "(yes|no)"), lambda text: text in ("yes", "no")),
+        (
+            Guide("json_schema", json.dumps(schema | {"additionalProperties": False})),
+            lambda text: json.loads(text) in ({"ok": True}, {"ok": False}),
+        ),
+    )
+    for guide, keeps in guides:
+        for seed in (1, 2):
+            asked = {"max_new_tokens": 40, "seed": seed, "stop_token_ids": (end,), "guide": guide}
+            done = await ask_or_be_refused(case, case.question(), **asked)
+            if done is not None:
+                assert done.finish_reason == "stop"
+                assert keeps(case.tokenizer.decode([token for token in done.tokens if token != end]))
+                assert case.gap(case.question(), done) < LOGPROB_TOLERANCE
+
+
+async def a_deadline_ends_a_request_with_what_it_has(case):
+    prompt = case.prompt(1)
+    room = case.engine.context_tokens - len(prompt)
+    params = SamplingParams(max_new_tokens=room, temperature=0.0)
+    begin = time.monotonic()
+    part = await case.engine.generate(Request("late", prompt, params, timeout_s=0.1))
+    assert time.monotonic() - begin < 20
+    assert (part.finish_reason, len(part.tokens) < room) == ("abort", True)
+    assert len(part.logprobs) == len(part.versions) == len(part.tokens)
+    more = await case.ask(prompt + part.tokens, episode="late", max_new_tokens=5, temperature=0.0)
+    assert case.is_greedy(prompt, part.tokens + more.tokens)
+    roomy = replace(params, max_new_tokens=3)
+    assert len((await case.engine.generate(Request("r", prompt, roomy, timeout_s=300.0))).tokens) == 3
 
 
 async def a_history_that_grows_keeps_its_log_probabilities(case):
@@ -309,6 +369,9 @@ CHECKS = (
     tempered_log_probabilities_are_right_or_refused,
     alternatives_are_the_likeliest_of_a_plain_forward,
     narrow_sampling_is_greedy,
+    a_prompt_that_no_text_gives_is_taken_as_it_is,
+    copies_of_a_request_differ_and_the_first_is_the_request,
+    a_guide_is_kept_or_refused,
     a_history_that_grows_keeps_its_log_probabilities,
     a_stop_token_ends_the_action_and_belongs_to_it,
     a_stop_string_ends_the_action_after_the_token_that_completes_it,
@@ -322,5 +385,6 @@ CHECKS = (
     a_cancelled_request_leaves_the_engine_as_it_was,
     an_aborted_request_gives_what_it_has_and_can_go_on,
     an_abort_that_comes_at_once_is_not_lost,
+    a_deadline_ends_a_request_with_what_it_has,
     a_paused_engine_waits,
 )

@@ -51,6 +51,14 @@ def test_a_cache_that_cannot_be_given_up_is_refused(tmp_path, capsys):
     assert "embedded" in refused(capsys, "train", "search", *asked, "--engine.url", "http://127.0.0.1:9")
 
 
+def test_a_limit_of_requests_that_nobody_could_keep_is_refused(tmp_path, capsys):
+    asked = words(tmp_path / "r", engine__max_requests="15")
+    assert "below the 16 requests" in refused(capsys, "train", "search", *asked)
+    assert "ludus serve --max-requests" in refused(
+        capsys, "train", "search", *asked, "--engine.url", "http://127.0.0.1:9"
+    )
+
+
 def test_a_split_that_does_not_exist_is_refused(tmp_path, capsys):
     settings = words(tmp_path / "r", evaluation__splits='["tset"]')
     assert "test" in refused(capsys, "train", "search", *settings)

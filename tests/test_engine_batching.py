@@ -108,6 +108,105 @@ def test_bits_do_not_depend_on_the_company():
     assert again == expected
 
 
+class ByShape(torch.nn.Linear):
+    """A matrix product that rounds differently with the number of rows, as some processors' do."""
+
+    def forward(self, input):
+        return super().forward(input) * (1.0 + 1e-6 * (input.shape[-2] // 16))
+
+
+def on_another_processor(model):
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = ByShape
+    return model
+
+
+def test_where_rows_round_differently_every_pass_has_one_shape_and_the_bits_are_the_same(monkeypatch):
+    model = on_another_processor(build())
+    requests = varied_requests(20)
+    expected = alone(model, requests)
+    shapes = set()
+    plain = RaggedForward.logits
+
+    def noting(self, chunks, table, keep, block):
+        shapes.add((sum(len(chunk.ids) for chunk in chunks) > 16, len(keep) > 16, block))
+        return plain(self, chunks, table, keep, block)
+
+    async def crowd():
+        engine = LocalEngine(model, settings=SMALL)
+        monkeypatch.setattr(RaggedForward, "logits", noting)
+        answers = await asyncio.gather(*map(engine.generate, requests))
+        again = await engine.generate_batch(requests)
+        scores = [await engine.score(r.token_ids + a.tokens) for r, a in zip(requests, answers, strict=True)]
+        assert engine.batch_invariant
+        engine._core.block = 16  # as where the rows are alike
+        apart = await engine.generate_batch(requests)
+        await engine.close()
+        return answers, again, scores, apart
+
+    answers, again, scores, apart = asyncio.run(crowd())
+    assert answers == again == expected
+    assert apart != expected
+    assert {block for *_, block in shapes} == {64, 16}
+    assert {(many, rows) for many, rows, block in shapes if block == 64} >= {(True, True), (False, False)}
+    for answer, scored, request in zip(answers, scores, requests, strict=True):
+        if request.params.temperature in (0.0, 1.0):
+            assert tuple(scored[-len(answer.tokens) :]) == answer.logprobs
+
+
+def test_an_engine_tries_passes_of_its_own_size(monkeypatch):
+    """Up to 112 tokens rows are alike here, above they are not."""
+    model = on_another_processor(build())
+    monkeypatch.setattr(
+        ByShape,
+        "forward",
+        lambda self, x: torch.nn.Linear.forward(self, x) * (1.0 + (x.shape[-2] > 112) * 1e-5),
+    )
+    for pass_tokens, block in ((64, 16), (256, 256)):
+        engine = LocalEngine(model, settings=replace(SMALL, pass_tokens=pass_tokens))
+        assert (engine._forward.invariant, engine._core.block) == (True, block)
+        asyncio.run(engine.close())
+
+
+@pytest.mark.parametrize(
+    ("dtype", "changes", "company", "plain"),
+    [
+        (torch.float32, {}, 0.0, 1e-4),
+        (torch.float32, {"batch_invariant": False}, 1e-4, 1e-4),
+        (torch.float32, {"no_kernel": True}, 1e-4, 1e-4),
+        (torch.float64, {}, 1e-12, 1e-9),
+        (torch.bfloat16, {}, 0.1, 0.3),
+    ],
+)
+def test_log_probabilities_keep_to_the_tolerances_of_the_docs(dtype, changes, company, plain, monkeypatch):
+    """Beside others against a score alone, and against a plain forward pass."""
+    changes = dict(changes)
+    if changes.pop("no_kernel", False):
+        monkeypatch.setattr(kernel, "_library", lambda: None)
+    model, settings = build().to(dtype), replace(SMALL, **changes)
+    requests = [replace(r, params=replace(r.params, temperature=1.0)) for r in varied_requests(20)]
+
+    async def run():
+        engine, single = (LocalEngine(model, settings=settings) for _ in range(2))
+        answers = await asyncio.gather(*map(engine.generate, requests))
+        histories = [r.token_ids + a.tokens for r, a in zip(requests, answers, strict=True)]
+        scores = [await single.score(history) for history in histories]
+        assert engine.batch_invariant == (company == 0)
+        await asyncio.gather(engine.close(), single.close())
+        return answers, scores
+
+    for request, answer, scored in zip(requests, *asyncio.run(run()), strict=True):
+        own = torch.tensor(answer.logprobs, dtype=torch.float64)
+        beside = torch.tensor(scored[-len(answer.tokens) :], dtype=torch.float64)
+        assert float((own - beside).abs().max()) <= company
+        with torch.no_grad():
+            logits = model(torch.tensor([request.token_ids + answer.tokens])).logits[0].double()
+        fresh = logits[len(request.token_ids) - 1 : -1].log_softmax(-1)
+        fresh = fresh.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
+        assert float((own - fresh).abs().max()) < plain
+
+
 @pytest.mark.scale
 def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
     model = build()
@@ -141,6 +240,53 @@ def test_cancels_evictions_and_a_tiny_cache_disturb_nobody():
     finished = [(a, e) for a, e in zip(answers, expected, strict=True) if a is not None]
     assert len(finished) > 30
     assert all(a == e for a, e in finished)
+
+
+def what_is_left(engine):
+    """Of requests that are over and episodes that were released: nothing, when no page or slot is lost."""
+    tree, core = engine._tree, engine._core
+    pages = sorted([*tree._free, *(node.page for node in tree._idle)])
+    return {
+        "requests": len(engine._open) + len(core.running) + len(core.waiting),
+        "names": len(engine._histories) + len(engine._shelves),
+        "pages": tree.num_pages - len(pages) + (pages != list(range(tree.num_pages))),
+        "reserved": core._reserved,
+        "slots": len(core._table) - len(core._free_slots),
+    }
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_what_was_cancelled_aborted_or_updated_leaves_nothing_behind(recompute):
+    settings = replace(SMALL, cache_tokens=512, max_batch=6, recompute_on_update=recompute)
+
+    async def run():
+        engine, source = LocalEngine(build(), settings=settings), random.Random(4)
+
+        async def play(request):
+            task = asyncio.create_task(engine.generate(request))
+            fate = source.random()
+            await asyncio.sleep(source.random() * 0.1)
+            if fate < 0.25:
+                task.cancel()
+            elif fate < 0.5:
+                engine.abort(request.episode)
+            await asyncio.gather(task, return_exceptions=True)
+            engine.release(request.episode)
+
+        async def update():
+            for version in range(1, 4):
+                await asyncio.sleep(0.05)
+                await engine.load_weights(version, dict(build(version).named_parameters()))
+
+        await asyncio.gather(update(), *map(play, varied_requests(50)))
+        await engine.fingerprint()  # what was posted before has been done
+        left, evicted = what_is_left(engine), engine.stats().evicted_pages
+        await engine.close()
+        return left, evicted
+
+    left, evicted = asyncio.run(run())
+    assert set(left.values()) == {0}, left
+    assert evicted > 0
 
 
 @pytest.mark.parametrize("recompute", [True, False])
@@ -217,7 +363,7 @@ def test_kept_caches_are_those_of_their_own_episodes_alone():
     assert late.tokens == fresh.tokens
 
 
-def test_an_aborted_request_gives_what_it_has_and_goes_on_later():
+def test_an_aborted_request_gives_what_it_has():
     model = build()
     request = Request("e", tokens(random.Random(0), 30, 30), SamplingParams(seed=3, max_new_tokens=80))
     (whole,) = alone(model, [request])
@@ -239,6 +385,47 @@ def test_an_aborted_request_gives_what_it_has_and_goes_on_later():
     assert 10 <= len(part.tokens) < 80
     assert part.tokens == whole.tokens[: len(part.tokens)]
     assert part.logprobs == whole.logprobs[: len(part.tokens)]
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+def test_an_aborted_request_goes_on_under_new_weights_and_says_which_token_is_whose(recompute):
+    old, new = build(0), build(1)
+    request = Request("e", tokens(random.Random(0), 30, 30), SamplingParams(seed=3, max_new_tokens=60))
+
+    async def run():
+        engine = LocalEngine(old, settings=replace(SMALL, recompute_on_update=recompute))
+        task = asyncio.create_task(engine.generate(request))
+        await until(lambda: engine.stats().decode_tokens >= 10)
+        await engine.pause()
+        engine.abort("e")
+        await engine.resume()
+        part = await task
+        history = request.token_ids + part.tokens
+        early = await engine.score(history)
+        await engine.load_weights(1, dict(new.named_parameters()))
+        engine.stats(reset=True)
+        rest = await engine.generate(
+            replace(request, token_ids=history, params=replace(request.params, max_new_tokens=20))
+        )
+        cached = engine.stats().cached_tokens
+        late = await engine.score(history + rest.tokens)
+        await engine.close()
+        return part, rest, cached, early[30:], late[30 + len(part.tokens) :]
+
+    part, rest, cached, early, late = asyncio.run(run())
+    assert 10 <= len(part.tokens) < 60
+    assert (len(rest.tokens), rest.finish_reason) == (20, "length")
+    assert part.versions + rest.versions == (0,) * len(part.tokens) + (1,) * 20
+    (whole,) = alone(old, [request])
+    assert (part.tokens, part.logprobs) == (
+        whole.tokens[: len(part.tokens)],
+        whole.logprobs[: len(part.tokens)],
+    )
+    assert part.logprobs == tuple(early)
+    longer = replace(request, token_ids=request.token_ids + part.tokens)
+    (fresh,) = alone(new, [replace(longer, params=replace(request.params, max_new_tokens=20))], version=1)
+    # Where the old weights' keys and values are kept, the rest is of a mixture that no score gives.
+    assert (rest == fresh, rest.logprobs == tuple(late), cached == 0) == (recompute, recompute, recompute)
 
 
 def test_a_paused_engine_computes_nothing_and_resumes():
@@ -273,6 +460,54 @@ def test_a_long_prompt_does_not_stall_what_decodes():
         assert len(short.logprobs) == before[1] + 1
     forward.close()
     assert sizes == [64] * 15 + [1000 - 15 * 63 + 1]
+
+
+def small_core(num_pages, num_slots, pass_tokens=64):
+    forward = RaggedForward(build(), num_pages, 256, 1)
+    return EngineCore(forward, None, PageTree(num_pages), (num_slots, 256), pass_tokens), forward
+
+
+def test_nobody_starves_under_load_and_all_are_admitted_in_order():
+    """Each step brings another small request; the large ones need most of the cache."""
+    core, forward = small_core(num_pages=16, num_slots=4)
+    source, added, ended = random.Random(0), [], {}
+    while len(added) < 120 or core.busy:
+        if len(added) < 120:
+            large = len(added) % 20 == 10
+            history = tokens(source, 190, 200) if large else tokens(source, 3, 30)
+            limit = 20 if large else source.randint(1, 12)
+            request = Request(str(len(added)), history, SamplingParams(temperature=0))
+            added.append(Sequence(request, limit, lambda s: ended.update({s: len(s.logprobs)})))
+            core.add(added[-1])
+        before = {s: len(s.logprobs) for s in core.running}
+        steps = core.stats.steps
+        core.step()
+        assert core.stats.steps == steps + 1
+        assert list(core.waiting) == added[len(added) - len(core.waiting) :]
+        assert all(len(s.logprobs) == count + 1 for s, count in before.items() if count)
+    forward.close()
+    assert ended == {s: s.limit for s in added}
+
+
+def test_who_waits_for_a_prefix_lets_others_pass_and_is_next_when_it_is_there():
+    core, forward = small_core(num_pages=64, num_slots=8, pass_tokens=32)
+    shared, params = tokens(random.Random(1), 100, 100), SamplingParams(temperature=0)
+    first, twin, other = (
+        Sequence(Request(str(i), history, params), 8, lambda _: None)
+        for i, history in enumerate((shared, (*shared, 5), (9, 9, 9)))
+    )
+    for sequence in (first, twin, other):
+        core.add(sequence)
+    core.step()
+    assert (first in core.running, twin in core.waiting, other in core.running) == (True, True, True)
+    while not first.logprobs:
+        assert twin in core.waiting
+        core.step()
+    core.step()
+    assert twin in core.running
+    assert twin.num_computed >= 100
+    assert core.stats.cached_tokens == 100
+    forward.close()
 
 
 def test_subnormal_numbers_survive_the_kernel():

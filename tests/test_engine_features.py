@@ -17,7 +17,7 @@ from ludus.engines.guided import GuideCompiler
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.sampling import SamplingRules, sample
-from ludus.errors import EngineBusy, EngineError, SyncError
+from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
 from ludus.training.session import model_path
 from ludus.types import Guide, SamplingParams
 from small_runs import config
@@ -196,6 +196,15 @@ def test_a_guide_that_is_none_is_refused_and_others_go_on(speaker):
         say(speaker, Guide("json_schema", '{"type": "nothing"}'))
 
 
+def test_only_so_many_guides_stay_compiled(speaker):
+    compiler = GuideCompiler(speaker[1])
+    for number in range(200):
+        compiler.start(Guide("regex", f"a{number}"), (1,))
+    assert compiler._matcher.cache_info().currsize == 128
+    compiler.start(Guide("regex", "a199"), (1,))
+    assert compiler._matcher.cache_info().hits == 1
+
+
 def test_guided_tool_calls_name_a_tool_that_is_there(speaker):
     tokenizer = speaker[1]
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -302,6 +311,22 @@ def test_a_new_version_of_an_adapter_reaches_the_next_token_and_leaves_others_al
     assert before == after
 
 
+def test_adapters_that_come_and_go_leave_nothing():
+    base = build()
+    state = get_peft_model_state_dict(adapted(base, 1))
+
+    async def work(engine):
+        for version in range(8):
+            await engine.load_adapter(f"v{version}", version, state, 2.0)
+            request = Request("x", tuple(range(40)), SamplingParams(max_new_tokens=3), adapter=f"v{version}")
+            assert set((await engine.generate(request)).versions) == {version}
+            await engine.unload_adapter(f"v{version}")
+        tree, core = engine._tree, engine._core
+        return len(tree._roots), core.adapter_versions, len(tree._free) == tree.num_pages
+
+    assert with_engine(base, work) == (0, {}, True)
+
+
 def test_adapters_that_are_missing_or_do_not_fit_are_refused():
     base = build()
     state = get_peft_model_state_dict(adapted(base, 1))
@@ -346,11 +371,11 @@ def test_a_deadline_ends_a_request_with_what_it_has_also_while_paused():
 def test_more_requests_than_the_limit_are_refused_until_some_are_done():
     async def work(engine):
         asked = [Request(str(i), (1, 2, 3), SamplingParams(max_new_tokens=3)) for i in range(3)]
-        with pytest.raises(EngineBusy, match="takes 2 at most"):
+        with pytest.raises(RequestRefused, match="3 requests at once; the engine takes 2"):
             await engine.generate_batch(asked)
         both = asyncio.gather(*map(engine.generate, asked[:2]))
         await asyncio.sleep(0)
-        with pytest.raises(EngineBusy):
+        with pytest.raises(EngineBusy, match="takes 2 at most"):
             await engine.generate(asked[2])
         await both
         return await engine.generate(asked[2])

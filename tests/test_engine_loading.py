@@ -11,7 +11,9 @@ from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 from ludus.config.schema import ScratchConfig
 from ludus.engines.fingerprint import fingerprint_module
 from ludus.engines.loading import build_tiny, load_model, load_tokenizer, resolve_device, save_model
+from ludus.engines.local import LocalEngine
 from ludus.errors import StorageError, UserError
+from test_engine_local import ask, batch, build, gemma2, hf_greedy
 
 SCRATCH = ScratchConfig(
     vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1
@@ -91,8 +93,19 @@ def test_a_saved_model_loads_with_the_same_weights_and_ties(checkpoint):
 
 
 def test_the_dtype_is_the_one_asked_for(checkpoint):
+    assert load_model(str(checkpoint)).config._attn_implementation == "sdpa"
     for name, dtype in (("bfloat16", torch.bfloat16), ("float64", torch.float64)):
         assert {p.dtype for p in load_model(str(checkpoint), name, "cpu").parameters()} == {dtype}
+
+
+def test_a_family_without_torchs_own_attention_loads_and_samples(tmp_path):
+    """Gemma2 caps the logits of its attention, which torch's own cannot."""
+    save_model(build(gemma2), byte_tokenizer(), tmp_path / "model")
+    model = load_model(str(tmp_path / "model"))
+    assert model.config._attn_implementation == "eager"
+    history = tuple(range(20))
+    (answer,) = batch(LocalEngine(model), ask([history], max_new_tokens=8, temperature=0))
+    assert answer.tokens == hf_greedy(model, history, 8)
 
 
 def test_a_missing_tensor_is_an_error(checkpoint):

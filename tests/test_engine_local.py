@@ -1,4 +1,4 @@
-"""The embedded engine on tiny random models of three families, against plain Hugging Face forward passes."""
+"""The embedded engine on tiny random models of nine families, against plain Hugging Face forward passes."""
 
 import asyncio
 import copy
@@ -11,6 +11,8 @@ import pytest
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    Gemma2Config,
+    Gemma2ForCausalLM,
     Gemma3ForCausalLM,
     Gemma3TextConfig,
     GPTNeoXConfig,
@@ -21,7 +23,13 @@ from transformers import (
     MambaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    PhiConfig,
+    PhiForCausalLM,
     PreTrainedTokenizerFast,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -72,7 +80,44 @@ def mistral():
     return MistralForCausalLM(MistralConfig(**SHAPE, num_key_value_heads=2, sliding_window=12))
 
 
-FAMILIES = (qwen3, llama, neox, gemma3, mistral)
+def qwen2():
+    """Query, key and value with biases, and grouped heads."""
+    model = Qwen2ForCausalLM(Qwen2Config(**SHAPE, num_key_value_heads=2))
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if name.endswith("_proj.bias"):
+                parameter.normal_(std=0.5)
+    return model
+
+
+def phi():
+    """Attention and MLP side by side, biases, and positions in half of each head."""
+    return PhiForCausalLM(PhiConfig(**SHAPE, num_key_value_heads=2, partial_rotary_factor=0.5))
+
+
+def phi3():
+    """One matrix for query, key and value; positions in three quarters of each head."""
+    small = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    return Phi3ForCausalLM(Phi3Config(**SHAPE, **small, num_key_value_heads=2))
+
+
+def gemma2():
+    """Logits of attention and of the output are capped; every second layer has a window of 12 tokens."""
+    return Gemma2ForCausalLM(
+        Gemma2Config(
+            **SHAPE,
+            num_key_value_heads=2,
+            head_dim=8,
+            query_pre_attn_scalar=8,
+            sliding_window=12,
+            attn_logit_softcapping=2.0,
+            final_logit_softcapping=5.0,
+            attn_implementation="eager",
+        )
+    )
+
+
+FAMILIES = (qwen3, llama, neox, gemma3, mistral, qwen2, phi, phi3, gemma2)
 
 
 def build(family=qwen3, seed=0):
@@ -87,6 +132,15 @@ def byte_tokenizer():
     tokenizer = Tokenizer(models.BPE({character: index for index, character in enumerate(alphabet)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
+def sentencepiece_tokenizer():
+    """Words and blanks as SentencePiece has them: decoding leaves out the first blank."""
+    pieces = ["▁", "▁a", "a", "b", "▁b", ":", "x", "▁▁"]
+    tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
@@ -157,6 +211,46 @@ def test_recorded_log_probabilities_match_a_fresh_forward_over_ragged_turns(fami
         expected = fresh_logprobs(model, history, answer.tokens, 0.8)
         worst = max(worst, float((torch.tensor(answer.logprobs, dtype=torch.float64) - expected).abs().max()))
     assert worst < 1e-4
+
+
+ROPE = {
+    "linear": {"factor": 2.0},
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
+    "llama3": {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    },
+    "dynamic": {"factor": 2.0},
+    "longrope": {
+        "factor": 4.0,
+        "original_max_position_embeddings": 64,
+        "short_factor": [1.0] * 4,
+        "long_factor": [2.0] * 4,
+    },
+}
+
+
+def with_rope(kind):
+    rope = {"rope_type": kind, "rope_theta": 10_000.0} | ROPE[kind]
+    return LlamaForCausalLM(LlamaConfig(**SHAPE, num_key_value_heads=2, rope_parameters=rope))
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn", "llama3"])
+def test_positions_that_depend_on_the_place_alone_are_those_of_hugging_face(kind):
+    model = build(lambda: with_rope(kind))
+    engine = LocalEngine(model)
+    for history, answer in play(
+        engine, prompts(3, low=60, high=90), turns=2, max_new_tokens=6, temperature=0
+    ):
+        assert answer.tokens == hf_greedy(model, history, 6)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope"])
+def test_positions_that_depend_on_the_longest_sequence_are_refused(kind):
+    with pytest.raises(UserError, match=rf"longest sequence \({kind} rope\)"):
+        LocalEngine(build(lambda: with_rope(kind)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -323,6 +417,33 @@ def test_a_stop_string_is_found_at_the_token_that_completes_it(stop):
     watch = StopStrings(tokenizer, ("never", stop))
     found = [n for n in range(1, len(tokens) + 1) if watch.completed(tokens[:n])]
     assert found[0] == next(n for n in range(1, 99) if stop in tokenizer.decode(tokens[:n]))
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop"),
+    [
+        (["a", "▁", "b"], "a "),
+        (["▁a", ":", "▁", "x"], ": "),
+        (["a", "▁b", "x"], "a "),
+        (["a", ":", "▁▁", "x"], ":  "),
+        (["x"] * 9 + ["▁", "b"], " "),
+        (["x"] * 9 + ["▁b", "b"], " b"),
+    ],
+)
+def test_a_stop_string_that_ends_in_a_blank_is_found_where_a_lone_token_loses_it(pieces, stop):
+    tokenizer = sentencepiece_tokenizer()
+    tokens = tokenizer.convert_tokens_to_ids(pieces)
+    assert tokenizer.decode(tokenizer.convert_tokens_to_ids(["▁"])) == ""
+    watch = StopStrings(tokenizer, (stop,))
+    found = [n for n in range(1, len(tokens) + 1) if watch.completed(tokens[:n])]
+    assert found[0] == next(n for n in range(1, 99) if stop in tokenizer.decode(tokens[:n]))
+
+
+def test_only_so_many_sets_of_stop_strings_stay_known():
+    engine = LocalEngine(build(), byte_tokenizer())
+    for number in range(100):
+        batch(engine, ask([(1, 2, 3)], max_new_tokens=1, stop=(f"x{number}",)))
+    assert engine._core._stop_strings.cache_info().currsize == 64
 
 
 def test_the_context_bounds_prompt_and_completion():

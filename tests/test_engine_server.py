@@ -276,10 +276,12 @@ def test_nonsense_is_refused_with_an_excerpt():
         ({"logprobs": {"token_logprobs": [None, -1.0, -1.0]}}, "2 log-probabilities for 3 tokens"),
         ({"finish_reason": "error"}, "broke off"),
         ({"prompt_token_ids": [1, 2]}, "another prompt"),
+        ({"prompt_token_ids": None}, "no token ids, of the prompt"),
     ],
 )
 def test_an_answer_that_contradicts_itself_is_refused(wrong, words):
-    right = {"token_ids": [1, 2, 3], "finish_reason": "length", "logprobs": {"token_logprobs": [-1.0] * 3}}
+    right = {"prompt_token_ids": [1, 2, 3], "token_ids": [1, 2, 3], "finish_reason": "length"}
+    right |= {"logprobs": {"token_logprobs": [-1.0] * 3}}
     fake = Fake(faults=[(200, {"choices": [right | wrong]})])
     with serving(fake) as engine, pytest.raises(EngineError, match=words):
         ask(engine, "e")

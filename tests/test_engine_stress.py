@@ -16,7 +16,7 @@ from ludus.engines.forward import RaggedForward
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.pages import PAGE, PageTree
 from ludus.types import Completion, SamplingParams
-from test_engine_batching import build, tokens
+from test_engine_batching import build, tokens, what_is_left
 
 pytestmark = pytest.mark.scale
 
@@ -97,10 +97,10 @@ async def storm(models, settings, greedy):
 
     await asyncio.gather(update(), *(one(r) for r in requests(source, greedy)))
     await engine.fingerprint()  # the last releases come before it
-    leaks = (len(engine._open), len(engine._histories), engine._tree.num_held, engine._core.busy)
+    left = what_is_left(engine)
     stats = engine.stats()
     await engine.close()
-    assert leaks == (0, 0, 0, False)
+    assert set(left.values()) == {0}, left
     assert stats.evicted_pages > NUM // 2
     assert stats.recomputed_tokens > 0
     return played

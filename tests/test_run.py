@@ -127,6 +127,19 @@ def test_the_same_seed_gives_the_same_bytes_also_where_the_cache_is_given_up(fin
     assert [name for name in first if first[name] != second[name]] == []
 
 
+def test_a_small_cache_evicts_and_gives_the_same_bytes(finished, tmp_path):
+    run(tmp_path / "tight", engine__cache_tokens="1")
+    first, second = lasting_files(finished), lasting_files(tmp_path / "tight")
+    assert [name for name in first if first[name] != second[name]] == []
+
+    def total(folder, name):
+        return sum(row.metrics[name] for row in read_metrics(folder / "timings.jsonl"))
+
+    assert total(finished, "engine/evicted_pages") == 0
+    assert total(tmp_path / "tight", "engine/evicted_pages") > 0
+    assert total(tmp_path / "tight", "engine/requests_waiting") > total(finished, "engine/requests_waiting")
+
+
 def test_who_watches_a_run_hears_what_it_is_doing(tmp_path):
     phases = run(tmp_path / "run", training__steps="2").phases
     about = [name for name in phases if name.startswith("step 2")]

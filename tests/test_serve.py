@@ -12,8 +12,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ludus.engines.base import Request
 from ludus.engines.loading import load_model, load_tokenizer
-from served import COLD_START, CONTEXT
+from ludus.engines.server import ServerEngine
+from ludus.engines.transport import ServerSettings
+from ludus.types import SamplingParams
+from served import COLD_START, CONTEXT, serving_model
 from tiny_run import refused
 
 TOKENS = [5, 6, 7, 8, 9, 10, 300, 400]
@@ -515,6 +519,42 @@ def test_only_a_server_started_with_control_can_be_controlled(tmp_path):
         await engine.close()
 
     asyncio.run(run())
+
+
+def test_more_requests_than_the_server_takes_are_put_off_and_come_again(reference):
+    prompt, long = (5, 6, 7), {"max_tokens": 20, "ignore_eos": True}
+    params = SamplingParams(temperature=0.0, max_new_tokens=6)
+
+    async def run(url):
+        engine = ServerEngine([url], settings=ServerSettings(backoff_s=0.02))
+        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+            await client.post("/pause?mode=keep")
+            asked = client.post("/v1/completions", json={"prompt": list(prompt), "n": 2, **long})
+            held = asyncio.create_task(asked)
+            while "choices_under_way 2" not in (await client.get("/metrics")).text:
+                await asyncio.sleep(0.01)
+            busy = await client.post("/v1/completions", json={"prompt": list(prompt), **long})
+            never = await client.post("/v1/completions", json={"prompt": list(prompt), "n": 3, **long})
+            waiting = asyncio.create_task(
+                engine.generate_batch([Request(f"e{i}", prompt, params) for i in range(8)])
+            )
+            await asyncio.sleep(0.3)
+            assert not waiting.done()
+            await client.post("/resume")
+            answers, first = await asyncio.wait_for(waiting, 60), await held
+        await engine.close()
+        return busy, never, answers, first
+
+    with serving_model("--max-requests", "2", "--control") as served:
+        busy, never, answers, first = asyncio.run(run(served.url))
+        refusals = refused("serve", COLD_START, "--max-requests", "-1")
+    assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
+    assert "takes 2 at most" in busy.json()["error"]["message"]
+    assert (never.status_code, "3 requests at once" in never.text) == (400, True)
+    assert "--max-requests" in refusals
+    assert first.status_code == 200
+    best = reference([*prompt, *answers[0].tokens])[2:-1].argmax(-1)
+    assert {answer.tokens for answer in answers} == {tuple(best.tolist())}
 
 
 def test_the_command_says_what_cannot_be_served(server, tmp_path):

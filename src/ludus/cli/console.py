@@ -44,6 +44,7 @@ class ProgressReporter:
         self._phase: TaskID | None = None
         self._engine: Engine | None = None
         self._before = EngineStats()
+        self._model_s = self._tools_s = 0.0
         self._held_out = ""
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
@@ -53,13 +54,20 @@ class ProgressReporter:
         self._phase = self._progress.add_task(name, total=total, numbers="")
         self._engine = engine
         self._before = engine.stats() if engine else EngineStats()
+        self._model_s = self._tools_s = 0.0
 
     def episode(self, episode: Episode) -> None:
-        """One episode further."""
+        """One episode further, with what the engine did, and how the episodes' seconds went by."""
         if self._phase is None:
             return
+        spent = episode.trajectory.timings
+        self._model_s += spent.model_s
+        self._tools_s += spent.tools_s
         numbers = (self._engine.stats() - self._before).line() if self._engine else ""
-        self._progress.update(self._phase, advance=1, numbers=numbers)
+        if total_s := self._model_s + self._tools_s:
+            share = self._tools_s / total_s
+            numbers += f"  time in tools {share:.0%}, with the model {1 - share:.0%}"
+        self._progress.update(self._phase, advance=1, numbers=numbers.strip())
 
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
         """One step further, with its reward, success and speed."""

@@ -55,6 +55,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="requests at once (128)")
     parser.add_argument("--cache-tokens", type=int, default=131_072, metavar="N", help="cache size (131072)")
+    parser.add_argument(
+        "--max-requests", type=int, default=0, metavar="N", help="more, waiting ones too, get 429 (no limit)"
+    )
     parser.add_argument("--check", action="store_true", help="load everything, say what it is, and end")
 
 
@@ -136,15 +139,17 @@ def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple
     model, tokenizer = loaded.model, loaded.tokenizer
     longest = model.config.to_dict().get("max_position_embeddings") or _MOST_CONTEXT
     context = args.context_tokens or min(longest, _MOST_CONTEXT)
-    if not 2 <= context <= longest or args.max_batch < 1 or args.cache_tokens < 1:
+    if not 2 <= context <= longest or min(args.max_batch, args.cache_tokens, args.max_requests + 1) < 1:
         raise UserError(
-            f"--context-tokens must be 2 to {longest} here, --max-batch and --cache-tokens above 0.",
+            f"--context-tokens must be 2 to {longest} here, --max-batch and --cache-tokens above 0, "
+            "--max-requests not below.",
             "Leave them out for the defaults.",
         )
     settings = EngineSettings(
         context_tokens=context,
         max_batch=args.max_batch,
         cache_tokens=args.cache_tokens,
+        max_requests=args.max_requests,
         batch_invariant=config.rollout.reproducible,
         threads=1 if model.num_parameters() < SMALL_MODEL else 0,
     )

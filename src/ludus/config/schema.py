@@ -177,6 +177,13 @@ class EngineConfig(Section):
     of gloo, without a file. None writes them to the folder."""
     give_up_cache: bool = False
     """Give the memory of the embedded engine's cache back while the learner works: for both on one device."""
+    cache_tokens: int | None = Field(None, ge=1)
+    """Tokens whose keys and values an embedded engine keeps, those of all that runs included; one request of
+    the longest always fits. None has room for all episodes at once: rollout.concurrency * (rollout.max_tokens
+    + 16)."""
+    max_requests: int = Field(0, ge=0)
+    """Requests that an embedded engine has under way and waiting; more are put off, and asked again when some
+    are done. 0 is no limit."""
     delta: bool = False
     """Over that line, send only what changed since the last weights; keeps a copy of these."""
 

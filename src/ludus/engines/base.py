@@ -113,16 +113,17 @@ class EngineStats:
         }
 
     def line(self) -> str:
-        """The same in one line, for a progress bar."""
+        """The same in one line, for a progress bar. Empty without a step: what samples may be elsewhere."""
         found = self.metrics()
         if not found:
-            return "idle"
+            return ""
+        evicted = f", {self.evicted_pages:,} pages evicted" if self.evicted_pages else ""
         return (
             f"{found['engine/decode_tokens_per_s']:,.0f} sampled and "
             f"{found['engine/prefill_tokens_per_s']:,.0f} read tokens/s  "
             f"{found['engine/requests_running']:.0f} at once, "
             f"{found['engine/requests_waiting']:.0f} waiting  "
-            f"cache {self.hit_rate:.0%}"
+            f"cache {self.hit_rate:.0%}{evicted}"
         )
 
 

@@ -5,7 +5,8 @@ for every sequence that decodes, then, as far as the pass has room, chunks of pr
 order in which they came. Waits for nothing, never retries, knows no event loop; one thread calls it.
 
 A sequence is admitted when a slot is free, when its longest possible length fits the pages left, and when
-nobody else is computing a prefix of it just then: then it waits and shares.
+nobody else is computing a prefix of it just then: then it waits and shares. Admission goes in the order of
+arrival; only one that waits to share lets others pass.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -39,6 +41,9 @@ _SCORE_CHUNK = 256
 
 _STOP_TAIL = 512
 """Tokens in which a stop string is looked for."""
+
+_KEPT_STOPS = 64
+"""Sets of stop strings whose tokens stay known, those used last."""
 
 
 @dataclass(slots=True, eq=False)
@@ -134,14 +139,15 @@ class EngineCore:
     ) -> None:
         """`slots` is (sequences that run at once, the longest in tokens)."""
         self._forward = forward
-        self._tokenizer = tokenizer
+        self._stop_strings = (
+            None if tokenizer is None else lru_cache(_KEPT_STOPS)(partial(StopStrings, tokenizer))
+        )
         self._tree = tree
         self._pass_tokens = pass_tokens
         self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
         self._free_slots = deque(range(slots[0]))
         self._params = SlotParams(slots[0], forward)
         self._reserved = 0
-        self._stop_strings: dict[tuple[str, ...], StopStrings] = {}
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []
         self.version = 0
@@ -247,6 +253,11 @@ class EngineCore:
         for sequence in stale:
             sequence.num_computed = sequence.num_settled = 0
         self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + again)
+
+    def forget_adapter(self, adapter: str) -> None:
+        """Keep nothing of an adapter that is no more. Nothing may run under it."""
+        self._tree.forget_adapter(adapter)
+        self.adapter_versions.pop(adapter, None)
 
     def give_up_cache(self) -> None:
         """Forget all keys and values, and give their memory back until the next pass.
@@ -413,11 +424,7 @@ class EngineCore:
         sequence.path, sequence.slot, sequence.reserved = [], -1, 0
 
     def _stops(self, stop: tuple[str, ...]) -> StopStrings | None:
-        if not stop or self._tokenizer is None:
-            return None
-        if stop not in self._stop_strings:
-            self._stop_strings[stop] = StopStrings(self._tokenizer, stop)
-        return self._stop_strings[stop]
+        return self._stop_strings(stop) if stop and self._stop_strings is not None else None
 
 
 class SlotParams:

@@ -217,11 +217,12 @@ class VllmDialect:
         if params.top_logprobs:
             body["return_tokens_as_token_ids"] = True
         choice = (await replica.post("/v1/completions", body, _Completion, samples=True)).choices[0]
-        if choice.token_ids is None or choice.logprobs is None:
+        if choice.token_ids is None or choice.prompt_token_ids is None or choice.logprobs is None:
             raise EngineError(
-                f"{replica.url} gives no token ids or no log-probabilities.", "vLLM 0.10 and later can."
+                f"{replica.url} gives no token ids, of the prompt or the answer, or no log-probabilities.",
+                "It must know `return_token_ids`, as vLLM and `ludus serve` do.",
             )
-        if choice.prompt_token_ids not in (None, list(request.token_ids)):
+        if choice.prompt_token_ids != list(request.token_ids):
             raise EngineError(f"{replica.url} sampled from another prompt than it was sent.")
         spans = choice.weight_versions
         top = _named_ids(choice.logprobs, replica.url) if params.top_logprobs else []

@@ -132,6 +132,18 @@ class RaggedForward:
         logits: Tensor = output.logits[0]
         return (logits if self._keeps else logits[index])[: len(keep)]
 
+    @torch.inference_mode()
+    def block_for(self, pass_tokens: int) -> int:
+        """What passes must be a multiple of for a token's logits to be the same bits alone and in any pass.
+
+        `pass_tokens`, the most that a pass has, where the small block does not do: all have one shape then.
+        """
+        if not self.invariant:
+            return pass_tokens
+        chunks, table = [Chunk(self._trial_ids()[:1], 0, 0)], self._trial_table()
+        alone, among = (self.logits(chunks, table, np.arange(1), b) for b in (ROW_BLOCK, pass_tokens))
+        return ROW_BLOCK if torch.equal(alone, among) else pass_tokens
+
     def close(self) -> None:
         """End the kernel's threads, and give the model back as it was."""
         if self._kernel is not None:

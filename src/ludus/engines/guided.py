@@ -7,6 +7,7 @@ the completion's `cut_logprobs` are of what the guide left, its `logprobs` of th
 from __future__ import annotations
 
 import importlib.util
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +18,10 @@ from ludus.types import Guide
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_KEPT = 128
+"""Guides that stay compiled, those used last."""
 
 
 class GuideState:
@@ -60,13 +65,11 @@ class GuideCompiler:
 
         self._library = llguidance
         self._tokenizer = llguidance.hf.from_tokenizer(tokenizer)
-        self._known: dict[Guide, Any] = {}
+        self._matcher = lru_cache(_KEPT)(self._compile)
 
     def start(self, guide: Guide, stop_token_ids: tuple[int, ...]) -> GuideState:
         """The state of an action that begins. Raises RequestRefused for a guide that is none."""
-        if guide not in self._known:
-            self._known[guide] = self._compile(guide)
-        return GuideState(self._known[guide].deep_copy(), stop_token_ids)
+        return GuideState(self._matcher(guide).deep_copy(), stop_token_ids)
 
     def _compile(self, guide: Guide) -> Any:  # noqa: ANN401 (the library has no types)
         made = self._library.LLMatcher

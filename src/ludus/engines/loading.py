@@ -73,7 +73,7 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
             path,
             config=config,
             dtype=_DTYPES[dtype],
-            attn_implementation=_ATTENTION,
+            attn_implementation=None,  # torch's own where the family has it (Gemma2 has not)
             local_files_only=_is_folder(path),
             ignore_mismatched_sizes=True,  # reported below, in one sentence
             output_loading_info=True,

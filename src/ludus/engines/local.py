@@ -28,7 +28,7 @@ from ludus.engines.fingerprint import fingerprint_adapted
 from ludus.engines.forward import RaggedForward
 from ludus.engines.guided import GuideCompiler
 from ludus.engines.pages import AT, PAGE, PageTree
-from ludus.engines.worker import Worker
+from ludus.engines.worker import Worker, compute_threads
 from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
@@ -101,21 +101,21 @@ class LocalEngine:
         self._settings = settings
         threads = settings.threads or torch.get_num_threads()
         num_pages = max(-(-settings.cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
-        self._forward = RaggedForward(self._model, num_pages, settings.context_tokens, threads)
+        pass_tokens = max(settings.pass_tokens, settings.max_batch)
+        with compute_threads(settings.threads):
+            self._forward = RaggedForward(self._model, num_pages, settings.context_tokens, threads)
+            self._invariant = settings.batch_invariant and self._forward.compiled
+            block = self._forward.block_for(pass_tokens) if self._invariant else 1
         self._tree = PageTree(num_pages)
         self._core = EngineCore(
             self._forward,
             tokenizer,
             self._tree,
             (settings.max_batch, settings.context_tokens),
-            max(settings.pass_tokens, settings.max_batch),
+            pass_tokens,
         )
         self._core.version = version
-        self._invariant = settings.batch_invariant and self._forward.compiled
-        if not self._invariant:
-            self._core.block = 1
-        elif not self._forward.invariant:
-            self._core.block = max(settings.pass_tokens, settings.max_batch)
+        self._core.block = block
         self._histories: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._shelves: dict[str, str] = {}
         self._worker = Worker(self._core, settings.threads)
@@ -277,6 +277,10 @@ class LocalEngine:
                 )
             self._check_adapter(request.adapter)
         limit = self._settings.max_requests
+        if 0 < limit < len(requests):
+            raise RequestRefused(
+                f"{len(requests)} requests at once; the engine takes {limit} (max_requests)."
+            )
         if limit and len(self._open) + len(requests) > limit:
             raise EngineBusy(
                 f"The engine has {len(self._open)} requests and takes {limit} at most (max_requests).",
@@ -370,7 +374,7 @@ class LocalEngine:
                 sequence.error = EngineError(f"The adapter {name!r} was unloaded.")
                 self._core.abort(sequence)
         self._forward.adapters.unload(name)
-        self._core.new_weights(0, recompute=True, adapter=name)
+        self._core.forget_adapter(name)
 
 
 def _check_fits(request: Request, limit: int, vocab_size: int) -> None:

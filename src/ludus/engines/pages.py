@@ -196,7 +196,7 @@ class PageTree:
 
     def clear(self, adapter: str | None = None) -> None:
         """Let nobody find anything any more (of one adapter, or all); what runs keeps its pages."""
-        roots = [name for name in self._roots if adapter in (None, name, name.partition(AT)[0])]
+        roots = self._names(adapter)
         stack = [node for name in roots for node in self.root(name).children.values()]
         while stack:
             node = stack.pop()
@@ -209,9 +209,19 @@ class PageTree:
         for name in roots:
             self.root(name).children = {}
 
+    def forget_adapter(self, adapter: str) -> None:
+        """Keep nothing of an adapter that is no more, its beginning neither."""
+        self.clear(adapter)
+        for name in self._names(adapter):
+            del self._roots[name]
+
     def forget_empty(self) -> None:
         """Forget the beginnings of which nothing is kept."""
         self._roots = {name: root for name, root in self._roots.items() if root.children}
+
+    def _names(self, adapter: str | None) -> list[str]:
+        """The beginnings that are an adapter's, or all."""
+        return [name for name in self._roots if adapter in (None, name, name.partition(AT)[0])]
 
     def _evict(self) -> None:
         """Free the least recently used eighth of what nobody holds, leaves first."""

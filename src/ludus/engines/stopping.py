@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 class StopStrings:
     """Watches one set of stop strings over growing token lists.
 
-    Only the tail of an action is decoded, and only where its last token may end a stop string.
+    Only the tail of an action is decoded, and only where its last token may end a stop string. The text of
+    an action is what the tokenizer decodes its tokens to: SentencePiece's leave out a blank at the beginning.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, stop: tuple[str, ...]) -> None:
@@ -29,7 +30,7 @@ class StopStrings:
         last = tokens[-1]
         may_end = self._may_end.get(last)
         if may_end is None:
-            text = self._decode([last])
+            text = self._decode([last, last])  # alone, a token may lose its leading blank
             may_end = self._check_all or not self._last_characters.isdisjoint(text)
             self._may_end[last] = may_end
         if not may_end:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch
@@ -97,6 +98,17 @@ class Worker:
         except (RuntimeError, MemoryError) as error:
             count = len(self._core.running)
             self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
+
+
+@contextmanager
+def compute_threads(threads: int) -> Iterator[None]:
+    """Compute with as many threads as a worker would, for the time of the block (0: torch's number)."""
+    before = torch.get_num_threads()
+    _take_threads(threads)
+    try:
+        yield
+    finally:
+        _take_threads(before)
 
 
 def _take_threads(threads: int) -> None:

@@ -141,7 +141,8 @@ def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
     return EngineSettings(
         context_tokens=min(limit, rollout.max_tokens),
         max_batch=rollout.concurrency + streams,  # with room for the probe of new weights
-        cache_tokens=rollout.concurrency * (rollout.max_tokens + PAGE),
+        cache_tokens=config.engine.cache_tokens or rollout.concurrency * (rollout.max_tokens + PAGE),
+        max_requests=config.engine.max_requests,
         batch_invariant=rollout.reproducible and not streams,
         recompute_on_update=not streams or config.staleness.cache == "prefill",
         threads=1 if model.num_parameters() < SMALL_MODEL else 0,

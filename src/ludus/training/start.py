@@ -113,6 +113,7 @@ def check(config: Config, world: World) -> None:
     check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
     check_cache(config)
+    check_max_requests(config)
     check_evaluation(config, world)
     task_order(config, world)
     check_reward_settings(config, world)
@@ -136,6 +137,23 @@ def check_cache(config: Config) -> None:
         raise ConfigError(
             f"With training.mode = {config.training.mode!r} the engine samples while the learner works.",
             "Set engine.give_up_cache = false, or training.mode = 'sync'.",
+        )
+
+
+def check_max_requests(config: Config) -> None:
+    """Raise ConfigError where the limit is for nobody, or would refuse what the run itself plays at once."""
+    most, needed = config.engine.max_requests, config.rollout.concurrency + (config.training.mode == "async")
+    if not most:
+        return
+    if config.engine.url:
+        raise ConfigError(
+            "engine.max_requests is for embedded engines.",
+            "Give it to the server: ludus serve --max-requests.",
+        )
+    if config.cluster.kind == "none" and most < needed:
+        raise ConfigError(
+            f"engine.max_requests ({most}) is below the {needed} requests that this run makes at once.",
+            "Lower rollout.concurrency, or leave it out: nobody else asks an engine in this process.",
         )
 
 

@@ -1,0 +1,69 @@
+"""How many threads the embedded engine computes with, and that the learner keeps its own number."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import ClassVar
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from ludus.engines.base import Request
+from ludus.engines.local import LocalEngine
+from ludus.training.session import engine_settings
+from ludus.types import SamplingParams
+from small_runs import config
+from test_engine_batching import SMALL, build
+
+
+@pytest.fixture
+def two_threads():
+    """Two threads for whoever makes the engine."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def test_a_small_model_has_one_thread_and_a_large_one_those_of_the_learner(tmp_path):
+    with torch.device("meta"):
+        large = Qwen3ForCausalLM(Qwen3Config(vocab_size=200_000, hidden_size=128, num_hidden_layers=1))
+    assert large.num_parameters() > 20_000_000
+    assert engine_settings(config(tmp_path), build()).threads == 1
+    assert engine_settings(config(tmp_path), large).threads == 0
+
+
+class Noting(torch.nn.Linear):
+    """Notes with how many threads it is computed."""
+
+    seen: ClassVar[list[int]] = []
+
+    def forward(self, input):
+        self.seen.append(torch.get_num_threads())
+        return super().forward(input)
+
+
+def test_the_engine_tries_the_model_with_the_threads_that_it_computes_with(two_threads):
+    model = build()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            module.__class__ = Noting
+    engine = LocalEngine(model, settings=replace(SMALL, threads=1))
+    assert torch.get_num_threads() == 2
+    asyncio.run(engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=2))))
+    asyncio.run(engine.close())
+    assert set(Noting.seen) == {1}
+
+
+@pytest.mark.parametrize(("threads", "expected"), [(1, 1), (0, 2)])
+def test_the_engine_computes_with_its_number_and_the_caller_keeps_its_own(two_threads, threads, expected):
+    async def run():
+        engine = LocalEngine(build(), settings=replace(SMALL, threads=threads))
+        inside = await engine._worker.call(torch.get_num_threads)
+        await engine.close()
+        return inside
+
+    assert asyncio.run(run()) == expected
+    assert torch.get_num_threads() == 2
