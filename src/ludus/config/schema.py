@@ -350,7 +350,7 @@ class TrainingConfig(OptimiserSection):
     """Passes over one batch of rollouts."""
     minibatches: int = Field(1, ge=1)
     """Optimiser steps in one pass."""
-    microbatch_tokens: int = Field(8192, ge=1)
+    microbatch_tokens: int = Field(4096, ge=1)
     """Padded tokens per forward pass; the gradient does not depend on it."""
     mask_observations: bool = True
     """False trains on tool output as if the model had written it: for comparison only; it warns."""

@@ -197,7 +197,7 @@ class Combiner:
 
     settings: RewardsConfig
     parts: tuple[Part, ...]
-    microbatch_tokens: int = 8192
+    microbatch_tokens: int = 4096
     takes_turns: bool = False
     model: RewardModel | None = None
     preset: tuple[Reward, ...] | None = None

@@ -28,7 +28,7 @@ class CriticSettings:
     """How the critic learns. `clip` bounds how far a value moves in one step (None: not bounded); `recompute`
     is activation checkpointing."""
 
-    microbatch_tokens: int = 8192
+    microbatch_tokens: int = 4096
     epochs: int = 1
     clip: float | None = 0.2
     recompute: bool = False

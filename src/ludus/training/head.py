@@ -20,6 +20,8 @@ KEPT_LOGITS = 16_777_216
 """Logits of a batch that are few enough to keep (64 MiB in float32)."""
 CHUNK_LOGITS = 16_777_216
 """Logits of one chunk."""
+_NEAR = 256
+"""Rows whose logits, of a small vocabulary, are worked through while the processor's caches hold them."""
 _WORDS = 16_384
 """Rows of the output layer whose gradient is added up at a time."""
 
@@ -144,10 +146,17 @@ class _Kept(torch.autograd.Function):
         targets: Tensor,
         how: _How,
     ) -> tuple[Tensor, Tensor]:
-        table = torch.log_softmax(Head(weight, bias, how.temperature).logits(hidden), -1)
-        logprobs = table.gather(1, targets[:, None])[:, 0]
-        probabilities = table.exp()
-        spread = torch.zeros_like(logprobs) if how.entropy == "none" else _entropy_of(probabilities, table)
+        head = Head(weight, bias, how.temperature)
+        wide = torch.float64 if hidden.dtype == torch.float64 else torch.float32
+        probabilities = hidden.new_empty(len(hidden), len(weight), dtype=wide)
+        logprobs, spread = (hidden.new_zeros(len(hidden), dtype=wide) for _ in range(2))
+        for start in range(0, len(hidden), _NEAR):
+            at = slice(start, start + _NEAR)
+            table = torch.log_softmax(head.logits(hidden[at]), -1)
+            logprobs[at] = table.gather(1, targets[at, None])[:, 0]
+            torch.exp(table, out=probabilities[at])
+            if how.entropy != "none":
+                spread[at] = _entropy_of(probabilities[at], table)
         ctx.save_for_backward(hidden, weight, targets, *([] if bias is None else [bias]))
         ctx.probabilities, ctx.how = probabilities, how
         ctx.mark_non_differentiable(spread)

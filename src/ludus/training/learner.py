@@ -55,7 +55,7 @@ class LearnerSettings:
     `halve_on_oom` a pass that runs out of memory is made again in smaller ones.
     """
 
-    microbatch_tokens: int = 8192
+    microbatch_tokens: int = 4096
     epochs: int = 1
     minibatches: int = 1
     trajectory_tokens: int = 768

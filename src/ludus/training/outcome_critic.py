@@ -31,7 +31,7 @@ class OutcomeCriticSettings:
     """How it learns. `success` is the reward part that says whether a task was solved: 1 is; `recompute` is
     activation checkpointing."""
 
-    microbatch_tokens: int = 8192
+    microbatch_tokens: int = 4096
     epochs: int = 1
     success: str = ""
     recompute: bool = False

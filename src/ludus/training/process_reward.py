@@ -35,7 +35,7 @@ class ProcessRewardSettings:
     checkpointing.
     """
 
-    microbatch_tokens: int = 8192
+    microbatch_tokens: int = 4096
     epochs: int = 1
     beta: float = 0.05
     temperature: float = 1.0
