@@ -45,6 +45,7 @@ LABELS = {
     "ours no-continuous-batching": "Ludus, turns in lock-step",
     "ours not-batch-invariant": "Ludus, not batch-invariant",
     "ours no-kernel": "Ludus, torch's attention",
+    "ours no-onednn": "Ludus, products by MKL",
     "floor": "floor: the linear layers alone",
 }
 NAIVE = "naive"

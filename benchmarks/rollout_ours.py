@@ -23,6 +23,7 @@ UNSHARED = "ours no-shared-prefix"
 LOCKSTEP = "ours no-continuous-batching"
 VARIANT = "ours not-batch-invariant"
 WITHOUT_KERNEL = "ours no-kernel"
+BY_MKL = "ours no-onednn"
 
 
 @dataclass
@@ -103,6 +104,8 @@ def ours(job: Job) -> Result:
 
 
 async def _ours(job: Job, plan: list[Episode]) -> Result:
+    if job.system == BY_MKL:
+        torch.backends.mkldnn.enabled = False
     engine = LocalEngine(load(job), settings=settings(job), copy=False)
     if engine.batch_invariant != (job.system not in (VARIANT, WITHOUT_KERNEL)):
         raise Skipped("the compiled kernel is not to be had, or cannot be kept away")
