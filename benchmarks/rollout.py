@@ -265,7 +265,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     text = f"{describe(work, args.repeats, args.threads)}\n\n{report(rounds, skipped, jobs, args.clock)}"
     print(f"{args.model}: {text}")
     if args.page:
-        fill(args.page, args.model, text)
+        threads = "" if args.threads == 1 else f", {args.threads} threads"
+        fill(args.page, args.model + threads, text)
 
 
 if __name__ == "__main__":

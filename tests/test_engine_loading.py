@@ -176,3 +176,23 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
     assert resolve_device("auto") == torch.device("cpu")
     with pytest.raises(UserError, match="no CUDA device"):
         resolve_device("cuda")
+
+
+def test_adapters_whose_change_a_format_rounds_away_are_not_merged(checkpoint, tmp_path):
+    peft = pytest.importorskip("peft")
+    for size, lost in ((1e-4, True), (1.0, False)):
+        torch.manual_seed(0)
+        config = peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM")
+        model = peft.get_peft_model(load_model(str(checkpoint), device="cpu"), config)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.normal_(0, size)
+        folder = tmp_path / f"adapters-{size}"
+        model.save_pretrained(folder)
+        load_model(str(folder), "float32", "cpu")
+        if lost:
+            with pytest.raises(UserError, match="bfloat16 weights loses"):
+                load_model(str(folder), "bfloat16", "cpu")
+        else:
+            load_model(str(folder), "bfloat16", "cpu")

@@ -15,6 +15,7 @@ from ludus.engines import smollm2
 from ludus.errors import StorageError, UserError
 
 if TYPE_CHECKING:
+    from peft import PeftModel
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 DTypeName = Literal["float32", "bfloat16", "float64"]
@@ -27,6 +28,9 @@ _DTYPES: dict[DTypeName, torch.dtype] = {
 }
 _HUB_TIMEOUT_S = 10.0
 _ATTENTION = "sdpa"
+_MOST_LOST = 0.1
+"""Share of what adapters change that merging them may lose."""
+_TRIAL_TOKENS = 24
 
 
 def resolve_device(device: DeviceName) -> torch.device:
@@ -90,13 +94,16 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
 
 
 def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrainedModel:
-    """The base model that a folder of adapters names, with these merged into its weights."""
+    """The base model that a folder of adapters names, with these merged into its weights.
+
+    Raises UserError where the weights' format rounds a good part of what the adapters learnt away.
+    """
     try:
         base = json.loads((folder / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
         from peft import PeftModel
 
         model = load_model(base, dtype, device)
-        merged: PreTrainedModel = PeftModel.from_pretrained(model, str(folder)).merge_and_unload()
+        merged, lost = _merged(PeftModel.from_pretrained(model, str(folder)))
     except UserError as error:
         raise UserError(
             f"{folder} holds adapters only, and their base model cannot be loaded: {error.message}",
@@ -111,7 +118,27 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
         raise UserError(
             f"The adapters in {folder} cannot be loaded: {_first_line(error)}.", "Give a whole model."
         ) from error
+    if lost > _MOST_LOST:
+        raise UserError(
+            f"Merging the adapters in {folder} into {dtype} weights loses {lost:.0%} of what they change.",
+            "Load it with model.dtype = float32, or train on the base model with model.lora.",
+        )
     return merged.requires_grad_(True).eval()
+
+
+@torch.no_grad()
+def _merged(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
+    """The model with its adapters merged, and the share of their effect on some logits that this loses."""
+    vocabulary = adapted.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(_TRIAL_TOKENS, device=adapted.device)[None] * 7 % vocabulary
+    adapted.eval()
+    wanted = adapted(input_ids=tokens, use_cache=False).logits.float()
+    with adapted.disable_adapter():
+        plain = adapted(input_ids=tokens, use_cache=False).logits.float()
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    got = merged(input_ids=tokens, use_cache=False).logits.float()
+    effect = float((wanted - plain).norm())
+    return merged, float((wanted - got).norm()) / effect if effect else 0.0
 
 
 def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedTokenizerBase:
