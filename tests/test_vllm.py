@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import json
 import os
 import re
@@ -14,11 +15,15 @@ from pathlib import Path
 
 import httpx
 import pytest
+import torch
 
 from engine_conformance import CHECKS, Case, count_sampled
 from ludus.cli.main import main
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.server import ServerEngine
+from ludus.engines.transport import ServerSettings
+from ludus.engines.vllm_line import EXTENSION
+from ludus.errors import EngineError
 from served import COLD_START, CONTEXT
 from small_runs import words
 
@@ -28,6 +33,7 @@ PYTHON = Path(os.environ.get("LUDUS_VLLM_PYTHON", Path(__file__).parent.parent /
 PORT = 8197
 URL = f"http://127.0.0.1:{PORT}"
 START_S = 900
+SOURCE = Path(__file__).parent.parent / "src"
 PROOF = re.compile(r"(\d+) tensors proved")
 MODES = ("raw_logprobs", "processed_logprobs")
 
@@ -45,6 +51,7 @@ def command(mode: str) -> list[str]:
         "--logprobs-mode": mode,
         "--hf-overrides": json.dumps({"tie_word_embeddings": False}),
     }
+    options["--worker-extension-cls"] = EXTENSION
     words = [word for pair in options.items() for word in pair]
     return [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", *words]
 
@@ -61,7 +68,7 @@ def running(words: list[str], log: Path):
     """A server for the time of a block."""
     env = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}
     env |= {"VLLM_SERVER_DEV_MODE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
-    env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+    env |= {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "PYTHONPATH": str(SOURCE)}
     with log.open("wb") as out:
         process = subprocess.Popen(words, env=env, stdout=out, stderr=out)
         try:
@@ -119,3 +126,30 @@ def test_a_run_trains_against_vllm_and_its_weights_are_proved(vllm, tmp_path):
     proofs = PROOF.findall((tmp_path / "run" / "log.txt").read_text())
     assert len(proofs) >= 2
     assert all(int(num_proved) > 0 for num_proved in proofs), proofs
+
+
+def scored_by(model, tokens):
+    with torch.no_grad():
+        table = model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+    return [0.0, *(float(table[i, token]) for i, token in enumerate(tokens[1:]))]
+
+
+def test_weights_come_over_a_line_without_a_file(case):
+    tokens, changed = list(range(40, 90)), copy.deepcopy(case.model)
+    engine = ServerEngine([URL], settings=ServerSettings(broadcast_host="127.0.0.1", timeout_s=120))
+
+    async def run():
+        for version in (101, 102):
+            with torch.no_grad():
+                for parameter in changed.parameters():
+                    parameter.mul_(1.05)
+            await engine.load_weights(version, dict(changed.named_parameters()))
+            assert await engine.score(tokens) == pytest.approx(scored_by(changed, tokens), abs=1e-3)
+            assert engine.version == version
+        with pytest.raises(EngineError, match=URL):
+            await engine.load_weights(103, {"no.such.weight": torch.zeros(3)})
+        await engine.load_weights(104, dict(case.model.named_parameters()))
+        assert await engine.score(tokens) == pytest.approx(scored_by(case.model, tokens), abs=1e-3)
+        await engine.close()
+
+    asyncio.run(run())

@@ -173,8 +173,9 @@ class EngineConfig(Section):
     """Where new weights are written; the server must see the same path. None takes a temporary folder, in
     shared memory where there is room."""
     broadcast_host: str | None = None
-    """An address of this machine that its servers reach: `ludus serve` has new weights from here over a line
-    of gloo, without a file. None writes them to the folder."""
+    """An address of this machine that its servers reach: `ludus serve`, and vLLM with the extension of its
+    worker (docs/server.md), have new weights from here over a line of gloo, without a file. None writes them
+    to the folder."""
     give_up_cache: bool = False
     """Give the memory of the embedded engine's cache back while the learner works: for both on one device."""
     cache_tokens: int | None = Field(None, ge=1)

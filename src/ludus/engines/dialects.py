@@ -7,7 +7,7 @@ SGLang's documentation and has met no real server.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol
 from urllib.parse import quote
@@ -250,11 +250,15 @@ class VllmDialect:
         return (await replica.get("/weight_info", _WeightInfo)).weight_version
 
     async def update(self, replica: Replica, folder: str, version: int) -> None:
-        """Pause, reload from the folder, forget the cached prefixes, relabel, resume."""
+        """Reload from the folder, as `exchange` says."""
+        reload: Mapping[str, object] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await self.exchange(replica, version, lambda: replica.post("/collective_rpc", reload, _Anything))
+
+    async def exchange(self, replica: Replica, version: int, load: Callable[[], Awaitable[object]]) -> None:
+        """Pause, `load`, forget the cached prefixes, relabel, resume."""
         await self.pause(replica)
         try:
-            reload: Mapping[str, object] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
-            await replica.post("/collective_rpc", reload, _Anything)
+            await load()
             await replica.post("/reset_prefix_cache?reset_running_requests=true", {}, _Anything)
             await replica.post("/update_weight_version", {"new_version": str(version)}, _Anything)
         finally:

@@ -1,4 +1,4 @@
-"""The trainer's end of a line of weights to `ludus serve`: who is on it, and what they hold."""
+"""The trainer's end of a line of weights to `ludus serve` and vLLM: who is on it, and what they hold."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ from ludus.engines.broadcast import (
     manifest_of,
     open_store,
 )
+from ludus.engines.dialects import Dialect
 from ludus.engines.transport import Refused, Replica, ServerSettings
+from ludus.engines.vllm_line import receive, tell_workers
 
 if TYPE_CHECKING:
     import torch
 
-_NO_LINE = 409
+_NOT_FOUND, _NO_LINE = 404, 409
 
 log = logging.getLogger("ludus.server")
 
@@ -38,11 +40,13 @@ class _Anything(BaseModel):
 class Broadcaster:
     """Sends weights to `replicas`, which reach this process at `host`; with `delta` what changed alone.
 
-    Then, or where it `keeps` them, a copy of the last weights is kept on the CPU. A server that has left the
-    line, or holds other weights than the difference is to, has all of them sent.
+    A server without paths for it is asked through its workers, as vLLM is, and has all of them sent. With
+    `delta`, or where it `keeps` them, a copy of the last weights is kept on the CPU. A server that has left
+    the line, or holds other weights than the difference is to, has all of them sent.
     """
 
     replicas: Sequence[Replica]
+    dialect: Dialect
     host: str
     timeout_s: float
     delta: bool = False
@@ -51,6 +55,7 @@ class Broadcaster:
     _line: Line | None = None
     _last: dict[str, torch.Tensor] = field(default_factory=dict)
     _version: int = -1
+    _by_workers: set[str] = field(default_factory=set)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Have every server take the weights. Raises EngineError with a server's own words."""
@@ -63,7 +68,7 @@ class Broadcaster:
             await self._line_up()
             await self._prepare(manifest_of(version, None, plain))
         self._last = {}
-        await self._send(tensors)
+        await self._send(tensors, version)
         self.sent_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         if self.delta or self.keeps:
             self._last, self._version = {n: t.clone() for n, t in plain.items()}, version
@@ -75,7 +80,9 @@ class Broadcaster:
         """
         self._line = None
         if self._last:
-            await Broadcaster([replica], self.host, self.timeout_s).send(self._version, self._last)
+            await Broadcaster([replica], self.dialect, self.host, self.timeout_s).send(
+                self._version, self._last
+            )
         return self._last
 
     def relay(self) -> None:
@@ -101,7 +108,19 @@ class Broadcaster:
 
     async def _prepare(self, manifest: Manifest) -> None:
         body = manifest.model_dump()
-        await asyncio.gather(*(r.post("/prepare_weights", body, _Anything) for r in self.replicas))
+        await asyncio.gather(*(self._tell(r, "/prepare_weights", body) for r in self.replicas))
+
+    async def _tell(self, replica: Replica, path: str, body: Mapping[str, object]) -> None:
+        """A message of the line, to the server or to its workers."""
+        if replica.url not in self._by_workers:
+            try:
+                await replica.post(path, body, _Anything)
+                return
+            except Refused as error:
+                if error.status != _NOT_FOUND:
+                    raise
+            self._by_workers.add(replica.url)
+        await tell_workers(replica, path, body)
 
     async def _line_up(self) -> None:
         """Meet all servers at a new place."""
@@ -113,25 +132,32 @@ class Broadcaster:
             for i in range(1, count)
         ]
         asked = [
-            replica.post("/join_weight_line", place.model_dump(), _Anything)
+            self._tell(replica, "/join_weight_line", place.model_dump())
             for replica, place in zip(self.replicas, places, strict=True)
         ]
         joined = asyncio.to_thread(join_line, store, TRAINER, count, self.timeout_s, self.host)
         async with asyncio.timeout(self.timeout_s):
             self._line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
 
-    async def _send(self, tensors: Mapping[str, torch.Tensor]) -> None:
+    async def _send(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         assert self._line is not None
         line, self._line = self._line, None  # it is back once all went well
-        asked = [replica.post("/receive_weights", {}, _Anything) for replica in self.replicas]
+        asked = [
+            receive(replica, self.dialect, version)
+            if replica.url in self._by_workers
+            else replica.post("/receive_weights", {}, _Anything)
+            for replica in self.replicas
+        ]
         await asyncio.gather(*asked, asyncio.to_thread(line.broadcast, tensors))
         self._line = line
 
 
-def broadcaster_of(replicas: Sequence[Replica], settings: ServerSettings) -> Broadcaster | None:
+def broadcaster_of(
+    replicas: Sequence[Replica], dialect: Dialect, settings: ServerSettings
+) -> Broadcaster | None:
     """What broadcasts to `replicas`, where the settings name an address for it."""
     if not settings.broadcast_host:
         return None
     return Broadcaster(
-        replicas, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights
+        replicas, dialect, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights
     )

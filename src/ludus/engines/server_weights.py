@@ -65,7 +65,7 @@ class SentWeights:
         self._sent = _Sent()
         self._shelf = WeightShelf(settings.weights_folder)
         self.adapters = SentAdapters(dialect, replicas, self._shelf, name)
-        self.line = broadcaster_of(replicas, settings)
+        self.line = broadcaster_of(replicas, dialect, settings)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Have every replica take whole weights. Raises as `ServerEngine.load_weights`."""

@@ -1,0 +1,90 @@
+"""The receiving end of a line of weights inside of vLLM's worker.
+
+vLLM mixes the class into its worker where it is started with `--worker-extension-cls
+ludus.engines.vllm_worker.WeightLine`; its Python has to find this package, of which torch and pydantic are
+enough. The trainer speaks to it through `/collective_rpc`. An answer is None, or an error's words and status:
+what a worker raises would end the server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from ludus.engines.broadcast import (
+    Line,
+    Manifest,
+    Place,
+    address_towards,
+    check_digest,
+    join_line,
+    room_for,
+    visit_store,
+)
+from ludus.errors import EngineError, SyncError
+
+if TYPE_CHECKING:
+    import torch
+
+_CONFLICT, _BAD = 409, 400
+_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+Answer = dict[str, str | int] | None
+
+
+class WeightLine:
+    """What the worker can do besides; one worker a server."""
+
+    reload_weights: Callable[..., None]
+    rank: int
+    _ludus_line: Line | None = None
+    _ludus_expects: Manifest | None = None
+
+    def ludus_join_weight_line(self, text: str) -> Answer:
+        """Join the trainer's line at a `Place`, in place of an earlier one."""
+        place, self._ludus_line = Place.model_validate_json(text), None
+        if self.rank:
+            return _error("It has several workers, and the line takes one a server.", _BAD)
+        try:
+            store = visit_store(place)
+            address = address_towards(place)
+            self._ludus_line = join_line(store, place.rank, place.count, place.timeout_s, address)
+        except EngineError as error:
+            return _error(str(error), _BAD)
+        return None
+
+    def ludus_prepare_weights(self, text: str) -> Answer:
+        """Say what a `Manifest` announces; differences are none to a model whose layers are fused."""
+        manifest = Manifest.model_validate_json(text)
+        if self._ludus_line is None or manifest.base is not None:
+            return _error("It is on no line, or holds no weights that a difference would be to.", _CONFLICT)
+        self._ludus_expects = manifest
+        return None
+
+    def ludus_receive_weights(self, text: str) -> Answer:
+        """Take what the trainer sends, and have vLLM load it."""
+        line, manifest = self._ludus_line, self._ludus_expects
+        if line is None or manifest is None:
+            return _error("No weights are expected.", _CONFLICT)
+        self._ludus_expects = None
+        try:
+            tensors = room_for(manifest)
+            line.broadcast(tensors)
+            check_digest(manifest, tensors)
+            self.reload_weights(weights_iterator=iter(_with_head(tensors).items()))
+        except EngineError as error:
+            self._ludus_line = None
+            return _error(str(error), _BAD)
+        except (SyncError, ValueError, KeyError, RuntimeError) as error:
+            return _error(str(error), _BAD)
+        return None
+
+
+def _with_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With the output head of a model that ties it to its embeddings, for a server that does not."""
+    tied = tensors.get(_EMBEDDINGS)
+    return tensors if tied is None or _HEAD in tensors else {**tensors, _HEAD: tied}
+
+
+def _error(words: str, status: int) -> Answer:
+    return {"error": words, "status": status}
