@@ -19,7 +19,7 @@ from ludus.engines.checksums import compare_digests, tensor_digest
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import ServerSettings
 from ludus.errors import EngineError, SyncError, UserError
-from ludus.types import SamplingParams
+from ludus.types import Guide, SamplingParams
 
 CONTEXT = 64
 QUICK = ServerSettings(timeout_s=20, patience_s=2, backoff_s=0.01)
@@ -133,6 +133,12 @@ def serving(*fakes):
             server.over.set()
             server.shutdown()
             server.server_close()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_guide_is_refused_where_log_probabilities_would_be_of_what_it_leaves(temperature):
+    with serving(Fake()) as engine, pytest.raises(EngineError, match="of what a guide leaves"):
+        ask(engine, "a", temperature=temperature, guide=Guide("regex", "(yes|no)"))
 
 
 def ask(engine, *episodes, **params):

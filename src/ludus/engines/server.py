@@ -287,7 +287,14 @@ class ServerEngine:
     async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
         """Refuse sampling whose log-probabilities the server would report of another distribution."""
         plain = params.temperature == 1 and not params.cuts
-        if params.temperature == 0 or self._mode == "exact" or plain:
+        if self._mode == "exact" or plain:
+            return
+        if params.guide is not None:
+            raise EngineError(
+                f"{replica.url} reports log-probabilities of what a guide leaves, not of the distribution.",
+                "Sample without a guide, or from `ludus serve`, which gives both.",
+            )
+        if params.temperature == 0:
             return
         if self._mode is None:
             name = self._calls.new_name()
