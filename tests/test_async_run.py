@@ -294,12 +294,16 @@ def test_a_low_effective_sample_share_warns_and_then_stops():
     assert "2 steps in a row" in guard.verdict
 
 
+SERVED = ["--engine.url", "http://127.0.0.1:1"]
+
+
 @pytest.mark.parametrize(
     ("settings", "correction"),
     [
         ([], "none"),
-        (["--engine.url", "http://127.0.0.1:1"], "tis"),
-        (["--engine.url", "http://127.0.0.1:1", "--training.learner.old_logprobs", "engine"], "none"),
+        (SERVED, "none"),
+        ([*SERVED, "--rollout.reproducible", "false"], "tis"),
+        ([*SERVED, "--rollout.reproducible", "false", "--training.learner.old_logprobs", "engine"], "none"),
         (["--training.mode", "async"], "tis"),
         (["--training.mode", "one_step"], "tis"),
         (["--training.mode", "async", "--algorithm.correction", "icepop"], "icepop"),

@@ -74,13 +74,14 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
 def algorithm_of(config: Config) -> Algorithm:
     """The algorithm of a run: off policy it corrects by truncated importance sampling, unless told otherwise.
 
-    What another server samples counts as off policy too: its numbers are not the learner's. A correction or
-    a loss that reads the behaviour policy by itself stays as it is; a loss with one term per trajectory gets
-    one weight per trajectory.
+    What a server samples that repeats nothing (`rollout.reproducible` is off) counts as off policy too: its
+    numbers are not the learner's. A correction or a loss that reads the behaviour policy by itself stays as
+    it is; a loss with one term per trajectory gets one weight per trajectory.
     """
     algorithm = resolve(config.algorithm)
     given = config.algorithm.correction is not None
-    alike = config.engine.url is None or config.training.learner.old_logprobs == "engine"
+    own = config.engine.url is None or config.rollout.reproducible
+    alike = own or config.training.learner.old_logprobs == "engine"
     if (
         (config.training.mode == "sync" and alike)
         or given

@@ -264,7 +264,8 @@ def _check_exists(path: str) -> None:
     looks_like_path = path.startswith((".", "/", "~")) or path.count("/") > 1
     if not path or (looks_like_path and not _is_folder(path)) or Path(path).is_file():
         raise UserError(
-            f"There is no folder {path!r} to load a model from.", "Check model.path; it names a folder."
+            f"There is no folder {path!r} to load a model from.",
+            "Check the path of the model; it names a folder.",
         )
     if not _is_folder(path):
         _check_on_hub(path)

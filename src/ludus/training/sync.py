@@ -95,7 +95,8 @@ class WeightSync:
             raise SyncError(
                 f"The engine's weights are not those of version {version}: digest {theirs[:12]} there, "
                 f"{ours[:12]} here.",
-                "The rollouts would come from another policy; nothing was trained on them.",
+                "The rollouts would come from another policy; nothing was trained on them. "
+                "A server that another run has trained is to be started anew.",
             )
         gap = self._probe_gap(received.scores)
         if not gap <= self.tolerance:
