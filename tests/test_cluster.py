@@ -114,14 +114,20 @@ def make_pool(start, target=2, restarts=3, silence_s=0.1) -> tuple[Pool, list, l
     return Pool("worker", target, start, Limits(5, silence_s, restarts), on_joined, on_left), joined, left
 
 
+def recorded() -> tuple[list, object]:
+    """What was started so far, and what starts it."""
+    made = []
+
+    async def start(number):
+        made.append(FakeRemote(number))
+        return made[-1]
+
+    return made, start
+
+
 def test_a_pool_that_grows_lets_nobody_go_and_one_that_shrinks_stops_the_rest():
     async def scenario():
-        made = []
-
-        async def start(number):
-            made.append(FakeRemote(number))
-            return made[-1]
-
+        made, start = recorded()
         pool, joined, left = make_pool(start)
         pool.keep()
         await pool.full()
@@ -142,12 +148,7 @@ def test_a_pool_that_grows_lets_nobody_go_and_one_that_shrinks_stops_the_rest():
 
 def test_a_pool_replaces_what_dies_and_what_is_silent():
     async def scenario():
-        made = []
-
-        async def start(number):
-            made.append(FakeRemote(number))
-            return made[-1]
-
+        made, start = recorded()
         pool, joined, left = make_pool(start)
         pool.keep()
         await pool.full()

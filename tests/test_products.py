@@ -107,4 +107,4 @@ def test_memory_does_not_grow_with_the_numbers_of_rows_that_were_seen():
     before = resident_mib()
     for count in range(300, 1000):
         products.linear(rows[:count], weight)
-    assert resident_mib() - before < 60  # a product for each number takes 400
+    assert resident_mib() - before < 60  # a product for each number takes hundreds

@@ -8,7 +8,9 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from ludus.engines.server import ServerEngine
+from ludus.engines.sending import broadcaster_of
+from ludus.engines.server import DIALECTS, ServerEngine
+from ludus.engines.transport import Replica
 from ludus.engines.vllm_worker import WeightLine
 from ludus.errors import EngineError
 from test_engine_server import QUICK, Fake, serving
@@ -71,6 +73,11 @@ def test_weights_reach_the_model_whole_with_the_head_of_a_tied_one(delta):
     loads = [i for i, (_, body) in enumerate(server.asked) if body.get("method") == "ludus_receive_weights"]
     around = [server.asked[i + step][0].partition("?")[0] for i in loads for step in (-1, 1, 2, 3)]
     assert around == ["/pause", "/reset_prefix_cache", "/update_weight_version", "/resume"] * 2
+
+
+def test_servers_of_another_dialect_take_no_line():
+    with pytest.raises(EngineError, match="http://there takes no weights over a line"):
+        broadcaster_of([Replica("http://there", LINE)], DIALECTS["sglang"], LINE)
 
 
 @pytest.mark.parametrize(

@@ -198,7 +198,7 @@ def _kernel() -> Finding:
 
     if available():
         return Finding("attention kernel", "fine", "compiled")
-    text = "no C compiler worked: rollouts take 1.2 to 1.4 times the time; apt-get install gcc"
+    text = "no C compiler worked: rollouts take 1.2 to 1.6 times the time; apt-get install gcc"
     return Finding("attention kernel", "note", text)
 
 

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _PLACES, _VALUES = "@places", "@values"
+_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TRAINER = 0
 
 
@@ -126,6 +127,29 @@ def join_line(store: TCPStore, rank: int, count: int, timeout_s: float, address:
         return Line(store, cast("ProcessGroup", group))
     except RuntimeError as error:
         raise EngineError(f"The line of weights did not come about: {_first_line(error)}.") from error
+
+
+def enter_line(place: Place) -> Line:
+    """A server's end of the trainer's line. Raises EngineError where the line does not come about."""
+    store = visit_store(place)
+    return join_line(store, place.rank, place.count, place.timeout_s, address_towards(place))
+
+
+def take(line: Line, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """What a manifest announced. Raises EngineError where the line breaks, SyncError for damage."""
+    tensors = room_for(manifest)
+    line.broadcast(tensors)
+    check_digest(manifest, tensors)
+    return tensors
+
+
+def with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights with the output head of a model that ties it to its embeddings, for a server that does not.
+
+    A server that ties them as well passes over it.
+    """
+    tied = state.get(_EMBEDDINGS)
+    return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}
 
 
 def difference(

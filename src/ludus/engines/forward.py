@@ -24,7 +24,7 @@ from ludus.engines.base import DEFAULT
 from ludus.engines.kernel import Kernel, make_kernel
 from ludus.engines.memory import LayerShape, PagePool
 from ludus.engines.pages import PAGE
-from ludus.engines.products import LEAST, as_before, is_faster, use_onednn
+from ludus.engines.products import LEAST, as_before, by_onednn, use_onednn
 from ludus.engines.torch_attention import Span, TorchPass
 from ludus.errors import EngineError, UserError
 
@@ -106,7 +106,7 @@ class RaggedForward:
             self.pool.take_back()
         counts = np.array([len(chunk.ids) for chunk in chunks])
         total = int(counts.sum())
-        padded = _padded(total, block)
+        padded = self._padded(total, block)
         ids = np.zeros((1, padded), dtype=np.int64)
         ids[0, :total] = np.concatenate([np.asarray(chunk.ids) for chunk in chunks])
         slots = np.full(padded, -1, dtype=np.int32)
@@ -117,7 +117,7 @@ class RaggedForward:
         positions[:total] = np.arange(total) + starts
         how = self._kernel or self._by_torch(chunks, ends.tolist(), table, (slots[:total], positions[:total]))
         ragged = RaggedPass(self.pool, slots, positions, table, how)
-        rows = np.zeros(_padded(len(keep), block), dtype=np.int64)
+        rows = np.zeros(self._padded(len(keep), block), dtype=np.int64)
         rows[: len(keep)] = keep
         index = torch.from_numpy(rows).to(self.device)
         names = [chunk.adapter for chunk in chunks]
@@ -143,6 +143,12 @@ class RaggedForward:
         chunks, table = [Chunk(self._trial_ids()[:1], 0, 0)], self._trial_table()
         alone, among = (self.logits(chunks, table, np.arange(1), b) for b in (ROW_BLOCK, pass_tokens))
         return ROW_BLOCK if torch.equal(alone, among) else pass_tokens
+
+    def _padded(self, rows: int, block: int) -> int:
+        """The next multiple of `block`; oneDNN takes many rows in blocks of its own in any case."""
+        if rows > LEAST and by_onednn(self.model.get_input_embeddings().weight):
+            block = max(block, LEAST)
+        return -(-rows // block) * block
 
     def close(self) -> None:
         """End the kernel's threads, and give the model back as it was."""
@@ -247,12 +253,6 @@ class _ShapeRecorder(Cache):  # type: ignore[misc]
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
         return query_length, 0
-
-
-def _padded(rows: int, block: int) -> int:
-    """The next multiple of `block`; oneDNN takes many rows in blocks of its own in any case."""
-    own = LEAST if rows > LEAST and is_faster() else 1
-    return -(-rows // max(block, own)) * max(block, own)
 
 
 def _inner(model: PreTrainedModel) -> Any:  # noqa: ANN401 (a model, or what adapters wrap)

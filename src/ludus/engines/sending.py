@@ -20,9 +20,10 @@ from ludus.engines.broadcast import (
     manifest_of,
     open_store,
 )
-from ludus.engines.dialects import Dialect
+from ludus.engines.dialects import Dialect, VllmDialect
 from ludus.engines.transport import Refused, Replica, ServerSettings
 from ludus.engines.vllm_line import receive, tell_workers
+from ludus.errors import EngineError
 
 if TYPE_CHECKING:
     import torch
@@ -46,7 +47,7 @@ class Broadcaster:
     """
 
     replicas: Sequence[Replica]
-    dialect: Dialect
+    dialect: VllmDialect
     host: str
     timeout_s: float
     delta: bool = False
@@ -155,9 +156,17 @@ class Broadcaster:
 def broadcaster_of(
     replicas: Sequence[Replica], dialect: Dialect, settings: ServerSettings
 ) -> Broadcaster | None:
-    """What broadcasts to `replicas`, where the settings name an address for it."""
+    """What broadcasts to `replicas`, where the settings name an address for it.
+
+    Raises EngineError for servers that do not speak as vLLM does.
+    """
     if not settings.broadcast_host:
         return None
+    if not isinstance(dialect, VllmDialect):
+        raise EngineError(
+            f"{replicas[0].url} takes no weights over a line.",
+            "Leave engine.broadcast_host out: they go by a folder.",
+        )
     return Broadcaster(
         replicas, dialect, settings.broadcast_host, settings.timeout_s, settings.delta, settings.keeps_weights
     )

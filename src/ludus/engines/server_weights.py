@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.engines.base import DEFAULT
+from ludus.engines.broadcast import with_head
 from ludus.engines.checksums import compare_digests
 from ludus.engines.dialects import Dialect, Sampled, ServedAdapter
 from ludus.engines.sending import broadcaster_of
@@ -26,8 +27,6 @@ from ludus.errors import EngineError, SyncError
 
 if TYPE_CHECKING:
     import torch
-
-_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 log = logging.getLogger("ludus.server")
 
@@ -72,7 +71,7 @@ class SentWeights:
         if self.line is not None:
             await self._broadcast(version, state)
             return
-        state = _with_head(state)
+        state = with_head(state)
         folder = self._shelf.folder(f"{self._name}-{version}", num_bytes(state))
         await asyncio.to_thread(save_weights, folder, state)
         before = self._sent.folder
@@ -210,12 +209,3 @@ class SentWeights:
                 "The rollouts would come from another policy; nothing was trained on them.",
             )
         log.info("%s: %d tensors proved, %d say nothing", replica.url, proof.proved, proof.silent)
-
-
-def _with_head(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The weights with the output head of a model that ties it to its embeddings, for a server that does not.
-
-    A server that ties them as well passes over it.
-    """
-    tied = state.get(_EMBEDDINGS)
-    return dict(state) if tied is None or _HEAD in state else {**state, _HEAD: tied}

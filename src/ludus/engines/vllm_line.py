@@ -7,9 +7,8 @@ from collections.abc import Mapping
 
 from pydantic import BaseModel
 
-from ludus.engines.dialects import Dialect, VllmDialect
+from ludus.engines.dialects import VllmDialect
 from ludus.engines.transport import Refused, Replica
-from ludus.errors import EngineError
 
 EXTENSION = "ludus.engines.vllm_worker.WeightLine"
 
@@ -37,14 +36,6 @@ async def tell_workers(replica: Replica, path: str, body: Mapping[str, object]) 
             raise Refused(f"{replica.url}: {answer['error']}", status=int(answer["status"]))
 
 
-async def receive(replica: Replica, dialect: Dialect, version: int) -> None:
-    """Have a paused server take the weights that come, and label them.
-
-    Raises EngineError for a server that does not speak as vLLM does.
-    """
-    if not isinstance(dialect, VllmDialect):
-        raise EngineError(
-            f"{replica.url} takes no weights over a line.",
-            "Leave engine.broadcast_host out: they go by a folder.",
-        )
+async def receive(replica: Replica, dialect: VllmDialect, version: int) -> None:
+    """Have a server take the weights that come, paused meanwhile, and label them."""
     await dialect.exchange(replica, version, lambda: tell_workers(replica, "/receive_weights", {}))

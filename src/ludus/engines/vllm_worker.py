@@ -9,25 +9,11 @@ what a worker raises would end the server.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-from ludus.engines.broadcast import (
-    Line,
-    Manifest,
-    Place,
-    address_towards,
-    check_digest,
-    join_line,
-    room_for,
-    visit_store,
-)
+from ludus.engines.broadcast import Line, Manifest, Place, enter_line, take, with_head
 from ludus.errors import EngineError, SyncError
 
-if TYPE_CHECKING:
-    import torch
-
 _CONFLICT, _BAD = 409, 400
-_EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 Answer = dict[str, str | int] | None
 
@@ -46,9 +32,7 @@ class WeightLine:
         if self.rank:
             return _error("It has several workers, and the line takes one a server.", _BAD)
         try:
-            store = visit_store(place)
-            address = address_towards(place)
-            self._ludus_line = join_line(store, place.rank, place.count, place.timeout_s, address)
+            self._ludus_line = enter_line(place)
         except EngineError as error:
             return _error(str(error), _BAD)
         return None
@@ -68,22 +52,14 @@ class WeightLine:
             return _error("No weights are expected.", _CONFLICT)
         self._ludus_expects = None
         try:
-            tensors = room_for(manifest)
-            line.broadcast(tensors)
-            check_digest(manifest, tensors)
-            self.reload_weights(weights_iterator=iter(_with_head(tensors).items()))
+            tensors = with_head(take(line, manifest))
+            self.reload_weights(weights_iterator=iter(tensors.items()))
         except EngineError as error:
             self._ludus_line = None
             return _error(str(error), _BAD)
         except (SyncError, ValueError, KeyError, RuntimeError) as error:
             return _error(str(error), _BAD)
         return None
-
-
-def _with_head(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """With the output head of a model that ties it to its embeddings, for a server that does not."""
-    tied = tensors.get(_EMBEDDINGS)
-    return tensors if tied is None or _HEAD in tensors else {**tensors, _HEAD: tied}
 
 
 def _error(words: str, status: int) -> Answer:

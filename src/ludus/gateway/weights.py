@@ -8,17 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.engines.broadcast import (
-    Line,
-    Manifest,
-    Place,
-    address_towards,
-    check_digest,
-    join_line,
-    restored,
-    room_for,
-    visit_store,
-)
+from ludus.engines.broadcast import Line, Manifest, Place, enter_line, restored, take
 from ludus.engines.checksums import tensor_digest
 from ludus.errors import EngineError, SyncError
 from ludus.gateway.requests import BadRequest
@@ -74,11 +64,7 @@ class WeightDesk:
     async def join(self, place: Place) -> None:
         """Join a trainer's line, in place of an earlier one."""
         self._line = None
-        store = await asyncio.to_thread(visit_store, place)
-        address = address_towards(place)
-        self._line = await asyncio.to_thread(
-            join_line, store, place.rank, place.count, place.timeout_s, address
-        )
+        self._line = await asyncio.to_thread(enter_line, place)
 
     def prepare(self, manifest: Manifest) -> None:
         """Say what will come. Raises BadRequest without a line, or with other weights than it builds on."""
@@ -99,9 +85,7 @@ class WeightDesk:
             raise BadRequest("No weights are expected.", _CONFLICT)
         self._expected = None
         try:
-            tensors = room_for(manifest)
-            await asyncio.to_thread(line.broadcast, tensors)
-            await asyncio.to_thread(check_digest, manifest, tensors)
+            tensors = await asyncio.to_thread(take, line, manifest)
             found = restored(tensors, dict(self.model.state_dict(keep_vars=True)))
         except EngineError:
             self._line = None
