@@ -93,9 +93,16 @@ def last_words(stderr: str) -> str:
 
 
 def run_all(
-    jobs: Sequence[Job], pythons: Pythons, repeats: int, keep: Callable[[int, Result], None]
+    jobs: Sequence[Job],
+    pythons: Pythons,
+    repeats: int,
+    once: Sequence[str],
+    keep: Callable[[int, Result], None],
 ) -> tuple[list[dict[str, Result]], dict[str, str]]:
-    """The results of each repetition by system, and why others have none."""
+    """The results of each repetition by system, and why others have none.
+
+    Those of once run in the first repetition alone.
+    """
     skipped = {job.system: "no environment for it" for job in jobs if pythons.of(job.system) is None}
     rounds: list[dict[str, Result]] = []
     for repeat in range(repeats):
@@ -103,7 +110,7 @@ def run_all(
         turn = repeat % len(jobs)
         for job in [*jobs[turn:], *jobs[:turn]]:
             python = pythons.of(job.system)
-            if job.system in skipped or python is None:
+            if job.system in skipped or python is None or (repeat and job.system in once):
                 continue
             result = run(job, python)
             if isinstance(result, str):
@@ -163,13 +170,14 @@ def table(rounds: Sequence[dict[str, Result]], systems: Sequence[str], reusable:
     return "\n".join([head, "|---|" + "---:|" * 7, *rows])
 
 
-def describe(work: Work, repeats: int, threads: int) -> str:
+def describe(work: Work, repeats: int, once: Sequence[str], threads: int) -> str:
     """A sentence on the workload."""
     plan = rollout_work.episodes(work)
+    slow = ", ".join(LABELS[name] for name in once)
     return (
         f"{work.prompts} prompts x {work.members} members, {work.turns} turns: "
         f"{rollout_work.num_generated(plan):,} generated tokens, the longest episode {work.longest:,}; "
-        f"median of {repeats}, threads: {threads}."
+        f"median of {repeats}, threads: {threads}." + (f" Run once: {slow}." if slow and repeats > 1 else "")
     )
 
 
@@ -182,7 +190,8 @@ def report(
     systems = [job.system for job in jobs]
     lines = [table(rounds, systems, rollout_work.num_reusable(plan, work), clock), ""]
     lines += [f"- {LABELS[name]}: not run, {reason}" for name, reason in skipped.items()]
-    lines += [f"- {LABELS[name]}: {rounds[-1][name].note}" for name in systems if name in rounds[-1]]
+    last = {name: result for found in rounds for name, result in found.items()}
+    lines += [f"- {LABELS[name]}: {last[name].note}" for name in systems if name in last]
     own = [r for found in rounds for r in found.values() if r.system != "vllm"]
     share = min((r.cpu_s / r.wall_s for r in own), default=1.0)
     lines.append(f"- least share of a processor that a run had: {100 * share:.0f} %")
@@ -223,6 +232,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--only", help="systems, separated by commas: " + ", ".join(LABELS))
+    parser.add_argument("--once", default="", help="systems that run in the first repetition alone")
     parser.add_argument("--prompts", type=int, default=8)
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--turns", type=int, default=3)
@@ -242,7 +252,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run the systems and print the table."""
     args = parse(arguments)
     systems = args.only.split(",") if args.only else list(LABELS)
-    if unknown := [name for name in systems if name not in LABELS]:
+    once = [name for name in args.once.split(",") if name]
+    if unknown := [name for name in [*systems, *once] if name not in LABELS]:
         raise SystemExit(f"No such system: {', '.join(unknown)}. There are: {', '.join(LABELS)}.")
     work = Work(
         vocab=rollout_models.vocabulary(args.model),
@@ -260,9 +271,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.vllm_python or HERE.parent / ".venv-vllm" / "bin" / "python",
     ]
     pythons = Pythons(*(path.absolute() if path.is_file() else None for path in found))
-    rounds, skipped = run_all(jobs, pythons, args.repeats, partial(save, args.out, jobs[0]))
+    rounds, skipped = run_all(jobs, pythons, args.repeats, once, partial(save, args.out, jobs[0]))
     check(rounds, rollout_work.num_generated(rollout_work.episodes(work)))
-    text = f"{describe(work, args.repeats, args.threads)}\n\n{report(rounds, skipped, jobs, args.clock)}"
+    head = describe(work, args.repeats, once, args.threads)
+    text = f"{head}\n\n{report(rounds, skipped, jobs, args.clock)}"
     print(f"{args.model}: {text}")
     if args.page:
         threads = "" if args.threads == 1 else f", {args.threads} threads"
