@@ -44,6 +44,7 @@ LABELS = {
     "ours no-shared-prefix": "Ludus, no shared prefix",
     "ours no-continuous-batching": "Ludus, turns in lock-step",
     "ours not-batch-invariant": "Ludus, not batch-invariant",
+    "ours one-shape": "Ludus, every pass of one shape",
     "ours no-kernel": "Ludus, torch's attention",
     "ours no-onednn": "Ludus, products by MKL",
     "floor": "floor: the linear layers alone",
