@@ -76,7 +76,7 @@ def test_the_extras_are_out_of_reach_and_the_core_is_not():
 def test_the_core_trains_and_evaluates(bare):
     trained = bare("train", "tiny.toml", "--run.folder", "run", "--training.steps", "1")
     assert trained.returncode == 0, trained.stderr
-    judged = bare("eval", "run")
+    judged = bare("eval", "--run", "run")
     assert judged.returncode == 0, judged.stderr
 
 
