@@ -3,7 +3,8 @@
     python benchmarks/async.py speed --page docs/scaling.md
     python benchmarks/async.py correction
 
-`speed` runs the same tasks in the modes sync, one_step and async, in turn over the repetitions. The median
+`speed` runs the same tasks in the modes sync, one_step and async, in turn over the repetitions; `apart` is
+async with the engine in a process of its own, behind `ludus serve` (engine.url). The median
 latency of the tool is what one turn's generation takes, 5 % of the calls take 20 times as long. The ideal is
 the larger of pure engine time (the same episodes with tools that take no time, nothing else running) and pure
 learner time (its work on batches that are there), each on one thread. Speeds are taken over the steps in the
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -46,7 +48,8 @@ from ludus.training.start import train
 from rollout import fill
 from watching import Watch
 
-MODES = ("sync", "one_step", "async")
+MODES = ("sync", "one_step", "async", "apart")
+STREAMS = ("async", "apart")
 
 
 @dataclass(frozen=True)
@@ -80,33 +83,34 @@ class Pure:
     cpu_s: float
 
 
-def settings(args: argparse.Namespace, mode: str, folder: Path, sizes: Sizes) -> Config:
-    """The configuration of an arm."""
+def settings(args: argparse.Namespace, mode: str, folder: Path, sizes: Sizes, url: str = "") -> Config:
+    """The configuration of an arm; `url` is that of the engine where it is a server."""
     setup = Setup(
-        mode=mode,
+        mode="async" if mode in STREAMS else mode,
         groups=args.groups,
         members=args.members,
         steps=args.steps,
         max_staleness=args.bound,
         in_flight=args.in_flight,
     )
-    return async_work.settings(setup, sizes, folder)
+    return async_work.settings(setup, sizes, folder, url)
 
 
 def run_arm(args: argparse.Namespace, mode: str, sizes: Sizes, latency: Latency) -> Arm:
     """Train, and look at the clock."""
     folder = Path(tempfile.mkdtemp()) / "run"
-    config = settings(args, mode, folder, sizes)
     torch.set_num_threads(1)
-    session = async_work.session(config, sizes, latency, async_work.SHAPES[args.model])
-    watch = Watch()
-    with locked(new_run(config, "async", "rl")):
-        train(session, RunFolder(folder), watch)
+    shape, watch = async_work.SHAPES[args.model], Watch()
+    with ExitStack() as stack:
+        apart = async_work.serving(shape, folder.parent) if mode == "apart" else nullcontext("")
+        config = settings(args, mode, folder, sizes, stack.enter_context(apart))
+        stack.enter_context(locked(new_run(config, "async", "rl")))
+        train(async_work.session(config, sizes, latency, shape), RunFolder(folder), watch)
     shutil.rmtree(folder.parent)
     per_step = args.groups * args.members
     times = [watch.began, *watch.ends]
-    edge = min(args.bound + 1, (len(watch.ends) - 1) // 3) if mode == "async" else 1
-    middle = slice(edge, len(watch.ends) - (edge if mode == "async" else 0))
+    edge = min(args.bound + 1, (len(watch.ends) - 1) // 3) if mode in STREAMS else 1
+    middle = slice(edge, len(watch.ends) - (edge if mode in STREAMS else 0))
     inner = watch.timings[middle]
     seconds = times[middle.stop] - times[middle.start]
 
@@ -202,7 +206,7 @@ def speed(args: argparse.Namespace) -> None:
     arms: list[list[Arm]] = [[] for _ in args.modes]
     for repeat in range(args.repeats):
         for found, mode in list(zip(arms, args.modes, strict=True))[:: -1 if repeat % 2 else 1]:
-            steps = args.sync_steps if mode != "async" else args.steps
+            steps = args.sync_steps if mode not in STREAMS else args.steps
             few = argparse.Namespace(**vars(args) | {"steps": steps})
             found.append(run_arm(few, mode, sizes, latency))
             print(found[-1], file=sys.stderr, flush=True)

@@ -9,15 +9,20 @@ on how often the task was played before, and on the turn: on nothing that the mo
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import subprocess
+import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 import rollout_models
 from ludus.chat.render import Renderer
@@ -196,19 +201,41 @@ def _stops(vocab: int, every: int) -> tuple[int, ...]:
 
 def session(config: Config, sizes: Sizes, latency: Latency, shape: dict[str, Any]) -> Session:
     """A session of a model of this shape with random weights, always the same ones."""
+    model, tokenizer = made(shape)
+    renderer = RandomTokens(sizes, int(shape["vocab_size"]))
+    return Session(config, SlowWorld(sizes, latency), model, tokenizer, renderer)
+
+
+def made(shape: dict[str, Any]) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, and a tokenizer that nobody asks."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(0)
-    model = Qwen3ForCausalLM(Qwen3Config(**shape))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, unk_token="a")))
-    renderer = RandomTokens(sizes, int(shape["vocab_size"]))
-    return Session(config, SlowWorld(sizes, latency), model, tokenizer, renderer)
+    words = {"a": 0} | {f"<{i}>": i for i in range(1, int(shape["vocab_size"]))}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel(words, unk_token="a")))
+    return Qwen3ForCausalLM(Qwen3Config(**shape)), tokenizer
 
 
-def settings(setup: Setup, sizes: Sizes, folder: Path) -> Config:
-    """The configuration of a run of this layout."""
+@contextmanager
+def serving(shape: dict[str, Any], folder: Path) -> Iterator[str]:
+    """The URL of `ludus serve` for the model, in a process of its own with one thread."""
+    model, tokenizer = made(shape)
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    command = [sys.executable, "-m", "ludus", "serve", str(folder / "model"), "--port", "0", "--control"]
+    alone = os.environ | {"OMP_NUM_THREADS": "1"}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone) as process:
+        said = process.stdout.readline().strip() if process.stdout else ""
+        try:
+            yield said.rsplit(" at ", 1)[1]
+        finally:
+            process.terminate()
+
+
+def settings(setup: Setup, sizes: Sizes, folder: Path, url: str = "") -> Config:
+    """The configuration of a run of this layout; `url` is that of the engine where it is a server."""
     words = {
         "training.mode": setup.mode,
         "training.steps": setup.steps,
@@ -232,6 +259,7 @@ def settings(setup: Setup, sizes: Sizes, folder: Path) -> Config:
         "run.threads": 1,
         "run.save_rollouts": "false",
         "run.folder": folder,
+        "engine.url": url or "none",
     }
     return load_config("search", [word for key, value in words.items() for word in (f"--{key}", str(value))])
 
