@@ -204,7 +204,8 @@ def save(path: Path | None, job: Job, repeat: int, result: Result) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    line = {"model": Path(job.model).name, "repeat": repeat, "threads": job.threads}
+    names = ("threads", "device", "dtype")
+    line = {"model": Path(job.model).name, "repeat": repeat} | {name: getattr(job, name) for name in names}
     with path.open("a", encoding="utf-8") as file:
         file.write(json.dumps(line | {"work": asdict(job.work)} | asdict(result)) + "\n")
 
@@ -232,6 +233,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=(*rollout_models.SHAPES, rollout_models.SMOLLM2), default="small")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--device", default="cpu", help="cuda: with --model 0.5b --dtype bfloat16, say")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     parser.add_argument("--only", help="systems, separated by commas: " + ", ".join(LABELS))
     parser.add_argument("--once", default="", help="systems that run in the first repetition alone")
     parser.add_argument("--prompts", type=int, default=8)
@@ -266,7 +269,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         greedy=args.greedy,
     )
     model = str(model_folder(args.model, args.folder / "models").resolve())
-    jobs = [Job(name, model, args.threads, work) for name in systems]
+    jobs = [Job(name, model, args.threads, work, args.device, args.dtype) for name in systems]
     found = [
         args.trl_python or args.folder / "trl" / "bin" / "python",
         args.vllm_python or HERE.parent / ".venv-vllm" / "bin" / "python",
@@ -279,7 +282,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     print(f"{args.model}: {text}")
     if args.page:
         threads = "" if args.threads == 1 else f", {args.threads} threads"
-        fill(args.page, args.model + threads, text)
+        device = "" if args.device == "cpu" else f", {args.device}"
+        fill(args.page, args.model + threads + device, text)
 
 
 if __name__ == "__main__":

@@ -18,9 +18,11 @@ from rollout_worker import Job, Result, Skipped, finish
 
 
 def load(job: Job) -> PreTrainedModel:
-    """The model in float32, without an end of text: how much is generated is the workload's."""
+    """The model, without an end of text: how much is generated is the workload's."""
     torch.set_num_threads(job.threads)
-    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=torch.float32, attn_implementation="sdpa")
+    dtype = getattr(torch, job.dtype)
+    model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, attn_implementation="sdpa")
+    model.to(job.device)
     model.generation_config = GenerationConfig(pad_token_id=0)
     model.config.eos_token_id = None
     return model.eval()
@@ -35,10 +37,10 @@ class Lengths(StoppingCriteria):
     """Each row ends after its own number of tokens, the batch with the last of them."""
 
     def __init__(self, width: int, lengths: list[int]) -> None:
-        self._ends = torch.tensor(lengths) + width
+        self._lengths = torch.tensor(lengths) + width
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **kwargs: object) -> torch.Tensor:
-        return input_ids.shape[1] >= self._ends
+        return input_ids.shape[1] >= self._lengths.to(input_ids.device)
 
 
 def generate_padded(
@@ -46,8 +48,8 @@ def generate_padded(
 ) -> list[list[int]]:
     """One turn the naive way: pad on the left, prefill all of it, decode until the longest is done."""
     width = max(map(len, histories))
-    ids = torch.tensor([[0] * (width - len(h)) + h for h in histories])
-    mask = torch.tensor([[0] * (width - len(h)) + [1] * len(h) for h in histories])
+    ids = torch.tensor([[0] * (width - len(h)) + h for h in histories], device=model.device)
+    mask = torch.tensor([[0] * (width - len(h)) + [1] * len(h) for h in histories], device=model.device)
     out = model.generate(
         ids,
         attention_mask=mask,
@@ -83,7 +85,7 @@ def naive(job: Job) -> Result:
     model, plan, how = load(job), rollout_work.episodes(job.work), sampling(job)
     torch.manual_seed(job.work.seed)
     generate_padded(model, [list(plan[0].prompt)], [2], how)
-    loaded_mb = rollout_work.memory_mb()
+    loaded_mb = rollout_work.memory_mb(job.device)
     clock = Clock()
     return finish(job, clock, loaded_mb, play_naive(model, plan, how))
 
@@ -100,7 +102,7 @@ def continuous(job: Job) -> Result:
     try:
         manager = model.init_continuous_batching(generation_config=how, continuous_batching_config=config)
         manager.start()
-        loaded_mb = rollout_work.memory_mb()
+        loaded_mb = rollout_work.memory_mb(job.device)
         clock = Clock()
         generated = _play_continuous(manager, plan)
         result = finish(job, clock, loaded_mb, generated)

@@ -27,7 +27,17 @@ TINY = SMALL | {
     "head_dim": 8,
     "initializer_range": 0.3,
 }
-SHAPES = {"small": SMALL, "tiny": TINY}
+HALF_BILLION = SMALL | {
+    "vocab_size": 151_936,
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "head_dim": 64,
+    "initializer_range": 0.02,
+}
+"""0.5 B parameters, as Qwen2.5-0.5B has them; for a GPU."""
+SHAPES = {"small": SMALL, "tiny": TINY, "0.5b": HALF_BILLION}
 SMOLLM2 = "smollm2"
 
 

@@ -13,7 +13,7 @@ import torch
 
 import rollout_work
 from rollout_work import Clock, Episode
-from rollout_worker import Job, Result, finish
+from rollout_worker import Job, Result, Skipped, finish
 
 END = 1
 """The id that ends a turn for TRL: forced where a turn is to end, kept from being sampled before."""
@@ -39,6 +39,8 @@ def trl(job: Job) -> Result:
     Its edges to text are replaced by the workload's ids: what it parses is always one call, and the ids
     that its chat template would make of the answer are the workload's observation.
     """
+    if job.device != "cpu":
+        raise Skipped("it is compared on the CPU alone")
     torch.set_num_threads(job.threads)
     plan = rollout_work.episodes(job.work)
     with tempfile.TemporaryDirectory() as folder:
@@ -155,6 +157,8 @@ def play_trl(trainer, plan: list[Episode]) -> dict[str, list[list[float]]]:  # n
 
 def vllm(job: Job) -> Result:
     """vLLM's engine in this process, requests going on by themselves, prefix caching on."""
+    if job.device != "cpu":
+        raise Skipped("it is compared on the CPU alone")
     return asyncio.run(_vllm(job))
 
 

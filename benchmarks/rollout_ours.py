@@ -110,14 +110,16 @@ async def _ours(job: Job, plan: list[Episode]) -> Result:
         torch.backends.mkldnn.enabled = False
     if job.system == ONE_SHAPE:
         RaggedForward.block_for = lambda self, largest: largest  # as on a processor where rows differ
-    engine = LocalEngine(load(job), settings=settings(job), copy=False)
-    if engine.batch_invariant != (job.system not in (VARIANT, WITHOUT_KERNEL)):
+    model = load(job)
+    engine = LocalEngine(model, settings=settings(job), copy=False)
+    compiled = job.device == "cpu" and job.dtype == "float32"
+    if engine.batch_invariant != (compiled and job.system not in (VARIANT, WITHOUT_KERNEL)):
         raise Skipped("the compiled kernel is not to be had, or cannot be kept away")
     player = Player(engine, job.work, forgetful=job.system == FORGETFUL)
     await engine.generate(Request("warm", tuple(range(20)), SamplingParams(max_new_tokens=2)))
     engine.release("warm")
     engine.stats(reset=True)
-    loaded_mb = rollout_work.memory_mb()
+    loaded_mb = rollout_work.memory_mb(job.device)
     clock = Clock()
     if job.system == LOCKSTEP:
         generated = await player.play_in_lockstep(plan)
@@ -131,8 +133,43 @@ async def _ours(job: Job, plan: list[Episode]) -> Result:
         f"{stats.steps} steps of {stats.batch_tokens / stats.steps:.0f} tokens; "
         f"model {stats.model_s:.2f} s, sampling {stats.sample_s:.2f} s, scheduling {stats.schedule_s:.2f} s"
     )
+    if job.device != "cpu":
+        share = read_s(model, plan, stats.steps) / steps_s
+        note += f"; reading weights, keys and values for decoding takes {share:.0%} of it"
     cached = stats.cached_tokens
     return replace(result, cached_tokens=cached, scheduling=stats.schedule_s / steps_s, note=note)
+
+
+def read_s(model: PreTrainedModel, plan: list[Episode], steps: int) -> float:
+    """The seconds that it takes to read what decoding reads, at the speed of a large copy: its lower bound.
+
+    Each step reads all weights, each generated token the keys and values of all tokens before it.
+    """
+    config = model.config
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * model.dtype.itemsize
+    read = steps * weights + rollout_work.num_context(plan) * token
+    return read / bytes_per_second(model.device.type)
+
+
+def bytes_per_second(device: str, num_bytes: int = 2**30) -> float:
+    """Bytes read and written by a copy of a large tensor, the best of several."""
+    source = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
+    target, best = torch.empty_like(source), 0.0
+    for _ in range(8):
+        _wait(device)
+        begin = time.perf_counter()
+        target.copy_(source)
+        _wait(device)
+        best = max(best, 2 * num_bytes / (time.perf_counter() - begin))
+    return best
+
+
+def _wait(device: str) -> None:
+    """Until the device has done what it was told to do."""
+    if device != "cpu":
+        torch.cuda.synchronize()
 
 
 def floor(job: Job) -> Result:
@@ -144,16 +181,18 @@ def floor(job: Job) -> Result:
     layers, head = _linear_layers(model)
     shapes = {(rows, layer.in_features) for rows, _ in sizes for layer in layers}
     shapes |= {(kept, head.in_features) for _, kept in sizes}
-    inputs = {shape: torch.randn(*shape) for shape in shapes}
+    inputs = {shape: torch.randn(*shape, dtype=model.dtype, device=job.device) for shape in shapes}
     _multiply(sizes[:2], layers, head, inputs)
-    loaded_mb = rollout_work.memory_mb()
+    _wait(job.device)
+    loaded_mb = rollout_work.memory_mb(job.device)
     clock = Clock()
     _multiply(sizes, layers, head, inputs)
+    _wait(job.device)
     result = finish(job, clock, loaded_mb, [])
     products = sum(
         rows * sum(la.weight.numel() for la in layers) + kept * head.weight.numel() for rows, kept in sizes
     )
-    speed = _products_per_second()
+    speed = _products_per_second(model.dtype, job.device)
     note = f"computed: {2e-9 * products:.0f} GFLOP, {products / speed:.2f} s at {2e-9 * speed:.0f} GFLOP/s"
     tokens = rollout_work.num_generated(rollout_work.episodes(job.work))
     return replace(result, tokens=tokens, digest="", note=note)
@@ -193,13 +232,15 @@ def _multiply(
 
 
 @torch.inference_mode()
-def _products_per_second() -> float:
+def _products_per_second(dtype: torch.dtype, device: str) -> float:
     """Multiplications with additions of a large matrix product, the best of several."""
-    size = 1024
-    left, right = torch.randn(size, size), torch.randn(size, size)
+    size = 1024 if device == "cpu" else 8192
+    left, right = (torch.randn(size, size).to(device, dtype) for _ in range(2))
     best = 0.0
     for _ in range(8):
+        _wait(device)
         begin = time.perf_counter()
         left @ right
+        _wait(device)
         best = max(best, size**3 / (time.perf_counter() - begin))
     return best

@@ -101,21 +101,40 @@ def num_reusable(plan: list[Episode], work: Work) -> int:
     return total
 
 
+def num_context(plan: list[Episode]) -> int:
+    """Tokens whose keys and values decoding reads: for each generated token, all that stand before it."""
+    total = 0
+    for episode in plan:
+        held = len(episode.prompt)
+        for length, observation in zip(episode.lengths, (*episode.observations, ()), strict=True):
+            total += length * held + length * (length - 1) // 2
+            held += length + len(observation)
+    return total
+
+
 def digest(generated: Sequence[Sequence[int]]) -> str:
     """Of every generated token, episode by episode."""
     text = ";".join(",".join(map(str, tokens)) for tokens in generated)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
-def peak_mb() -> float:
-    """The largest memory this process has had, in MB."""
+def peak_mb(device: str = "cpu") -> float:
+    """The largest memory this process has had, in MB; on a GPU, that which torch has taken there."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.max_memory_allocated() / 1e6
     return _memory("VmHWM:") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / (
         1e6 if sys.platform == "darwin" else 1e3
     )
 
 
-def memory_mb() -> float:
+def memory_mb(device: str = "cpu") -> float:
     """The memory this process has now, in MB; 0 where the system does not tell."""
+    if device != "cpu":
+        import torch
+
+        return torch.cuda.memory_allocated() / 1e6
     return _memory("VmRSS:")
 
 

@@ -25,11 +25,16 @@ class Job:
     model: str
     threads: int
     work: Work
+    device: str = "cpu"
+    dtype: str = "float32"
 
 
 @dataclass(frozen=True)
 class Result:
-    """What came of it. `scheduling` is a share of 1; None where a figure is not known."""
+    """What came of it. `scheduling` is a share of 1; None where a figure is not known.
+
+    Memory is the process's, on a GPU that which torch has taken there.
+    """
 
     system: str
     tokens: int
@@ -55,7 +60,7 @@ def finish(job: Job, clock: Clock, loaded_mb: float, generated: list[list[int]])
         tokens=sum(map(len, generated)),
         wall_s=wall_s,
         cpu_s=cpu_s,
-        peak_mb=rollout_work.peak_mb(),
+        peak_mb=rollout_work.peak_mb(job.device),
         loaded_mb=loaded_mb,
         digest=rollout_work.digest(generated),
     )

@@ -76,6 +76,27 @@ def test_reusable_tokens_are_those_that_a_list_of_all_histories_finds(job):
     assert found == pytest.approx(rollout_work.num_reusable(plan, job.work), rel=0.002)
 
 
+def test_decoding_reads_the_weights_at_each_step_and_all_tokens_before_each_new_one(job, monkeypatch):
+    import rollout_hf
+    import rollout_ours
+    import rollout_work
+
+    plan, context = rollout_work.episodes(job.work), 0
+    for episode in plan:
+        held = len(episode.prompt)
+        for length, observation in zip(episode.lengths, (*episode.observations, ()), strict=True):
+            for _ in range(length):
+                context += held
+                held += 1
+            held += len(observation)
+    assert rollout_work.num_context(plan) == context
+    model = rollout_hf.load(replace(job, dtype="bfloat16"))
+    monkeypatch.setattr(rollout_ours, "bytes_per_second", lambda device: 1e9)
+    weights = 2 * sum(p.numel() for p in model.parameters())
+    keys_and_values = 2 * 2 * 2 * 8 * 2  # both, layers, heads, width, bytes
+    assert rollout_ours.read_s(model, plan, 7) * 1e9 == pytest.approx(7 * weights + context * keys_and_values)
+
+
 @pytest.mark.scale
 def test_the_command_runs_each_system_in_a_process_and_writes_its_result(job, tmp_path, capsys):
     import rollout

@@ -123,6 +123,7 @@ class TorchPass:
     _masks: dict[MaskShape, Tensor] = field(default_factory=dict)
     _places: dict[int, Tensor] = field(default_factory=dict)
     _known: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _gathers: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: Scores) -> Tensor:
         """Take the new keys and values `[H, T, D]`, and attend the queries `[Hq, T, D]`: `[T, Hq, D]`."""
@@ -167,15 +168,10 @@ class TorchPass:
         self, spans: Sequence[Span], query: Tensor, memory: tuple[Tensor, Tensor], scores: Scores
     ) -> Tensor:
         """The same over pages that are gathered; the heads of a group are a sequence's queries' rows."""
-        ends = np.array([span.end for span in spans])
-        num_pages = -(-int(ends.max()) // PAGE)
-        pages = torch.from_numpy(np.stack([span.pages[:num_pages] for span in spans])).to(query.device)
+        if scores.window not in self._gathers:
+            self._gathers[scores.window] = _gather(spans, scores.window, query.device)
+        pages, mask = self._gathers[scores.window]
         key, value = (tensor[pages].transpose(1, 2).flatten(2, 3) for tensor in memory)
-        columns = torch.arange(key.shape[2], device=query.device)[None]
-        limit = torch.from_numpy(ends).to(query.device)[:, None]
-        mask = columns < limit
-        if scores.window:
-            mask &= columns >= limit - scores.window
         asked = query.reshape(len(spans), key.shape[1], -1, query.shape[-1])
         return scores.attend(asked, key, value, mask[:, None, None]).flatten(1, 2)
 
@@ -202,3 +198,16 @@ class TorchPass:
             rows = np.arange(heads)[:, None] * PAGE + span.rows(0, heads)
             self._known[key] = torch.from_numpy(rows.ravel()).to(device)
         return self._known[key]
+
+
+def _gather(spans: Sequence[Span], window: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The pages `[N, P]` of N tokens' sequences, and which of those pages' places each may look at."""
+    ends = np.array([span.end for span in spans])
+    num_pages = -(-int(ends.max()) // PAGE)
+    pages = torch.from_numpy(np.stack([span.pages[:num_pages] for span in spans])).to(device)
+    columns = torch.arange(num_pages * PAGE, device=device)[None]
+    limit = torch.from_numpy(ends).to(device)[:, None]
+    mask = columns < limit
+    if window:
+        mask &= columns >= limit - window
+    return pages, mask
