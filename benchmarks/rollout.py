@@ -22,8 +22,8 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields
 from functools import partial
 from pathlib import Path
 from statistics import median
@@ -98,11 +98,12 @@ def run_all(
     pythons: Pythons,
     repeats: int,
     once: Sequence[str],
+    known: Mapping[tuple[int, str], Result],
     keep: Callable[[int, Result], None],
 ) -> tuple[list[dict[str, Result]], dict[str, str]]:
     """The results of each repetition by system, and why others have none.
 
-    Those of once run in the first repetition alone.
+    Those of once run in the first repetition alone. What is known (by repetition and system) does not run.
     """
     skipped = {job.system: "no environment for it" for job in jobs if pythons.of(job.system) is None}
     rounds: list[dict[str, Result]] = []
@@ -112,6 +113,9 @@ def run_all(
         for job in [*jobs[turn:], *jobs[:turn]]:
             python = pythons.of(job.system)
             if job.system in skipped or python is None or (repeat and job.system in once):
+                continue
+            if (repeat, job.system) in known:
+                found[job.system] = known[repeat, job.system]
                 continue
             result = run(job, python)
             if isinstance(result, str):
@@ -204,10 +208,23 @@ def save(path: Path | None, job: Job, repeat: int, result: Result) -> None:
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    names = ("threads", "device", "dtype")
-    line = {"model": Path(job.model).name, "repeat": repeat} | {name: getattr(job, name) for name in names}
     with path.open("a", encoding="utf-8") as file:
-        file.write(json.dumps(line | {"work": asdict(job.work)} | asdict(result)) + "\n")
+        file.write(json.dumps(conditions(job) | {"repeat": repeat} | asdict(result)) + "\n")
+
+
+def conditions(job: Job) -> dict[str, object]:
+    """What a result was measured under, as `save` writes it."""
+    names = ("threads", "device", "dtype")
+    said = {"model": Path(job.model).name, **{name: getattr(job, name) for name in names}}
+    return json.loads(json.dumps(said | {"work": asdict(job.work)}))
+
+
+def saved(path: Path, job: Job) -> dict[tuple[int, str], Result]:
+    """The results of a file that were measured under the job's conditions, by repetition and system."""
+    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    alike = [line for line in lines if line.items() >= conditions(job).items()]
+    names = {field.name for field in fields(Result)}
+    return {(x["repeat"], x["system"]): Result(**{k: v for k, v in x.items() if k in names}) for x in alike}
 
 
 def fill(page: Path, name: str, text: str) -> None:
@@ -248,6 +265,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vllm-python", type=Path, help="default: .venv-vllm/bin/python")
     parser.add_argument("--clock", choices=("wall", "processor"), default="wall")
     parser.add_argument("--out", type=Path, help="append every result as a line of JSON")
+    parser.add_argument("--resume", action="store_true", help="what --out holds already is not run again")
     parser.add_argument("--page", type=Path, help="fill the table into this page")
     return parser.parse_args(arguments)
 
@@ -275,7 +293,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         args.vllm_python or HERE.parent / ".venv-vllm" / "bin" / "python",
     ]
     pythons = Pythons(*(path.absolute() if path.is_file() else None for path in found))
-    rounds, skipped = run_all(jobs, pythons, args.repeats, once, partial(save, args.out, jobs[0]))
+    known = saved(args.out, jobs[0]) if args.resume and args.out and args.out.exists() else {}
+    rounds, skipped = run_all(jobs, pythons, args.repeats, once, known, partial(save, args.out, jobs[0]))
     check(rounds, rollout_work.num_generated(rollout_work.episodes(work)))
     head = describe(work, args.repeats, once, args.threads)
     text = f"{head}\n\n{report(rounds, skipped, jobs, args.clock)}"

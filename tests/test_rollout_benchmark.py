@@ -116,6 +116,23 @@ def test_the_command_runs_each_system_in_a_process_and_writes_its_result(job, tm
     assert "TRL's trainer and tool loop: not run, no environment for it" in printed
 
 
+def test_what_was_measured_under_the_same_conditions_is_taken_up_again(job, tmp_path):
+    import rollout
+    from rollout_worker import Result
+
+    out, slow = tmp_path / "results.jsonl", replace(job, threads=2)
+    result = Result("ours", 100, 2.0, 2.0, 30.0, 10.0, "")
+    rollout.save(out, job, 0, result)
+    rollout.save(out, slow, 1, replace(result, wall_s=1.0))
+    assert rollout.saved(out, job) == {(0, "ours"): result}
+    pythons, kept = rollout.Pythons(None, None), []
+    jobs = [replace(job, system="ours"), replace(job, system="trl")]
+    rounds, skipped = rollout.run_all(
+        jobs, pythons, 1, (), rollout.saved(out, job), lambda *it: kept.append(it)
+    )
+    assert (rounds, kept, list(skipped)) == ([{"ours": result}], [], ["trl"])
+
+
 def test_ratios_are_taken_within_a_repetition(job):
     import rollout
     from rollout_worker import Result
