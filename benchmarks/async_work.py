@@ -9,7 +9,6 @@ on how often the task was played before, and on the turn: on nothing that the mo
 from __future__ import annotations
 
 import asyncio
-import os
 import random
 import subprocess
 import sys
@@ -224,9 +223,9 @@ def serving(shape: dict[str, Any], folder: Path) -> Iterator[str]:
     model, tokenizer = made(shape)
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    command = [sys.executable, "-m", "ludus", "serve", str(folder / "model"), "--port", "0", "--control"]
-    alone = os.environ | {"OMP_NUM_THREADS": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=alone) as process:
+    serve = [sys.executable, "-m", "ludus", "serve", str(folder / "model"), "--port", "0", "--control"]
+    command = ["env", "OMP_NUM_THREADS=1", *serve]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         said = process.stdout.readline().strip() if process.stdout else ""
         try:
             yield said.rsplit(" at ", 1)[1]

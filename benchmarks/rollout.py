@@ -214,9 +214,9 @@ def save(path: Path | None, job: Job, repeat: int, result: Result) -> None:
 
 def conditions(job: Job) -> dict[str, object]:
     """What a result was measured under, as `save` writes it."""
-    names = ("threads", "device", "dtype")
-    said = {"model": Path(job.model).name, **{name: getattr(job, name) for name in names}}
-    return json.loads(json.dumps(said | {"work": asdict(job.work)}))
+    said = asdict(job) | {"model": Path(job.model).name}
+    del said["system"]
+    return json.loads(json.dumps(said))
 
 
 def saved(path: Path, job: Job) -> dict[tuple[int, str], Result]:

@@ -20,7 +20,7 @@ from rollout_worker import Job, Result, Skipped, finish
 def load(job: Job) -> PreTrainedModel:
     """The model, without an end of text: how much is generated is the workload's."""
     torch.set_num_threads(job.threads)
-    dtype = getattr(torch, job.dtype)
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}[job.dtype]
     model = AutoModelForCausalLM.from_pretrained(job.model, dtype=dtype, attn_implementation="sdpa")
     model.to(job.device)
     model.generation_config = GenerationConfig(pad_token_id=0)

@@ -146,7 +146,7 @@ def read_s(model: PreTrainedModel, plan: list[Episode], steps: int) -> float:
     Each step reads all weights, each generated token the keys and values of all tokens before it.
     """
     config = model.config
-    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    width = config.to_dict().get("head_dim") or config.hidden_size // config.num_attention_heads
     weights = sum(p.numel() * p.element_size() for p in model.parameters())
     token = 2 * config.num_hidden_layers * config.num_key_value_heads * width * model.dtype.itemsize
     read = steps * weights + rollout_work.num_context(plan) * token
