@@ -1,6 +1,9 @@
 """Short answers: (answer, accepted ones)."""
 
 ACCEPTED = [
+    ("\N{VULGAR FRACTION THREE QUARTERS}", ["3/4"]),
+    ("1990\N{EN DASH}91", ["1990-91"]),
+    ("c++", ["C++"]),
     ("Paris", ["Paris"]),
     ("  paris.\n", ["Paris"]),
     ("The Netherlands", ["Netherlands"]),
@@ -26,6 +29,16 @@ ACCEPTED = [
     ("ﬁji", ["Fiji"]),
 ]
 REJECTED = [
+    ("34", ["3/4"]),
+    ("1e5", ["1e-5"]),
+    ("15", ["1,5"]),
+    ("1,23,4", ["1234"]),
+    ("C", ["C++"]),
+    ("C#", ["C"]),
+    ("22", ["2+2"]),
+    ("1045", ["10:45"]),
+    ("199091", ["1990-91"]),
+    ("A", ["A+"]),
     ("", ["Paris"]),
     ("", [""]),
     ("...", ["!?"]),

@@ -44,6 +44,7 @@ SCHEMA_ACCEPTED = [
     ('{"a": [1.0, true]}', CONST),
 ]
 SCHEMA_REJECTED = [
+    ("[" + ", ".join(f'{{"x": {i}}}' for i in range(3_000)) + "]", Schema({"uniqueItems": True})),
     ("", PERSON),
     ("{}", PERSON),
     ('{"name": "Eve"}', PERSON),

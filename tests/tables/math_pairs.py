@@ -7,7 +7,20 @@ def e(gold, *units):
     return Expression(gold, units)
 
 
+def done(gold):
+    return Expression(gold, evaluated=True)
+
+
 ACCEPTED = [
+    ("56088", done("56088")),
+    ("56,088", done("56088")),
+    ("3/4", done("0.75")),
+    ("75%", done("3/4")),
+    ("1 1/2", done("3/2")),
+    ("5*10^3", done("5000")),
+    ("y = 53 + 15*x", done("15x + 53")),
+    (r"\sqrt{8}", done(r"2\sqrt{2}")),
+    ("123*456", e("56088")),
     ("42", e("42")),
     ("42.", e("42")),
     (r"The answer is $42$.", e("42")),
@@ -79,6 +92,14 @@ ACCEPTED = [
     (r"\boxed{{{{42}}}}", e("42")),
 ]
 REJECTED = [
+    ("123*456", done("56088")),
+    ("17*23-4", done("387")),
+    ("435/15", done("29")),
+    ("6/8", done("3/4")),
+    ("2^10", done("1024")),
+    ("3(5x+15)+8", done("15x + 53")),
+    ("pi*3^2", done(r"9\pi")),
+    (r"\boxed{29}, from \boxed{435/15}", done("29")),
     ("", e("42")),
     (r"\boxed{}", e("42")),
     (r"\boxed{42", e("42")),

@@ -69,6 +69,10 @@ ACCEPTED = [
     ("1234,50", COMMA),
 ]
 REJECTED = [
+    ("1234568", BIG),
+    ("1,234,566", BIG),
+    ("1000001", Quantity(1_000_000)),
+    ("1.2345671e6", BIG),
     ("", SEVEN),
     ("   ", SEVEN),
     ("seven apples", SEVEN),

@@ -14,8 +14,14 @@ from dataclasses import dataclass
 from ludus.rewards.base import truth_of
 from ludus.types import StopReason, Task, ToolStatus, Trajectory
 
-_IN_NUMBERS = re.compile(r"(?<![^\W\d])\.(?=\d)|(?<!\w)-(?=\.?\d)")
-"""A decimal point, and a minus sign before a number."""
+_KEPT = re.compile(
+    r"(?<![^\W\d])\.(?=\d)"  # a decimal point
+    r"|(?<!\w)-(?=\.?\d)|(?<=\de)[-+](?=\d)"  # a sign before a number or its power of ten
+    r"|(?<=\d)[-/:+*^](?=\d)"  # 3/4, 10:45, 1990-91
+    r"|(?<=\d),(?=\d)(?!(?<=\d,)\d{3}(?!\d))"  # a comma that groups no thousands
+    r"|(?<=[^\W\d])[+#]+(?!\w)"  # C++
+)
+_DASH = re.compile(r"[\u2010-\u2015\u2212]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,17 +34,17 @@ class Answers:
 def normalise(text: str) -> str:
     """Lower case without punctuation, English articles and surplus blanks, as SQuAD does it.
 
-    Beyond that, accents go, punctuation is that of Unicode, and a number keeps its decimal point and its
-    minus sign: 3.5 is not 35.
+    Beyond that, accents go, punctuation is that of Unicode, and signs stay where they make another answer:
+    within numbers and dates (3.5, 3/4, 10:45, 1990-91; but 1,234 is 1234), and behind a letter (C++).
     """
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", plain_words(text)).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b(?![+#])", " ", plain_words(text)).split())
 
 
 def plain_words(text: str) -> str:
     """As `normalise`, with the articles left in."""
-    folded = unicodedata.normalize("NFKD", text).casefold().replace("\N{MINUS SIGN}", "-")
+    folded = _DASH.sub("-", unicodedata.normalize("NFKD", text).casefold().replace("\N{FRACTION SLASH}", "/"))
     plain = "".join(c for c in folded if not unicodedata.combining(c))
-    kept = {match.start() for match in _IN_NUMBERS.finditer(plain)}
+    kept = {i for match in _KEPT.finditer(plain) for i in range(*match.span())}
     return " ".join("".join(c for i, c in enumerate(plain) if i in kept or not _is_punctuation(c)).split())
 
 

@@ -19,7 +19,11 @@ _HEAD = re.compile(
     r"[\s*_]*[(\[]?\s*([A-Za-z])\s*(?:[)\].:,;*_]+|$|(?=\s+(?:because|since|as|is\s+(?:right|correct))\b))"
 )
 _DENIAL = re.compile(
-    r"(?i)\b(?:not|never|neither|nor|none|wrong|incorrect|false|except|or|but|maybe|perhaps|unless)\b|n't\b"
+    r"(?i)\b(?:not|no|never|neither|nor|none|wrong|incorrect|false|except|or|but|maybe|perhaps|unless|both|all|"
+    r"eliminat\w*|exclud\w*|reject\w*|discard\w*|distract\w*|rul(?:e|ed|es|ing)\s+(?:it\s+)?out)\b|n't\b"
+)
+_REASON = re.compile(
+    r"(?i)(?:,|[-\u2013\u2014])?\s*(?:because|since|as\s+(?:it|this|that|they|there|we)|is\s+(?:right|correct))\b"
 )
 
 
@@ -34,8 +38,8 @@ class Choice:
 def chosen(text: str, options: Mapping[str, str]) -> str | None:
     """The letter of the one option that the text chooses; None where it names none or several.
 
-    The text is an option's letter or text or both; after the letter there may be an explanation that names no
-    other option and denies nothing.
+    The text is an option's letter or text or both. Behind them may stand why ("because", "since", "as it",
+    "is correct"), where that names no other option and denies nothing.
     """
     given = plain_words(text)
     if not given or len(text) > 10_000:
@@ -50,8 +54,12 @@ def chosen(text: str, options: Mapping[str, str]) -> str | None:
     letter, rest = head[1].upper(), plain[head.end() :].strip()
     if plain_words(rest) in ("", plain_words(options[letter])):
         return letter
+    own = re.match(rf"\s*{re.escape(options[letter].strip())}(?!\w)\s*", rest, re.IGNORECASE)
+    why = rest[own.end() :] if own else rest
+    if not _REASON.match(why):
+        return None
     others = {other: words for other, words in options.items() if other != letter}
-    return None if _DENIAL.search(rest) or _names(rest, others) else letter
+    return None if _DENIAL.search(why) or _names(why, others) else letter
 
 
 def _names(text: str, options: Mapping[str, str]) -> bool:

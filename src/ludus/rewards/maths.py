@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import json
+import math
 import os
 import re
 import select
@@ -73,6 +74,12 @@ _TEXT = re.compile(_TEXT_LEFT.pattern + r"\s*\{([^{}]*)\}")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _NUMERAL = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+", re.ASCII)
 _EQUALS = re.compile(r"(?<![\\<>!:])=(?!=)")
+_FRACTION = re.compile(r"(\d{1,400})\s*(?:/|\}\s*\{)\s*(\d{1,400})", re.ASCII)
+_TEN = re.compile(r"\d+(?:\.\d+)?\s*\\(?:cdot|times)\s*10\s*\^\s*(?:\{-?\d+\}|\d)", re.ASCII)
+"""A number with its power of ten."""
+_MIXED = re.compile(r"\(?\b\d+\s*\+?\s*(\\frac\{\d+\}\{\d+\})\)?", re.ASCII)
+"""A mixed number; its fraction counts."""
+_LEAF = re.compile(r"\d+(?:\.\d+)?|\.\d+|\\?[a-zA-Z]+?(?![a-z])|[a-zA-Z]", re.ASCII)
 _PASSED_OVER = re.compile(r"(?<=\d)_\{?(\w+)\}?|('|\\[lc]?dots|\\[bp]?mod|\\prime)(?![a-zA-Z])")
 """The base of a numeral and other signs that math-verify passes over: they have to agree."""
 _WITH_LETTER = re.compile(r"-?[\d.]+\s*[a-zA-Z]")
@@ -82,10 +89,16 @@ _NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-zA-Z](?:,\s*[a-zA-Z])*\)
 
 @dataclass(frozen=True, slots=True)
 class Expression:
-    """The truth of a question of mathematics: LaTeX or plain signs; `units` may stand behind an answer."""
+    """The truth of a question of mathematics: LaTeX or plain signs; `units` may stand behind an answer.
+
+    With `evaluated` an answer that is equal but left to be worked out is wrong: it may have no more numbers
+    and letters than the gold expression has, and its fractions are in lowest terms. So the question's own
+    formula is no answer to it.
+    """
 
     gold: str
     units: tuple[str, ...] = ()
+    evaluated: bool = False
 
 
 def is_equal(answer: str, truth: Expression) -> bool:
@@ -97,7 +110,31 @@ def is_equal(answer: str, truth: Expression) -> bool:
     if gold is None:
         raise ValueError(f"the gold answer {truth.gold[:80]!r} cannot be read")
     found = candidates(answer)
+    if truth.evaluated and not all(is_evaluated(one, truth.gold) for one in found):
+        return False
     return bool(found) and all(_is_right(one, gold, truth) for one in found)
+
+
+def is_evaluated(answer: str, gold: str) -> bool:
+    """Whether an answer is as far worked out as the gold one: as few numbers and letters, reduced fractions.
+
+    A power of ten, a mixed number and a percentage are one number each.
+    """
+    room = 2 if _NUMERAL.fullmatch(gold) and "." in gold else _num_leaves(gold)  # 0.75 is 3/4 too
+    return is_reduced(answer) and _num_leaves(answer) <= room
+
+
+def is_reduced(answer: str) -> bool:
+    """Whether all fractions of whole numbers are in lowest terms: 435/15 is a problem, no answer to one."""
+    found = [(int(up), int(down)) for up, down in _FRACTION.findall(plain_signs(answer))]
+    return all(down > 1 and math.gcd(up, down) == 1 for up, down in found)
+
+
+def _num_leaves(text: str) -> int:
+    """Numbers and letters behind the last equals sign; a function's name is one letter, \\frac is none."""
+    *_, last = _EQUALS.split(_latex(text, ()) or text)
+    plain = _TEN.sub("1", _MIXED.sub(r"\1", re.sub(r"\\frac\{(.*)\}\{100\}$", r"\1", last)))
+    return len(_LEAF.findall(re.sub(r"\\(?:[dt]?frac|cdot|times|left|right)(?![a-zA-Z])|\\[{}]", " ", plain)))
 
 
 def mathematics(task: Task, trajectory: Trajectory) -> float:

@@ -14,6 +14,8 @@ from ludus.types import Task, Trajectory
 MAX_DIGITS = 400
 """A longer numeral is none: a float ends at 309 digits."""
 
+_RELATIVE = 1e-6
+"""The room of a truth that is no whole number and says nothing else."""
 _POINT = r"(?:\d{1,3}(?:[, _]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
 _COMMA = r"(?:\d{1,3}(?:[. _]\d{3})+(?:,\d*)?|\d+,?\d*|,\d+)"
 _POWER = r"(?:[eE]|\s*(?:[x×*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*))\s*\{?(?P<power>[+-]?\d{1,4})\}?"
@@ -24,15 +26,15 @@ _LEAD = re.compile(r"(?i)^(?:it\s+is|about|approximately|approx\.?|roughly|[a-z]
 class Quantity:
     """The truth of a question for a number.
 
-    An answer is right within `absolute` or within `relative` times `value`, whichever is wider. `units` are
-    those that an answer may carry, each with its size in the unit of `value` (metres: m 1, cm 0.01); with
-    `needs_unit` it must carry one. "%" is a hundredth unless `units` says otherwise. With `decimal_comma` 1,5
-    is one and a half.
+    An answer is right within `absolute` or within `relative` times `value`, whichever is wider; without
+    `relative` a whole number has no such room, and any other a millionth. `units` are those that an answer
+    may carry, each with its size in the unit of `value` (metres: m 1, cm 0.01); with `needs_unit` it must
+    carry one. "%" is a hundredth unless `units` says otherwise. With `decimal_comma` 1,5 is one and a half.
     """
 
     value: float
     absolute: float = 0.0
-    relative: float = 1e-6
+    relative: float | None = None
     units: Mapping[str, float] = field(default_factory=dict)
     needs_unit: bool = False
     decimal_comma: bool = False
@@ -51,7 +53,9 @@ def read_quantity(text: str, truth: Quantity) -> float | None:
 
 def close(value: float, truth: Quantity) -> bool:
     """Whether the value is within the tolerance; NaN and infinities never are."""
-    reach = max(truth.absolute, truth.relative * abs(truth.value))
+    whole = float(truth.value).is_integer()
+    relative = truth.relative if truth.relative is not None else 0.0 if whole else _RELATIVE
+    reach = max(truth.absolute, relative * abs(truth.value))
     slack = 4 * math.ulp(max(abs(value), abs(truth.value))) if math.isfinite(value) else 0.0
     return math.isfinite(value) and abs(value - truth.value) <= reach + slack
 

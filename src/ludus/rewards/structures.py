@@ -15,6 +15,9 @@ from ludus.rewards.base import RewardFunction, truth_of
 from ludus.rewards.evidence import Evidence, NotJson, fenced, final_answer, read_json
 from ludus.types import JSON, Task, Trajectory
 
+MAX_CHARACTERS = 20_000
+"""A longer text fits no schema: to find out whether many objects differ takes time with their square."""
+
 
 @dataclass(frozen=True, slots=True)
 class Schema:
@@ -75,7 +78,6 @@ def same_number(one: object, other: object, tolerance: float) -> bool:
 
 def fits_schema(text: str, truth: Schema) -> bool:
     """Whether the text, or its only fenced block, is one JSON value that fits the schema.
-
     Raises UserError without jsonschema, ConfigError for a schema that is none. References lead nowhere but
     into the schema itself.
     """
@@ -84,6 +86,8 @@ def fits_schema(text: str, truth: Schema) -> bool:
     import jsonschema
     import referencing
 
+    if len(text) > MAX_CHARACTERS:
+        return False
     try:
         jsonschema.Draft202012Validator.check_schema(truth.schema)
         judge = jsonschema.Draft202012Validator(truth.schema, registry=referencing.Registry())

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import Protocol
 
@@ -12,7 +10,7 @@ from ludus.envs.math.problems import Problem
 from ludus.rewards.answers import Answers, matches, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.final import candidates
-from ludus.rewards.maths import Expression, is_equal
+from ludus.rewards.maths import Expression, is_equal, is_reduced
 from ludus.rewards.numbers import Quantity, is_close
 from ludus.tools.calculator import show
 from ludus.types import Message, Task, Trajectory
@@ -23,10 +21,6 @@ SYSTEM = (
 )
 _CLOSE = 1e-9
 """How far off, relatively, an answer may be that is no whole number."""
-
-
-_FRACTION = re.compile(r"(\d{1,400})\s*(?:/|\}\s*\{)\s*(\d{1,400})", re.ASCII)
-"""Of whole numbers, plain or in LaTeX."""
 
 
 class Judge(Protocol):
@@ -46,29 +40,26 @@ class Solution:
 
 
 def is_right(answer: str, right: object) -> bool:
-    """Whether the answer is right by the verifier that fits the truth. Raises TypeError for no truth."""
+    """Whether the answer is right and worked out, by the verifier that fits the truth.
+
+    Raises TypeError for no truth.
+    """
     match right:
         case Quantity():
-            return is_close(answer, right)
+            return all(map(is_reduced, candidates(answer))) and is_close(answer, right)
         case Expression():
-            return is_equal(answer, right)
+            return is_equal(answer, replace(right, evaluated=True))
         case Answers():
             found = candidates(answer)
             return bool(found) and all(matches(one, right) for one in found)
     raise TypeError(f"{type(right).__name__} is no truth of this world")
 
 
-def is_reduced(answer: str) -> bool:
-    """Whether all fractions of the answer are in lowest terms: 435/15 is a problem, and no answer to one."""
-    found = [(int(up), int(down)) for one in candidates(answer) for up, down in _FRACTION.findall(one)]
-    return all(down > 1 and math.gcd(up, down) == 1 for up, down in found)
-
-
 def solved(task: Task, trajectory: Trajectory) -> float:
     """1 if the final answer is right, else 0."""
     truth = task.truth
     if isinstance(truth, Solution):
-        return float(is_reduced(trajectory.answer) and is_right(trajectory.answer, truth.right))
+        return float(is_right(trajectory.answer, truth.right))
     if isinstance(truth, Foreign):
         return float(truth.judge.accepts(trajectory.answer))
     return float(is_right(trajectory.answer, truth))
