@@ -337,6 +337,8 @@ def test_the_registry_hands_over_what_the_functions_take(name):
         outcome_probs=CHANCES,
         prm_logprobs=b.values,
         ref_logprobs=-b.values.abs(),
+        old_logprobs=b.old,
+        behavior_logprobs=b.behavior,
     )
     found = ADVANTAGES[name](outcomes, algorithm)
     takes = signature(FUNCTIONS[name]).parameters
@@ -344,7 +346,7 @@ def test_the_registry_hands_over_what_the_functions_take(name):
     given |= {"turn_rewards": b.turn_rewards, "ddof": 0, "values": b.values, **OWN.get(name, {})}
     given |= {"greedy_rewards": BASELINES, "anchors": ANCHORS, "proposer": PROPOSER}
     given |= {"roles": ROLES, "baselines": RoleBaselines(), "outcome_probs": CHANCES}
-    given |= {"prm_logprobs": b.values, "ref_logprobs": -b.values.abs()}
+    given |= {"prm_logprobs": b.values, "ref_logprobs": -b.values.abs()} | sampled(b)
     if name == "gigpo":
         last = torch.where(b.mask.bool(), b.turn, -1).amax(1)
         given["turn_rewards"] = b.turn_rewards.clone()
@@ -364,6 +366,8 @@ OWN = {
     "step_gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0},
     "turn_gae": {"gamma_turn": 0.9, "lam_turn": 0.8, "gamma_token": 0.7, "lam_token": 0.6, "whiten": 0},
     "vapo": {"gamma": 0.9, "alpha": 0.3, "lam_critic": 1.0, "whiten": 0},
+    "vtrace": {"gamma": 0.9, "rho_bar": 1.5, "c_bar": 0.7, "whiten": 0},
+    "retrace": {"gamma": 0.9, "lam": 0.8, "whiten": 0},
     "grpo": {"std_floor": 0.4},
     "rae": {"decay": 0.95},
     "prime": {"beta": 0.3, "gamma": 0.8},

@@ -36,6 +36,8 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "step_gae": ("gamma", "lam", "whiten"),
     "turn_gae": ("gamma_turn", "lam_turn", "gamma_token", "lam_token", "whiten"),
     "vapo": ("gamma", "alpha", "lam_critic", "whiten"),
+    "vtrace": ("gamma", "rho_bar", "c_bar", "whiten"),
+    "retrace": ("gamma", "lam", "whiten"),
 }
 """Advantages, and the numbers of their own that `algorithm.options.advantage` may hold."""
 LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -110,7 +112,9 @@ ROLE_ADVANTAGES = ("rae", "hierarchical")
 """Advantages that read the tag `role` of a task."""
 GREEDY_ADVANTAGES = ("remax", "coderl")
 """Advantages whose baseline is a greedy episode: one more is played for each task."""
-CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo")
+BEHAVIOUR_ADVANTAGES = ("vtrace", "retrace")
+"""Advantages that contain the ratio to the behaviour policy."""
+CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGES)
 """Advantages that read the values of a critic."""
 TOKEN_ADVANTAGES = ("reinforce_pp", *CRITIC_ADVANTAGES)
 """Advantages that take the KL of a reward token by token."""

@@ -23,6 +23,7 @@ class Outcomes:
     `proposer` [N] bool and `proposals` [N] integers say whether a row proposed a task, and which one it
     worked on otherwise. `outcome_probs` [N, L] is a critic's probability of the outcome that came,
     `prm_logprobs` and `ref_logprobs` [N, L] are those of a process reward model and of its reference.
+    `old_logprobs` and `behavior_logprobs` [N, L] are what `TokenBatch` calls so (None: taken as equal).
     """
 
     rewards: Tensor
@@ -39,6 +40,8 @@ class Outcomes:
     outcome_probs: Tensor | None = None
     prm_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    behavior_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages import ADVANTAGES
+from ludus.algorithms.advantages import ADVANTAGES, VALUE_ERRORS
 from ludus.algorithms.algorithm import GRANULARITIES, TOKEN_ADVANTAGES, Algorithm, number, word
 from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.filters import overlong_mask, zero_variance
@@ -121,7 +121,8 @@ class Estimates:
     """What models say of the credits that were compared, in their order, per action token `[n_i]`.
 
     `kl` to the reference, `values` of the critic, `outcome_probs` of a critic of outcomes, `prm_logprobs` of
-    the process reward model and `ref_logprobs` beside them; None where the algorithm asks for none.
+    the process reward model and `ref_logprobs` beside them, `old_logprobs` of the policy at the start of the
+    step; None where the algorithm asks for none.
     """
 
     kl: Sequence[Tensor] | None = None
@@ -129,6 +130,7 @@ class Estimates:
     outcome_probs: Sequence[Tensor] | None = None
     prm_logprobs: Sequence[Tensor] | None = None
     ref_logprobs: Sequence[Tensor] | None = None
+    old_logprobs: Sequence[Tensor] | None = None
 
 
 def with_estimates(
@@ -163,6 +165,8 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
     if algorithm.advantage == "vapo":
         own = {"gamma": own.get("gamma", 1.0), "lam": own.get("lam_critic", 1.0), "whiten": 0.0}
         algorithm = replace(algorithm, advantage="gae")
+    if algorithm.advantage == "vtrace":
+        algorithm = replace(algorithm, advantage="vtrace_error")
     return replace(algorithm, options=replace(algorithm.options, advantage=own))
 
 
@@ -216,7 +220,7 @@ def _advantages(
     given = replace(outcomes, rewards=rewards)
     if algorithm.kl_placement != "reward":
         given = replace(given, kl=None)
-    found = ADVANTAGES[algorithm.advantage](given, algorithm)
+    found = (ADVANTAGES | VALUE_ERRORS)[algorithm.advantage](given, algorithm)
     if penalty is not None and algorithm.kl_placement == "advantage":
         found = penalised_advantages(
             advantages=found,
@@ -269,11 +273,30 @@ def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
         outcome_probs=_table(estimates.outcome_probs, width),
         prm_logprobs=_table(estimates.prm_logprobs, width),
         ref_logprobs=_table(estimates.ref_logprobs, width),
+        old_logprobs=_table(estimates.old_logprobs, width),
+        behavior_logprobs=_behavior(credits, estimates.old_logprobs, width),
         baselines=_baselines(credits),
         anchors=_anchors(trajectories, most),
         proposer=proposer,
         proposals=proposals,
     )
+
+
+def _behavior(credits: Sequence[Credit], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
+    """What the engine recorded of the action tokens, `[N, width]`; an expert counts as the policy itself."""
+    if old is None:
+        return None
+    recorded = [
+        row if credit.expert else _recorded(credit.episode.trajectory)
+        for credit, row in zip(credits, old, strict=True)
+    ]
+    return _table(recorded, width)
+
+
+def _recorded(trajectory: Trajectory) -> Tensor:
+    """The engine's log-probabilities of the action tokens, `[n_i]`."""
+    actions = [segment for segment in trajectory.segments if segment.kind == "action"]
+    return torch.tensor([lp for action in actions for lp in action.logprobs], dtype=torch.float64)
 
 
 def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.algorithm import CRITERIA, number, word
+from ludus.algorithms.algorithm import BEHAVIOUR_ADVANTAGES, CRITERIA, number, word
 from ludus.algorithms.corrections import MismatchByLength, mismatch_by_length, reject_sequence
 from ludus.algorithms.filters import entropy_bound
 from ludus.errors import SyncError
@@ -110,9 +110,13 @@ def _estimated(
     algorithm, estimates = learner.algorithm, Estimates()
     if judge is not None:
         estimates = judged(judge, compared, rows, learner)
-    if algorithm.kl_coef > 0 and algorithm.kl_placement != "loss":
-        penalties = learner.penalties(rows, learner.score(rows))
-        estimates = replace(estimates, kl=at_actions(penalties, rows))
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    compared_to_engine = algorithm.advantage in BEHAVIOUR_ADVANTAGES
+    old = learner.score(rows) if penalised or compared_to_engine else []
+    if penalised:
+        estimates = replace(estimates, kl=at_actions(learner.penalties(rows, old), rows))
+    if compared_to_engine:
+        estimates = replace(estimates, old_logprobs=at_actions(old, rows))
     return with_estimates(credits, algorithm, max_action_tokens, estimates)
 
 
