@@ -9,7 +9,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .` shows it), ke
     outcome     its ending in the ledger: trained, masked, dropped, failed;   reason   the ledger's words
     advantage   the trajectory's advantage, or null where it has none
     trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, anchors, tags,
-                failure
+                failure; of a tree also leaf_rewards
                 messages   the chat in the OpenAI shape, from the prompt on
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
@@ -209,7 +209,7 @@ def _trajectory_data(trajectory: Trajectory) -> _Data:
         "failure": failure and {"part": failure.part, "error": failure.error, "attempts": failure.attempts},
         "anchors": list(trajectory.anchors),
         "tags": dict(trajectory.tags),
-    }
+    } | ({"leaf_rewards": [float(x) for x in trajectory.leaf_rewards]} if trajectory.leaf_rewards else {})
 
 
 def _segment_data(segment: Segment) -> _Data:
@@ -257,7 +257,7 @@ def parse_rollout(value: object) -> RolloutRecord:
 
 
 def _trajectory(stored: _Data) -> Trajectory:
-    data: _Data = {"anchors": []} | _object(stored)  # files from before there were anchors have none
+    data: _Data = {"anchors": [], "leaf_rewards": []} | _object(stored)  # older files have no anchors
     _same_fields(data, Trajectory)
     return Trajectory(
         task_id=_str(data["task_id"]),
@@ -269,6 +269,7 @@ def _trajectory(stored: _Data) -> Trajectory:
         rewards={name: _float(value) for name, value in _object(data["rewards"]).items()},
         reward=_float(data["reward"]),
         turn_rewards=tuple(_float(value) for value in data["turn_rewards"]),
+        leaf_rewards=tuple(_float(value) for value in data["leaf_rewards"]),
         failure=None if data["failure"] is None else _failure(data["failure"]),
         tags={name: _str(value) for name, value in _object(data["tags"]).items()},
         anchors=tuple(_str(value) for value in data["anchors"]),

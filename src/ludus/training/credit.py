@@ -21,6 +21,7 @@ from ludus.rollout.ledger import Ledger, Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord
 from ludus.training.batch import Row, row_of_trajectory
+from ludus.training.branches import Path, leaf_rewards, new_actions, paths
 from ludus.training.roles import role_tables
 from ludus.types import StopReason, Trajectory
 
@@ -132,6 +133,23 @@ class Estimates:
     ref_logprobs: Sequence[Tensor] | None = None
     old_logprobs: Sequence[Tensor] | None = None
 
+    def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
+        """The same for each path of each trajectory."""
+
+        def spread(rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+            if rows is None:
+                return None
+            return [row[list(path.places)] for row, own in zip(rows, split, strict=True) for path in own]
+
+        return Estimates(
+            kl=spread(self.kl),
+            values=spread(self.values),
+            outcome_probs=spread(self.outcome_probs),
+            prm_logprobs=spread(self.prm_logprobs),
+            ref_logprobs=spread(self.ref_logprobs),
+            old_logprobs=spread(self.old_logprobs),
+        )
+
 
 def with_estimates(
     credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int, estimates: Estimates
@@ -181,9 +199,11 @@ def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens:
     if not credits:
         return []
     trajectories = [credit.episode.trajectory for credit in credits]
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    index = torch.tensor([credit.group for credit in credits])
-    varied = zero_variance(rewards=rewards, group=index)
+    leaves = [leaf_rewards(t) for t in trajectories]
+    rewards = torch.tensor([r for own in leaves for r in own], dtype=torch.float64)
+    index = torch.tensor([c.group for c, own in zip(credits, leaves, strict=True) for _ in own])
+    kept = dict(zip(index.tolist(), zero_variance(rewards=rewards, group=index).tolist(), strict=True))
+    varied = [kept[credit.group] for credit in credits]
     whole = overlong_mask(truncated=[t.stop_reason in CUT_OFF for t in trajectories])
     advantages = _advantages(credits, algorithm, max_action_tokens)
     found = []
@@ -209,7 +229,34 @@ def _advantages(
     max_action_tokens: int,
     estimates: Estimates = Estimates(),
 ) -> list[tuple[float, ...]]:
-    """One number per action token of each trajectory."""
+    """One number per action token of each trajectory.
+
+    The paths of a tree are compared as attempts of their own; a token has the mean of those through it.
+    """
+    split = [paths(credit.episode.trajectory) for credit in credits]
+    if all(len(own) == 1 for own in split):
+        return _of_chains(credits, algorithm, max_action_tokens, estimates)
+    chains = [_along(credit, path) for credit, own in zip(credits, split, strict=True) for path in own]
+    found = iter(_of_chains(chains, algorithm, max_action_tokens, estimates.along(split)))
+    return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
+
+
+def _along(credit: Credit, path: Path) -> Credit:
+    return replace(credit, episode=replace(credit.episode, trajectory=path.trajectory))
+
+
+def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The mean, at each action token, over the paths through it."""
+    through: dict[int, list[float]] = {}
+    for path, row in zip(own, values, strict=True):
+        for place, value in zip(path.places, row, strict=True):
+            through.setdefault(place, []).append(value)
+    return tuple(math.fsum(through[place]) / len(through[place]) for place in sorted(through))
+
+
+def _of_chains(
+    credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int, estimates: Estimates
+) -> list[tuple[float, ...]]:
     outcomes = _outcomes(credits, estimates)
     rewards = outcomes.rewards
     rewards = rewards + _punishment(outcomes.mask.sum(1), algorithm, max_action_tokens)
@@ -295,8 +342,8 @@ def _behavior(credits: Sequence[Credit], old: Sequence[Tensor] | None, width: in
 
 def _recorded(trajectory: Trajectory) -> Tensor:
     """The engine's log-probabilities of the action tokens, `[n_i]`."""
-    actions = [segment for segment in trajectory.segments if segment.kind == "action"]
-    return torch.tensor([lp for action in actions for lp in action.logprobs], dtype=torch.float64)
+    lps = [lp for action in new_actions(trajectory) for lp in action.logprobs]
+    return torch.tensor(lps, dtype=torch.float64)
 
 
 def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 
 from ludus.engines.adapters import is_peft
 from ludus.engines.products import OneDnnLinear, use_onednn
+from ludus.errors import LearnerError
 from ludus.training import forest as forests
+from ludus.training.branches import BREAK, apart
 from ludus.training.head import Entropy, Head, TokenScores, logits_to_scores
 from ludus.training.recompute import recomputable_layers, recomputing
 from ludus.training.routing import Routing
@@ -69,6 +71,7 @@ class Scorer:
         distribution, in nats.
         """
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        self._check_routing(tokens)
         if rows.numel() == 0:
             if self.routing is not None:
                 self.routing.place([rows] * tokens.shape[0], 0)
@@ -81,6 +84,14 @@ class Scorer:
         at = (rows, columns + 1)
         spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
         return Scores(_placed(scores.logprobs, at, tokens), spread)
+
+    def _check_routing(self, tokens: Tensor) -> None:
+        """Raise LearnerError for trajectories that branch where experts are replayed, row by row."""
+        if self.routing is not None and bool((tokens == BREAK).any()):
+            raise LearnerError(
+                "The experts of a trajectory that branches cannot be replayed.",
+                "Set training.learner.replay_routing = false.",
+            )
 
     def _idle(self, device: torch.device) -> Tensor:
         """0, after a pass of one token: processes that share the weights make their passes together."""
@@ -133,7 +144,7 @@ class Scorer:
 
     def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.Forest]:
         """The forest of the rows up to the last position asked for, and where the positions stand in it."""
-        rows, columns = at
+        tokens, (rows, columns) = apart(tokens, at)
         lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
         lengths.scatter_reduce_(0, rows, columns + 1, "amax")
         given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
@@ -160,7 +171,8 @@ class Scorer:
     def _padded_scores(
         self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none"
     ) -> TokenScores:
-        rows, columns = at
+        targets = tokens[at[0], at[1] + 1]
+        tokens, (rows, columns) = apart(tokens, at)
         used = int(columns.max()) + 1
         if self.routing is not None:
             every = torch.arange(tokens.shape[0] * used, device=tokens.device)
@@ -168,7 +180,7 @@ class Scorer:
         with recomputing(self._layers):
             logits = self.model(input_ids=tokens[:, :used], use_cache=False).logits[rows, columns]
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
-        return logits_to_scores(logits, tokens[rows, columns + 1], entropy)
+        return logits_to_scores(logits, targets, entropy)
 
     @torch.no_grad()
     def _trial(self) -> bool:
