@@ -69,6 +69,9 @@ class RewardModelConfig(OptimiserSection):
     """Of `pairwise`: a group whose best and worst reward differ by less gives no pair; nor do equal ones."""
     discount: float = Field(1.0, gt=0, le=1)
     """Of `process`: an outcome counts this much less for each turn that it is away."""
+    rollouts: int = Field(0, ge=0)
+    """Of `process`: rollouts that the model plays on from after each turn but the last, to estimate what the
+    turn is worth; 0 takes the rollouts that there are."""
     held_out: float = Field(0.1, ge=0, lt=1)
     """Share of the tasks that is kept aside to measure on; 0 measures nothing."""
     learning_rate: float = Field(1e-4, gt=0)
@@ -94,6 +97,8 @@ class RewardModelConfig(OptimiserSection):
             raise ValueError(f'reward_model.run ("{self.run}") and reward_model.data exclude each other')
         if self.discount != 1 and self.kind != "process":
             raise ValueError(f'reward_model.discount belongs to the kind process, not to "{self.kind}"')
+        if self.rollouts and self.kind != "process":
+            raise ValueError(f'reward_model.rollouts belongs to the kind process, not to "{self.kind}"')
         if self.min_reward_gap > 0 and self.kind != "pairwise":
             raise ValueError(f'reward_model.min_reward_gap belongs to pairwise, not to "{self.kind}"')
         return self
