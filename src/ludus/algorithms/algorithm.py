@@ -32,12 +32,12 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "turn_return": ("gamma",),
     "turn_return_hybrid": ("gamma", "outcome_weight"),
     "raw": (),
-    "gae": ("gamma", "lam", "whiten"),
-    "step_gae": ("gamma", "lam", "whiten"),
-    "turn_gae": ("gamma_turn", "lam_turn", "gamma_token", "lam_token", "whiten"),
-    "vapo": ("gamma", "alpha", "lam_critic", "whiten"),
-    "vtrace": ("gamma", "rho_bar", "c_bar", "whiten"),
-    "retrace": ("gamma", "lam", "whiten"),
+    "gae": ("gamma", "lam", "whiten", "bootstrap"),
+    "step_gae": ("gamma", "lam", "whiten", "bootstrap"),
+    "turn_gae": ("gamma_turn", "lam_turn", "gamma_token", "lam_token", "whiten", "bootstrap"),
+    "vapo": ("gamma", "alpha", "lam_critic", "whiten", "bootstrap"),
+    "vtrace": ("gamma", "rho_bar", "c_bar", "whiten", "bootstrap"),
+    "retrace": ("gamma", "lam", "whiten", "bootstrap"),
 }
 """Advantages, and the numbers of their own that `algorithm.options.advantage` may hold."""
 LOSS_OPTIONS: dict[str, tuple[str, ...]] = {

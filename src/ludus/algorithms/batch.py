@@ -17,9 +17,11 @@ class Outcomes:
     finished members of a group belong here, also those that a filter then keeps from training. Where they are
     known: `turn` [N, L] the turn of each action token, counted from 0 without gaps, `turn_rewards` [N, K],
     `kl` [N, L] per token to the reference, for the placement `reward` of advantages that work on tokens,
-    `values` [N, L] of a critic, V of the state before each token (None: 0), and `baselines` [N], what the
-    reward of each row is compared with where that is not its group: the greedy episode of its task, or the
-    moving average of its role. `anchors` [N, K] integers are equal where turns began in the same state;
+    `values` [N, L] of a critic, V of the state before each token (None: 0), `bootstrap_values` [N], V
+    of the state after the last token of rows that were cut off (0 for others; None: all), and `baselines`
+    [N], what the reward of each row is compared with where that is not its group: the greedy episode of its
+    task, or the moving average of its role. `anchors` [N, K] integers are equal where turns began in the
+    same state;
     `proposer` [N] bool and `proposals` [N] integers say whether a row proposed a task, and which one it
     worked on otherwise. `outcome_probs` [N, L] is a critic's probability of the outcome that came,
     `prm_logprobs` and `ref_logprobs` [N, L] are those of a process reward model and of its reference.
@@ -33,6 +35,7 @@ class Outcomes:
     turn_rewards: Tensor | None = None
     kl: Tensor | None = None
     values: Tensor | None = None
+    bootstrap_values: Tensor | None = None
     baselines: Tensor | None = None
     anchors: Tensor | None = None
     proposer: Tensor | None = None

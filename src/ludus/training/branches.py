@@ -57,6 +57,18 @@ def new_actions(trajectory: Trajectory) -> list[Segment]:
     return [segment for segment, new in laid(trajectory) if new and segment.kind == "action"]
 
 
+def last_actions(trajectory: Trajectory) -> dict[int, int]:
+    """Where in the row the last action token of each path stands, for the paths that have one."""
+    found, path, place = {}, 0, 0
+    for segment, _ in laid(trajectory):
+        place += len(segment.tokens)
+        if segment is _GAP:
+            path += 1
+        elif segment.kind == "action" and segment.tokens:
+            found[path] = place - 1
+    return found
+
+
 def leaf_rewards(trajectory: Trajectory) -> tuple[float, ...]:
     """The reward of each path: those of the leaves where they are known, otherwise the trajectory's."""
     return trajectory.leaf_rewards or (trajectory.reward,) * len(trajectory.rows)

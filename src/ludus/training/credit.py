@@ -123,7 +123,8 @@ class Estimates:
 
     `kl` to the reference, `values` of the critic, `outcome_probs` of a critic of outcomes, `prm_logprobs` of
     the process reward model and `ref_logprobs` beside them, `old_logprobs` of the policy at the start of the
-    step; None where the algorithm asks for none.
+    step; `bootstrap` [one for each path] of the critic after the last action token, 0 for episodes that ended
+    by themselves; None where the algorithm asks for none.
     """
 
     kl: Sequence[Tensor] | None = None
@@ -132,6 +133,7 @@ class Estimates:
     prm_logprobs: Sequence[Tensor] | None = None
     ref_logprobs: Sequence[Tensor] | None = None
     old_logprobs: Sequence[Tensor] | None = None
+    bootstrap: Sequence[Tensor] | None = None
 
     def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
         """The same for each path of each trajectory."""
@@ -148,6 +150,7 @@ class Estimates:
             prm_logprobs=spread(self.prm_logprobs),
             ref_logprobs=spread(self.ref_logprobs),
             old_logprobs=spread(self.old_logprobs),
+            bootstrap=None if self.bootstrap is None else [v[None] for own in self.bootstrap for v in own],
         )
 
 
@@ -317,6 +320,7 @@ def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
         turn_rewards=turn_rewards,
         kl=_table(estimates.kl, width),
         values=_table(estimates.values, width),
+        bootstrap_values=None if estimates.bootstrap is None else torch.cat(list(estimates.bootstrap)),
         outcome_probs=_table(estimates.outcome_probs, width),
         prm_logprobs=_table(estimates.prm_logprobs, width),
         ref_logprobs=_table(estimates.ref_logprobs, width),

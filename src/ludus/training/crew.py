@@ -67,10 +67,12 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class JudgeSays:
-    """What a critic or process reward model is asked; `solved` where it is told the outcomes."""
+    """What a critic or process reward model is asked; `solved` where it is told the outcomes, `after` where a
+    critic is asked of the states after tokens."""
 
     rows: Sequence[Row]
     solved: Sequence[bool]
+    after: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,8 +69,8 @@ def obey(command: object, session: Session, learning: LearnerParts) -> None:
         case Train(rows, seed, algorithm):
             learner.algorithm = algorithm
             learner.train(rows, seed)
-        case JudgeSays(rows, solved) if judge is not None:
-            say(judge, rows, solved)
+        case JudgeSays(rows, solved, after) if judge is not None:
+            say(judge, rows, solved, after)
         case JudgeLearns(rows, tables, solved) if judge is not None:
             teach(judge, rows, tables, solved)
         case Probe(tokens):

@@ -164,6 +164,7 @@ def _whitened(found: Tensor, o: Outcomes, a: Algorithm) -> Tensor:
 def _gae(o: Outcomes, a: Algorithm) -> Tensor:
     found = gae(
         values=_values(o),
+        bootstrap_values=o.bootstrap_values,
         mask=o.mask,
         rewards=o.rewards,
         turn_rewards=o.turn_rewards,
@@ -180,6 +181,7 @@ def _step_gae(o: Outcomes, a: Algorithm) -> Tensor:
     turn, turn_rewards = _turns(o)
     found = step_gae(
         values=_values(o),
+        bootstrap_values=o.bootstrap_values,
         turn=turn,
         mask=o.mask,
         rewards=o.rewards,
@@ -196,6 +198,7 @@ def _turn_gae(o: Outcomes, a: Algorithm) -> Tensor:
     turn, turn_rewards = _turns(o)
     found = turn_gae(
         values=_values(o),
+        bootstrap_values=o.bootstrap_values,
         turn=turn,
         mask=o.mask,
         rewards=o.rewards,
@@ -213,6 +216,7 @@ def _turn_gae(o: Outcomes, a: Algorithm) -> Tensor:
 def _vapo(o: Outcomes, a: Algorithm) -> Tensor:
     found = vapo(
         values=_values(o),
+        bootstrap_values=o.bootstrap_values,
         mask=o.mask,
         rewards=o.rewards,
         turn_rewards=o.turn_rewards,
@@ -238,6 +242,7 @@ def _traced(o: Outcomes, a: Algorithm, function: Callable[..., Tensor], *options
     old, behavior = _both_policies(o)
     return function(
         values=_values(o),
+        bootstrap_values=o.bootstrap_values,
         old_logprobs=old,
         behavior_logprobs=behavior,
         mask=o.mask,
