@@ -53,6 +53,7 @@ LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip_cov": ("share", "low", "high"),
     "kl_cov": ("share", "coef"),
     "distill": (),
+    "distill_full": (),
     "mixed_policy": ("gamma",),
 }
 CORRECTION_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -78,7 +79,9 @@ OPTION_WORDS: dict[str, tuple[str, ...]] = {
 ADVANTAGE_NAMES = tuple(ADVANTAGE_OPTIONS)
 LOSS_NAMES = tuple(LOSS_OPTIONS)
 AGGREGATION_NAMES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
-KL_NAMES = ("k1", "k2", "k3", "abs", "k3_k2grad")
+FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
+"""Of the whole distributions, without sampling noise."""
+KL_NAMES = ("k1", "k2", "k3", "abs", "k3_k2grad", *FULL_KL_NAMES)
 KL_OPTIONS = dict.fromkeys(KL_NAMES, ("granularity",))
 TERM_NAMES = ("echo", "positive_nll")
 CORRECTION_NAMES = tuple(CORRECTION_OPTIONS)
@@ -90,8 +93,8 @@ DUAL_CLIPPING_LOSSES = ("ppo_clip", "clip_cov", "mixed_policy")
 """Losses that read dual_clip."""
 EXPERT_LOSSES = ("mixed_policy",)
 """Losses that treat the tokens of experts apart."""
-TEACHER_LOSSES = ("distill",)
-"""Losses that read the log-probabilities of a teacher, and no advantage."""
+TEACHER_LOSSES = ("distill", "distill_full")
+"""Losses that read a teacher, and no advantage."""
 SEQUENCE_LOSSES = ("gspo", "gmpo")
 """Losses with one term per trajectory, which is averaged over the trajectories."""
 SCALED_ADVANTAGES = (

@@ -53,11 +53,12 @@ class TokenBatch:
 
     `logprobs` under the weights being trained (with gradient); `old_logprobs` under the weights at the start
     of the step; `behavior_logprobs` as the engine recorded them; `ref_logprobs` under the reference. Natural
-    log, of the tempered distribution; `teacher_logprobs` under a teacher. `entropy` in nats, of
-    the full vocabulary. `mask` is set on the action tokens that train; what stands elsewhere (NaN too) does
-    not matter. `chosen` [N, L] bool are the tokens that a loss of covariances treats apart; `observed` [N, L]
-    bool those that the environment wrote, whose `logprobs` a term may read; `positive` [N] bool says which
-    trajectories succeeded, `expert` [N] bool which are an expert's.
+    log, of the tempered distribution; `teacher_logprobs` under a teacher. `entropy` in nats, of the full
+    vocabulary, and so are `full_kl` to the reference and `teacher_kl`, both with gradient. `mask` is set on
+    the action tokens that train; what stands elsewhere (NaN too) does not matter. `chosen` [N, L] bool are
+    the tokens that a loss of covariances treats apart; `observed` [N, L] bool those that the environment
+    wrote, whose `logprobs` a term may read; `positive` [N] bool says which trajectories succeeded, `expert`
+    [N] bool which are an expert's.
     """
 
     logprobs: Tensor
@@ -69,6 +70,8 @@ class TokenBatch:
     entropy: Tensor | None = None
     chosen: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    full_kl: Tensor | None = None
+    teacher_kl: Tensor | None = None
     observed: Tensor | None = None
     positive: Tensor | None = None
     expert: Tensor | None = None

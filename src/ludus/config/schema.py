@@ -230,7 +230,7 @@ class AlgorithmParts(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Bound on the loss of a token with a negative advantage, as a multiple of it."""
     kl: str | None = None
-    """Estimator: k1, k2, k3, abs, k3_k2grad."""
+    """Estimator: k1, k2, k3, abs, k3_k2grad, full_reverse, full_forward."""
     kl_coef: float | None = Field(None, ge=0)
     """Weight of the KL term; 0 is no term."""
     kl_placement: Literal["loss", "reward", "advantage"] | None = None

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.aggregate import Normaliser
-from ludus.algorithms.algorithm import Algorithm, number
+from ludus.algorithms.algorithm import FULL_KL_NAMES, Algorithm, number
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.kl import KLS
 from ludus.algorithms.losses import CovarianceMeans, choose_between, choose_highest, token_covariance
@@ -27,6 +27,7 @@ from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batch import Microbatch, Row, balanced, blank, microbatches
 from ludus.training.crew import Score, Train
+from ludus.training.full_kl import Against, Divergence, States
 from ludus.training.head import Entropy
 from ludus.training.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
 from ludus.training.optimiser import Optimiser
@@ -36,14 +37,34 @@ from ludus.training.scoring import Scorer, Scores
 from ludus.training.sharding import is_sharded
 from ludus.training.token_budget import TokenBudget
 
+FULL_KL = "full_kl"
+"""The name under which `ask` gives the KL of whole distributions to the reference."""
 CHOOSING_LOSSES = ("clip_cov", "kl_cov")
 """Losses that treat some tokens apart, which are chosen over the whole batch."""
 
 
 class TokenScorer(Protocol):
-    """Anything that gives log-probabilities `[B, L]` of given tokens: a reference, a teacher."""
+    """Anything that gives log-probabilities `[B, L]` of given tokens: a reference, a teacher.
+
+    `distributions` is what it says before the tokens that are asked for, for divergences of all of it.
+    """
 
     def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores: ...
+
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What models beside the policy say of one microbatch.
+
+    Log-probabilities `[B, L]` of the reference and the teacher, or what the policy's whole distributions are
+    compared with, by their names.
+    """
+
+    reference: Tensor | None = None
+    teacher: Tensor | None = None
+    against: Mapping[str, Against] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +136,15 @@ class Learner:
     def ask(self, name: str, rows: Sequence[Row], entropy: Entropy = "none") -> list[Scores]:
         """The scores of each row, `[T]`, by the policy ("") or another scorer, by its name."""
         with self.ranks.together(Score(name, rows, entropy)):
-            return self._score_all(rows, self.scorers[name] if name else self.scorer, entropy)[0]
+            return self._score_all(rows, self._scorer_of(name), entropy)[0]
+
+    def _scorer_of(self, name: str) -> TokenScorer:
+        """A scorer by its name. Raises LearnerError for a full KL without a reference."""
+        if name == FULL_KL:
+            if "reference" not in self.scorers:
+                raise LearnerError("There is no reference to compare with.")
+            return _FullKl(self, self.scorer)
+        return self.scorers[name] if name else self.scorer
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
         """Log-probabilities `[T]` of each row's training tokens under the reference.
@@ -131,6 +160,8 @@ class Learner:
 
         Raises LearnerError without a reference.
         """
+        if self.algorithm.kl in FULL_KL_NAMES:
+            return [scores.logprobs for scores in self.ask(FULL_KL, rows)]
         references = self.reference(rows)
         estimate = KLS[self.algorithm.kl]
         return [
@@ -262,10 +293,10 @@ class Learner:
         }
 
     def _backward(self, part: Microbatch, normaliser: Normaliser, known: Known) -> Statistics:
-        reference = self._other("reference", part)
+        others = self._others(part)
         experts = None if known.experts is None else [known.experts[i] for i in part.index]
         with following(self.scorer.routing, experts):
-            loss, statistics = self._loss(part, normaliser, known, reference)
+            loss, statistics = self._loss(part, normaliser, known, others)
             if not torch.isfinite(loss):
                 self._fault = f"The loss is {float(loss.detach())}."
                 if self.ranks.count == 1:
@@ -275,11 +306,10 @@ class Learner:
         return statistics
 
     def _loss(
-        self, part: Microbatch, normaliser: Normaliser, known: Known, reference: Tensor | None
+        self, part: Microbatch, normaliser: Normaliser, known: Known, others: Others
     ) -> tuple[Tensor, Statistics]:
         entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
-        asked = part.trains | part.observed if coefficient(self.algorithm, "echo") > 0 else part.trains
-        scores = self.scorer.score(part.tokens, asked, entropy)
+        scores = self.scorer.score(part.tokens, self._asked(part), entropy, others.against)
         old = scores.logprobs.detach()
         if known.proximal is not None:
             old = _gathered(known.proximal, part, old)
@@ -289,8 +319,10 @@ class Learner:
             behavior_logprobs=torch.where(part.sampled, part.behavior, old),
             advantages=part.advantages,
             mask=_scored(part.trains),
-            ref_logprobs=reference,
-            teacher_logprobs=self._other("teacher", part),
+            ref_logprobs=others.reference,
+            teacher_logprobs=others.teacher,
+            full_kl=scores.divergences.get("reference"),
+            teacher_kl=scores.divergences.get("teacher"),
             entropy=scores.entropy,
             chosen=None if known.chosen is None else _gathered(known.chosen, part, part.trains),
             observed=_scored(part.observed),
@@ -302,11 +334,35 @@ class Learner:
             loss = 0.0 * scores.logprobs.sum()
         return loss, statistics
 
-    def _other(self, name: str, part: Microbatch) -> Tensor | None:
-        if name not in self.scorers:
-            return None
-        with torch.no_grad():
-            return self.scorers[name].score(part.tokens, part.trains).logprobs
+    def _asked(self, part: Microbatch) -> Tensor:
+        """The tokens that the policy scores, `[B, L]`."""
+        return part.trains | part.observed if coefficient(self.algorithm, "echo") > 0 else part.trains
+
+    def _others(self, part: Microbatch) -> Others:
+        """What the reference and the teacher say of a microbatch, where there are any."""
+        found: dict[str, Tensor | None] = {"reference": None, "teacher": None}
+        for name in found.keys() & self.scorers.keys() - self._compared_whole.keys():
+            with torch.no_grad():
+                found[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
+        return Others(found["reference"], found["teacher"], self.against(part.tokens, self._asked(part)))
+
+    def against(self, tokens: Tensor, asked: Tensor) -> dict[str, Against]:
+        """What whole distributions are compared with at the tokens that are asked for."""
+        return {
+            name: Against(self.scorers[name].distributions(tokens, asked), which)
+            for name, which in self._compared_whole.items()
+        }
+
+    @property
+    def _compared_whole(self) -> dict[str, Divergence]:
+        """The scorers whose whole distributions the algorithm reads, and which divergence from them."""
+        found: dict[str, Divergence] = {}
+        if self.algorithm.loss == "distill_full" and "teacher" in self.scorers:
+            found["teacher"] = "full_reverse"
+        for which in FULL_KL_NAMES:
+            if self.algorithm.kl == which and "reference" in self.scorers:
+                found["reference"] = which
+        return found
 
     @torch.no_grad()
     def _score_all(
@@ -332,6 +388,23 @@ class Learner:
         found, experts = merged(found, self.ranks), merged(experts, self.ranks)
         every = range(len(rows))
         return [found[i] for i in every], [experts[i] for i in every] if experts else None
+
+
+@dataclass(frozen=True, slots=True)
+class _FullKl:
+    """The full KL to the reference in the place of log-probabilities."""
+
+    learner: Learner
+    policy: Scorer
+
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
+        """The divergence at each token that is asked for."""
+        found = self.policy.score(tokens, asked, entropy, self.learner.against(tokens, asked))
+        return Scores(found.divergences["reference"], found.entropy)
+
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+        """Those of the policy."""
+        return self.policy.distributions(tokens, asked)
 
 
 def _scored(trains: Tensor) -> Tensor:

@@ -61,9 +61,9 @@ def with_length(
         part = length_linear(lengths=lengths, target=settings.target, lam=settings.lam, cap=settings.cap)
         found = rewards + part
     else:
-        how = {"lengths": lengths, "target": settings.target, "tau": settings.tau}
-        part = length_sigmoid(rewards=torch.ones_like(rewards), **how)
-        found = length_sigmoid(rewards=rewards, **how)
+        ones = torch.ones_like(rewards)
+        part = length_sigmoid(rewards=ones, lengths=lengths, target=settings.target, tau=settings.tau)
+        found = rewards * part
     named = [
         replace(t, rewards={**t.rewards, LENGTH_PART: value})
         for t, value in zip(trajectories, part.tolist(), strict=True)

@@ -8,7 +8,9 @@ reproduce its own logits on a trial; otherwise padded rows and full logits are c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -18,7 +20,8 @@ from ludus.engines.adapters import is_peft
 from ludus.engines.products import OneDnnLinear, use_onednn
 from ludus.errors import LearnerError
 from ludus.training import forest as forests
-from ludus.training.branches import BREAK, apart
+from ludus.training.branches import BREAK, Positions, apart
+from ludus.training.full_kl import Against, States, divergence
 from ludus.training.head import Entropy, Head, TokenScores, logits_to_scores
 from ludus.training.recompute import recomputable_layers, recomputing
 from ludus.training.routing import Routing
@@ -31,10 +34,14 @@ _TRIAL_TOKENS = 24
 
 
 class Scores(NamedTuple):
-    """`logprobs` and `entropy`, `[B, L]`, 0 where nothing was asked; column `t` speaks of token `t`."""
+    """`logprobs` and `entropy`, `[B, L]`, 0 where nothing was asked; column `t` speaks of token `t`.
+
+    `divergences` from other models, by their names, are `[B, L]` as well.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
+    divergences: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass
@@ -63,12 +70,19 @@ class Scorer:
         """Whether rows are computed as a forest; otherwise they are padded."""
         return self._planted
 
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
+    def score(
+        self,
+        tokens: Tensor,
+        asked: Tensor,
+        entropy: Entropy = "none",
+        against: Mapping[str, Against] = MappingProxyType({}),
+    ) -> Scores:
         """Log-probability (natural log, float32 or better) of the tokens `[B, L]` marked in `asked`.
 
         A token is scored from the position before it; the first of a row cannot be and scores 0. What stands
         after the last token that a row is asked for does not matter. `entropy` adds that of the whole
-        distribution, in nats.
+        distribution, in nats, `against` the divergences from what other models say at the same positions
+        (`distributions`). Raises LearnerError for these where states cannot be read.
         """
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
         self._check_routing(tokens)
@@ -78,12 +92,47 @@ class Scorer:
             nothing = torch.zeros(tokens.shape, dtype=self._dtype, device=tokens.device)
             if is_sharded(self.model):
                 nothing = nothing + self._idle(tokens.device)
-            return Scores(nothing, None if entropy == "none" else nothing)
-        found = self._planted_scores if self._planted else self._padded_scores
-        scores = found(tokens, (rows, columns), entropy)
+            return Scores(nothing, None if entropy == "none" else nothing, dict.fromkeys(against, nothing))
         at = (rows, columns + 1)
+        if against:
+            scores, found = self._compared(tokens, (rows, columns), entropy, against)
+        else:
+            score = self._planted_scores if self._planted else self._padded_scores
+            scores, found = score(tokens, (rows, columns), entropy), {}
         spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
-        return Scores(_placed(scores.logprobs, at, tokens), spread)
+        apart = {name: _placed(values, at, tokens) for name, values in found.items()}
+        return Scores(_placed(scores.logprobs, at, tokens), spread, apart)
+
+    @torch.no_grad()
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+        """What it says before the tokens marked in `asked`, in the order of rows and columns.
+
+        Raises LearnerError where states cannot be read.
+        """
+        head = self._whole_head()
+        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        if rows.numel() == 0:
+            return States(head.weight.new_zeros(0, head.weight.shape[1]), head)
+        return States(self.states(tokens, (rows, columns)), head)
+
+    def _compared(
+        self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, Against]
+    ) -> tuple[TokenScores, dict[str, Tensor]]:
+        """Scores and divergences `[A]` after the positions `at`, from one pass."""
+        head, targets = self._whole_head(), tokens[at[0], at[1] + 1]
+        hidden = self.states(tokens, at)
+        found = {name: divergence(States(hidden, head), other) for name, other in against.items()}
+        return head.score(hidden, targets, entropy), found
+
+    def _whole_head(self) -> Head:
+        """The output layer. Raises LearnerError where whole distributions cannot be compared."""
+        if not self._planted or self._head is None or is_sharded(self.model):
+            raise LearnerError(
+                f"Whole distributions of {type(self.model).__name__} cannot be compared here: its states "
+                "cannot be read, or its weights are split.",
+                "Take the algorithm.kl k3 or the loss distill, or training.learner.shard = false.",
+            )
+        return Head(self._head.weight, self._head.bias, self.temperature)
 
     def _check_routing(self, tokens: Tensor) -> None:
         """Raise LearnerError for trajectories that branch where experts are replayed, row by row."""
