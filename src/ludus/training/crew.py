@@ -54,6 +54,7 @@ class Score:
     name: str
     rows: Sequence[Row]
     entropy: Entropy
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)

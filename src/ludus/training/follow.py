@@ -64,8 +64,8 @@ def obey(command: object, session: Session, learning: LearnerParts) -> None:
     """Do this process's part of a command."""
     learner, judge = learning.learner, learning.judge
     match command:
-        case Score(name, rows, entropy):
-            learner.ask(name, rows, entropy)
+        case Score(name, rows, entropy, keep):
+            learner.ask(name, rows, entropy, keep=keep)
         case Train(rows, seed, algorithm):
             learner.algorithm = algorithm
             learner.train(rows, seed)

@@ -29,6 +29,7 @@ from ludus.training.batch import Microbatch, Row, balanced, blank, microbatches
 from ludus.training.crew import Score, Train
 from ludus.training.full_kl import Against, Divergence, States
 from ludus.training.head import Entropy
+from ludus.training.kept import Kept
 from ludus.training.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
 from ludus.training.optimiser import Optimiser
 from ludus.training.ranks import Ranks, current_ranks, merged, raise_together, sum_gradients
@@ -39,6 +40,8 @@ from ludus.training.token_budget import TokenBudget
 
 FULL_KL = "full_kl"
 """The name under which `ask` gives the KL of whole distributions to the reference."""
+OTHERS = ("reference", "teacher")
+"""Scorers that no update changes."""
 CHOOSING_LOSSES = ("clip_cov", "kl_cov")
 """Losses that treat some tokens apart, which are chosen over the whole batch."""
 
@@ -90,12 +93,14 @@ class Known:
 
     `proximal` are the log-probabilities of the weights at the start of the step; None means that the present
     weights are those, so that the ratio is exactly 1. `chosen` marks tokens that were chosen over the batch.
-    `experts` are those that each token took then, as `Routing` has them.
+    `experts` are those that each token took then, as `Routing` has them. `others` are the log-probabilities
+    of other scorers, by their names; one that is not there is asked in every pass.
     """
 
     proximal: Sequence[Tensor] | None = None
     chosen: Sequence[Tensor] | None = None
     experts: Sequence[Tensor] | None = None
+    others: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     def of(self, index: Sequence[int]) -> Known:
         """What is known of these rows."""
@@ -103,6 +108,7 @@ class Known:
             None if self.proximal is None else [self.proximal[i] for i in index],
             None if self.chosen is None else [self.chosen[i] for i in index],
             None if self.experts is None else [self.experts[i] for i in index],
+            {name: [scores[i] for i in index] for name, scores in self.others.items()},
         )
 
 
@@ -117,6 +123,7 @@ class Learner:
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=current_ranks)
     budget: TokenBudget = field(init=False)
+    _kept: Kept = field(default_factory=Kept, init=False)
     _fault: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -124,19 +131,31 @@ class Learner:
         halve = self.settings.halve_on_oom and not self._sharded
         self.budget = TokenBudget(self.settings.microbatch_tokens, halve)
 
-    def score(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Log-probabilities `[T]` of each row's training tokens under the present weights."""
-        return [scores.logprobs for scores in self.ask("", rows)]
+    def score(self, rows: Sequence[Row], *, keep: bool = False) -> list[Tensor]:
+        """Log-probabilities `[T]` of each row's training tokens under the present weights.
+
+        With `keep` the next `train` on the same rows does not compute them again; the weights must not change
+        between the two.
+        """
+        return [scores.logprobs for scores in self.ask("", rows, keep=keep)]
 
     def entropies(self, rows: Sequence[Row]) -> list[Tensor]:
         """Entropies `[T]` in nats at each row's training tokens under the present weights."""
         found = self.ask("", rows, "value")
         return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
 
-    def ask(self, name: str, rows: Sequence[Row], entropy: Entropy = "none") -> list[Scores]:
-        """The scores of each row, `[T]`, by the policy ("") or another scorer, by its name."""
-        with self.ranks.together(Score(name, rows, entropy)):
-            return self._score_all(rows, self._scorer_of(name), entropy)[0]
+    def ask(
+        self, name: str, rows: Sequence[Row], entropy: Entropy = "none", *, keep: bool = False
+    ) -> list[Scores]:
+        """The scores of each row, `[T]`, by the policy ("") or another scorer, by its name.
+
+        `keep` as in `score`.
+        """
+        with self.ranks.together(Score(name, rows, entropy, keep)):
+            found = self._score_all(rows, self._scorer_of(name), entropy)[0]
+            if keep:
+                self._kept.keep(name, rows, [scores.logprobs for scores in found])
+            return found
 
     def _scorer_of(self, name: str) -> TokenScorer:
         """A scorer by its name. Raises LearnerError for a full KL without a reference."""
@@ -147,13 +166,13 @@ class Learner:
         return self.scorers[name] if name else self.scorer
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Log-probabilities `[T]` of each row's training tokens under the reference.
+        """Log-probabilities `[T]` of each row's training tokens under the reference; kept for `train`.
 
         Raises LearnerError without one.
         """
         if "reference" not in self.scorers:
             raise LearnerError("There is no reference to compare with.")
-        return [scores.logprobs for scores in self.ask("reference", rows)]
+        return [scores.logprobs for scores in self.ask("reference", rows, keep=True)]
 
     def penalties(self, rows: Sequence[Row], proximal: Sequence[Tensor]) -> list[Tensor]:
         """The KL estimate to the reference `[T]` of each row, 0 off its training tokens.
@@ -178,7 +197,10 @@ class Learner:
         says, and the metrics are of all.
         """
         with self.ranks.together(Train(rows, seed, self.algorithm)):
-            return self._train(rows, seed)
+            try:
+                return self._train(rows, seed)
+            finally:
+                self._kept.clear()
 
     def _train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         if not any(self.ranks.gather(len(rows))):
@@ -203,17 +225,37 @@ class Learner:
 
     def _start(self, rows: Sequence[Row], seed: int) -> Known:
         """What the updates of a step have to know of the weights at its start."""
-        settings, experts = self.settings, None
+        settings, experts, others = self.settings, None, self._said_by_others(rows)
         if settings.old_logprobs == "engine":
             proximal = recorded_logprobs(rows)
         elif settings.epochs * settings.minibatches > 1 or self.algorithm.loss in CHOOSING_LOSSES:
-            with recording(self.scorer.routing):
-                found, experts = self._score_all(rows, self.scorer)
-            proximal = [scores.logprobs for scores in found]
+            proximal = None if self.scorer.routing is not None else self._known("", rows)
+            if proximal is None:
+                with recording(self.scorer.routing):
+                    found, experts = self._score_all(rows, self.scorer)
+                proximal = [scores.logprobs for scores in found]
         else:
-            return Known()
+            return Known(others=others)
         chosen = choose_tokens(rows, proximal, self.algorithm, seed) if proximal else None
-        return Known(proximal, chosen, experts)
+        return Known(proximal, chosen, experts, others)
+
+    def _known(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
+        """What a scorer said of these rows before, where every process knows it."""
+        found = self._kept.get(name, rows)
+        return found if all(self.ranks.gather(found is not None)) else None
+
+    def _said_by_others(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
+        """What scorers that no update changes say of the rows, where it is known or read several times."""
+        found: dict[str, Sequence[Tensor]] = {}
+        for name in OTHERS:
+            if name not in self.scorers or name in self._compared_whole:
+                continue
+            known = self._known(name, rows)
+            if known is None and self.settings.epochs > 1:
+                known = [scores.logprobs for scores in self._score_all(rows, self.scorers[name])[0]]
+            if known is not None:
+                found[name] = known
+        return found
 
     def gradient(self, rows: Sequence[Row], known: Known | None = None) -> tuple[Statistics, int]:
         """Put the gradient of a batch into the parameters' `.grad`; gives statistics and the tokens trained.
@@ -293,7 +335,7 @@ class Learner:
         }
 
     def _backward(self, part: Microbatch, normaliser: Normaliser, known: Known) -> Statistics:
-        others = self._others(part)
+        others = self._others(part, known)
         experts = None if known.experts is None else [known.experts[i] for i in part.index]
         with following(self.scorer.routing, experts):
             loss, statistics = self._loss(part, normaliser, known, others)
@@ -338,13 +380,17 @@ class Learner:
         """The tokens that the policy scores, `[B, L]`."""
         return part.trains | part.observed if coefficient(self.algorithm, "echo") > 0 else part.trains
 
-    def _others(self, part: Microbatch) -> Others:
+    def _others(self, part: Microbatch, known: Known) -> Others:
         """What the reference and the teacher say of a microbatch, where there are any."""
-        found: dict[str, Tensor | None] = {"reference": None, "teacher": None}
-        for name in found.keys() & self.scorers.keys() - self._compared_whole.keys():
-            with torch.no_grad():
-                found[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
-        return Others(found["reference"], found["teacher"], self.against(part.tokens, self._asked(part)))
+        found: dict[str, Tensor] = {}
+        for name in OTHERS:
+            if name in known.others:
+                found[name] = _gathered(known.others[name], part, part.advantages)
+            elif name in self.scorers and name not in self._compared_whole:
+                with torch.no_grad():
+                    found[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
+        against = self.against(part.tokens, self._asked(part))
+        return Others(found.get("reference"), found.get("teacher"), against)
 
     def against(self, tokens: Tensor, asked: Tensor) -> dict[str, Against]:
         """What whole distributions are compared with at the tokens that are asked for."""
