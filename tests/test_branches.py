@@ -22,6 +22,7 @@ from ludus.training.learner import LearnerSettings
 from ludus.training.refine import refine
 from ludus.training.routing import Routing
 from ludus.training.scoring import Scorer
+from ludus.training.staleness import without_over_age
 from ludus.types import Segment, StopReason, Task, Trajectory
 from test_critic import critic
 from test_learner import learner, tiny_model
@@ -186,10 +187,19 @@ def test_presets_train_trees(name):
     assert metrics["optim/grad_norm"] > 0
 
 
-def test_leaf_rewards_are_stored_where_there_are_any():
+def test_old_tokens_of_a_tree_are_masked_where_they_stand():
+    old = replace(tree().segments[3], versions=(-3, -3, -3))
+    one = replace(tree(), segments=(*tree().segments[:3], old, *tree().segments[4:]))
+    credits = assign_credit([episodes(one, tree(1, (0.0, 0.0, 1.0)))], PRESETS["dr_grpo"])
+    first, second = without_over_age(training_rows(credits, mask_observations=True), credits, 1, 2)
+    trained = [t for t, own in zip(first.tokens, first.trains, strict=True) if own]
+    assert trained == [4, 5, 8, 12, 11, 14, 15]
+    assert sum(second.trains) == 10
+
+
+def test_leaf_rewards_are_stored():
     for one in (tree(), chain(0, 1.0)):
         line = rollout_line(RolloutRecord(1, "t", Outcome.TRAINED, "trained", one))
-        assert ("leaf_rewards" in line) == bool(one.leaf_rewards)
         assert parse_rollout(json.loads(line)).trajectory == one
 
 

@@ -24,9 +24,9 @@ class Counting:
     inner: Scorer
     passes: list[int] = field(default_factory=list)
 
-    def score(self, tokens, asked, entropy="none", against=None) -> Scores:
+    def score(self, tokens, asked, entropy="none") -> Scores:
         self.passes.append(len(tokens))
-        return self.inner.score(tokens, asked, entropy, against or {})
+        return self.inner.score(tokens, asked, entropy)
 
     def distributions(self, tokens, asked):
         return self.inner.distributions(tokens, asked)

@@ -351,7 +351,11 @@ class Learner:
         self, part: Microbatch, normaliser: Normaliser, known: Known, others: Others
     ) -> tuple[Tensor, Statistics]:
         entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
-        scores = self.scorer.score(part.tokens, self._asked(part), entropy, others.against)
+        asked, divergences = self._asked(part), dict[str, Tensor]()
+        if others.against:
+            scores, divergences = self.scorer.compare(part.tokens, asked, entropy, others.against)
+        else:
+            scores = self.scorer.score(part.tokens, asked, entropy)
         old = scores.logprobs.detach()
         if known.proximal is not None:
             old = _gathered(known.proximal, part, old)
@@ -363,8 +367,8 @@ class Learner:
             mask=_scored(part.trains),
             ref_logprobs=others.reference,
             teacher_logprobs=others.teacher,
-            full_kl=scores.divergences.get("reference"),
-            teacher_kl=scores.divergences.get("teacher"),
+            full_kl=divergences.get("reference"),
+            teacher_kl=divergences.get("teacher"),
             entropy=scores.entropy,
             chosen=None if known.chosen is None else _gathered(known.chosen, part, part.trains),
             observed=_scored(part.observed),
@@ -445,8 +449,8 @@ class _FullKl:
 
     def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
         """The divergence at each token that is asked for."""
-        found = self.policy.score(tokens, asked, entropy, self.learner.against(tokens, asked))
-        return Scores(found.divergences["reference"], found.entropy)
+        found, apart = self.policy.compare(tokens, asked, entropy, self.learner.against(tokens, asked))
+        return Scores(apart["reference"], found.entropy)
 
     def distributions(self, tokens: Tensor, asked: Tensor) -> States:
         """Those of the policy."""

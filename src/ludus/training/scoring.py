@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -34,14 +33,10 @@ _TRIAL_TOKENS = 24
 
 
 class Scores(NamedTuple):
-    """`logprobs` and `entropy`, `[B, L]`, 0 where nothing was asked; column `t` speaks of token `t`.
-
-    `divergences` from other models, by their names, are `[B, L]` as well.
-    """
+    """`logprobs` and `entropy`, `[B, L]`, 0 where nothing was asked; column `t` speaks of token `t`."""
 
     logprobs: Tensor
     entropy: Tensor | None
-    divergences: Mapping[str, Tensor] = MappingProxyType({})
 
 
 @dataclass
@@ -70,19 +65,21 @@ class Scorer:
         """Whether rows are computed as a forest; otherwise they are padded."""
         return self._planted
 
-    def score(
-        self,
-        tokens: Tensor,
-        asked: Tensor,
-        entropy: Entropy = "none",
-        against: Mapping[str, Against] = MappingProxyType({}),
-    ) -> Scores:
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
         """Log-probability (natural log, float32 or better) of the tokens `[B, L]` marked in `asked`.
 
         A token is scored from the position before it; the first of a row cannot be and scores 0. What stands
         after the last token that a row is asked for does not matter. `entropy` adds that of the whole
-        distribution, in nats, `against` the divergences from what other models say at the same positions
-        (`distributions`). Raises LearnerError for these where states cannot be read.
+        distribution, in nats.
+        """
+        return self.compare(tokens, asked, entropy, {})[0]
+
+    def compare(
+        self, tokens: Tensor, asked: Tensor, entropy: Entropy, against: Mapping[str, Against]
+    ) -> tuple[Scores, dict[str, Tensor]]:
+        """The scores, and by name the divergences `[B, L]` from what other models say at the same positions.
+
+        Raises LearnerError for divergences where states cannot be read.
         """
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
         self._check_routing(tokens)
@@ -92,16 +89,16 @@ class Scorer:
             nothing = torch.zeros(tokens.shape, dtype=self._dtype, device=tokens.device)
             if is_sharded(self.model):
                 nothing = nothing + self._idle(tokens.device)
-            return Scores(nothing, None if entropy == "none" else nothing, dict.fromkeys(against, nothing))
+            return Scores(nothing, None if entropy == "none" else nothing), dict.fromkeys(against, nothing)
         at = (rows, columns + 1)
         if against:
-            scores, found = self._compared(tokens, (rows, columns), entropy, against)
+            scores, found = self._scores_and_divergences(tokens, (rows, columns), entropy, against)
         else:
             score = self._planted_scores if self._planted else self._padded_scores
             scores, found = score(tokens, (rows, columns), entropy), {}
         spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
-        apart = {name: _placed(values, at, tokens) for name, values in found.items()}
-        return Scores(_placed(scores.logprobs, at, tokens), spread, apart)
+        divergences = {name: _placed(values, at, tokens) for name, values in found.items()}
+        return Scores(_placed(scores.logprobs, at, tokens), spread), divergences
 
     @torch.no_grad()
     def distributions(self, tokens: Tensor, asked: Tensor) -> States:
@@ -115,7 +112,7 @@ class Scorer:
             return States(head.weight.new_zeros(0, head.weight.shape[1]), head)
         return States(self.states(tokens, (rows, columns)), head)
 
-    def _compared(
+    def _scores_and_divergences(
         self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, Against]
     ) -> tuple[TokenScores, dict[str, Tensor]]:
         """Scores and divergences `[A]` after the positions `at`, from one pass."""
