@@ -330,6 +330,7 @@ def test_the_registry_hands_over_what_the_functions_take(name):
         b.turn,
         b.turn_rewards,
         values=b.values,
+        bootstrap_values=b.bootstrap,
         baselines=RoleBaselines().read(ROLES, b.rewards) if name == "rae" else BASELINES,
         anchors=ANCHORS,
         proposer=PROPOSER,
@@ -337,14 +338,17 @@ def test_the_registry_hands_over_what_the_functions_take(name):
         outcome_probs=CHANCES,
         prm_logprobs=b.values,
         ref_logprobs=-b.values.abs(),
+        old_logprobs=b.old,
+        behavior_logprobs=b.behavior,
     )
     found = ADVANTAGES[name](outcomes, algorithm)
     takes = signature(FUNCTIONS[name]).parameters
     given = {"rewards": b.rewards, "group": b.group, "mask": b.mask, "turn": b.turn}
     given |= {"turn_rewards": b.turn_rewards, "ddof": 0, "values": b.values, **OWN.get(name, {})}
     given |= {"greedy_rewards": BASELINES, "anchors": ANCHORS, "proposer": PROPOSER}
+    given["bootstrap_values"] = b.bootstrap
     given |= {"roles": ROLES, "baselines": RoleBaselines(), "outcome_probs": CHANCES}
-    given |= {"prm_logprobs": b.values, "ref_logprobs": -b.values.abs()}
+    given |= {"prm_logprobs": b.values, "ref_logprobs": -b.values.abs()} | sampled(b)
     if name == "gigpo":
         last = torch.where(b.mask.bool(), b.turn, -1).amax(1)
         given["turn_rewards"] = b.turn_rewards.clone()
@@ -360,10 +364,19 @@ ANCHORS = torch.tensor([[1, 2, 3, 8], [1, 3, 2, 8], [4, 5, 6, 8], [4, 4, 7, 8]])
 PROPOSER = torch.tensor([True, True, False, False])
 BASELINES = torch.tensor([0.5, 0.25, -1.0, 0.75], dtype=torch.float64)
 OWN = {
-    "gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0},
-    "step_gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0},
-    "turn_gae": {"gamma_turn": 0.9, "lam_turn": 0.8, "gamma_token": 0.7, "lam_token": 0.6, "whiten": 0},
-    "vapo": {"gamma": 0.9, "alpha": 0.3, "lam_critic": 1.0, "whiten": 0},
+    "gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0, "bootstrap": 1},
+    "step_gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0, "bootstrap": 1},
+    "turn_gae": {
+        "gamma_turn": 0.9,
+        "lam_turn": 0.8,
+        "gamma_token": 0.7,
+        "lam_token": 0.6,
+        "whiten": 0,
+        "bootstrap": 1,
+    },
+    "vapo": {"gamma": 0.9, "alpha": 0.3, "lam_critic": 1.0, "whiten": 0, "bootstrap": 1},
+    "vtrace": {"gamma": 0.9, "rho_bar": 1.5, "c_bar": 0.7, "whiten": 0, "bootstrap": 1},
+    "retrace": {"gamma": 0.9, "lam": 0.8, "whiten": 0, "bootstrap": 1},
     "grpo": {"std_floor": 0.4},
     "rae": {"decay": 0.95},
     "prime": {"beta": 0.3, "gamma": 0.8},

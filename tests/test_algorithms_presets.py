@@ -12,7 +12,7 @@ from ludus.algorithms.advantages import ADVANTAGES
 from ludus.algorithms.aggregate import AGGREGATIONS
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.corrections import CORRECTIONS
-from ludus.algorithms.kl import KLS
+from ludus.algorithms.kl import FULL_KLS, KLS
 from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import check_placement, resolve
@@ -32,7 +32,7 @@ def refused(**settings):
         (algorithm.ADVANTAGE_NAMES, ADVANTAGES),
         (algorithm.LOSS_NAMES, LOSSES),
         (algorithm.AGGREGATION_NAMES, AGGREGATIONS),
-        (algorithm.KL_NAMES, KLS),
+        (algorithm.KL_NAMES, KLS | FULL_KLS),
         (algorithm.CORRECTION_NAMES, CORRECTIONS),
     ],
 )

@@ -11,6 +11,14 @@ def test_every_preset_is_listed():
         assert f" {name} " in said.out
 
 
+def test_the_parts_that_no_preset_has_are_listed():
+    said = ludus("algorithms")
+    assert "--algorithm.advantage: vtrace, retrace" in said.out
+    assert "--algorithm.correction: tis, icepop, decoupled, reject_sequence" in said.out
+    assert "--algorithm.loss: distill_full" in said.out
+    assert "k3_k2grad, full_reverse, full_forward" in said.out
+
+
 def test_one_of_them_is_shown_with_what_its_parts_take():
     said = ludus("algorithms", "dppo")
     assert said.code == 0

@@ -22,6 +22,7 @@ from ludus.training.pairs import (
     Pair,
     load_pairs,
     pairs_of_rollouts,
+    pairs_of_steps,
     with_others,
     with_reference,
 )
@@ -123,6 +124,35 @@ def test_what_failed_sampled_nothing_branches_or_is_too_long_is_no_part_of_a_pai
     assert pairs_from(tmp_path, *bad, rollout(4, 1.0), max_tokens=40) == []
     (pair,) = pairs_from(tmp_path, *bad, rollout(4, 1.0), rollout(5, 0.0), max_tokens=40)
     assert pair.gap == 1.0
+
+
+def test_a_step_gives_its_best_branch_against_its_worst(tmp_path):
+    """A tree with two ways after its first action, and a chain that took one of them and then another."""
+    stem = (Segment("prompt", (1, 2)), Segment("action", (3,), logprobs=(-1.0,), versions=(0,)))
+    seen = Segment("observation", (4,))
+    ways = [
+        Segment("action", tokens, 1, parent=2, logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens))
+        for tokens in ((5, 6), (7,))
+    ]
+    tree = rollout(0, 0.5, segments=(*stem, seen, *ways), leaf_rewards=(1.0, 0.0))
+    again = Segment("action", (8,), 2, logprobs=(-1.0,), versions=(0,))
+    more = (*stem, seen, replace(ways[1], parent=None), replace(seen, tokens=(9,)), again)
+    chain, other = (
+        rollout(1, 0.5, segments=more),
+        rollout(2, 0.75, segments=(stem[0], replace(again, turn=0))),
+    )
+    path = rollouts_path(tmp_path, 1)
+    write_rollouts(path, [tree, chain, other])
+
+    first, second = pairs_of_steps([path], 0.0, 99)
+    assert first.gap == pytest.approx(0.75 - (1.0 + 0.0 + 0.5) / 3)
+    assert (first.chosen.tokens, first.rejected.tokens) == ((1, 2, 8), (1, 2, 3))
+    assert second.gap == pytest.approx(1.0 - (0.0 + 0.5) / 2)
+    assert second.chosen == Arm((1, 2, 3, 4, 5, 6), (False,) * 4 + (True,) * 2)
+    assert second.rejected == Arm((1, 2, 3, 4, 7), (False,) * 4 + (True,))
+    assert second.source == "step-000001/a/step of 4 tokens"
+    assert pairs_of_steps([path], 0.5, 99) == [second]
+    assert pairs_of_steps([path], 0.0, 5)[-1].gap == pytest.approx(first.gap)
 
 
 def test_others_are_the_prompt_with_the_answers_to_another_prompt():

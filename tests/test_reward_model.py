@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 import shutil
 from dataclasses import replace
@@ -13,12 +14,15 @@ import torch
 from ludus.config import load_config
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
-from ludus.errors import UserError
+from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.scheduler import Job
+from ludus.rollout.setup import Play, engine_scheduler
 from ludus.rollout.store import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
 from ludus.training.head_model import HeadModel
 from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.play_on import play_on
 from ludus.training.reward_data import Example, Judged, examples_of_rollouts, hold_out, load_examples
 from ludus.training.reward_model import (
     RewardModel,
@@ -29,8 +33,9 @@ from ludus.training.reward_model import (
     parts,
     reward_step,
 )
+from ludus.training.session import make_engine, open_session
 from ludus.types import Segment, StopReason, Trajectory
-from small_runs import lasting_files
+from small_runs import lasting_files, words
 from test_learner import tiny_model
 from tiny_run import ludus, make_recipe, refused
 
@@ -62,6 +67,13 @@ def test_a_turn_is_worth_the_mean_return_of_the_rollouts_that_share_it():
     assert [arm.at for arm in found] == [(3, 5)] * 3
     # Two pass through the first action [3, 4]: (0.5 * 1 + 0.5 * 0) / 2; the others are alone with their own.
     assert [arm.targets for arm in found] == [(0.25, 1.0), (0.25, 0.0), (0.5, 1.0)]
+
+
+def test_further_rollouts_count_in_the_means_and_are_no_examples():
+    records = [rollout(4, 5, True), rollout(7, 5, True)]
+    further = [rollout(4, last, right)[1].trajectory for last, right in ((6, False), (8, False), (5, True))]
+    found = examples_of_rollouts(records, REWARDS, 0.5, further)
+    assert [example.arms[0].targets for example in found] == [(0.5 * 2 / 4, 1.0), (0.5, 1.0)]
 
 
 def test_whole_prompts_are_held_out():
@@ -223,6 +235,47 @@ def test_a_reward_model_loads_with_its_head(trained):
         load_reward_model(trained / "checkpoints", Config())
 
 
+def test_rollouts_from_a_later_turn_begin_with_what_was_recorded(tmp_path):
+    session = open_session(load_config("search", words(tmp_path, rollout__temperature="1.5")))
+    scheduler = engine_scheduler(
+        session.world,
+        make_engine(session),
+        session.renderer,
+        session.config.rollout,
+        Play("first", 1.5, 0),
+        Ledger(),
+    )
+    tasks = session.world.tasks("train")[:3]
+    episodes = asyncio.run(scheduler.run([Job(RolloutKey(1, task.id, 0), task) for task in tasks]))
+    records = [("x", RolloutRecord(1, e.task.id, Outcome.TRAINED, "", e.trajectory)) for e in episodes]
+    turns = [t for e in episodes for t in range(e.trajectory.num_turns - 1)]
+    assert turns
+    found = play_on(session, records, 2)
+    assert len(found) == 2 * len(turns)
+    assert found == play_on(session, records, 2)
+    beginnings = [
+        one.segments[: 2 * t + 2]
+        for e in episodes
+        for one in [e.trajectory]
+        for t in range(one.num_turns - 1)
+    ]
+    for i, one in enumerate(found):
+        own = beginnings[i // 2]
+        assert one.segments[: len(own)] == own
+    assert any(a.segments != b.segments for a, b in zip(found[::2], found[1::2], strict=True))
+    first = next(e.trajectory for e in episodes if e.trajectory.num_turns > 2)
+    seen = replace(first.segments[2], tokens=(9, *first.segments[2].tokens))
+    other = replace(first, segments=(*first.segments[:2], seen, *first.segments[3:]))
+    with pytest.raises(WorldError, match="does not repeat: turn 1"):
+        play_on(session, [("x", replace(records[0][1], trajectory=other))], 1)
+
+
+def test_a_process_model_learns_from_further_rollouts(source, tmp_path):
+    given = ("--reward_model.kind", "process", "--reward_model.rollouts", "1")
+    said = train(source, tmp_path / "run", "--reward_model.steps", "1", *given)
+    assert said.code == 0, said
+
+
 def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trained):
     recipe, folder = make_recipe(tmp_path), tmp_path / "run"
     base = ("reward-model", recipe, *model_words(source), "--run.folder", folder)
@@ -230,6 +283,8 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(source, tmp_path, trai
     assert "is not a run folder" in refused(*base, "--run", tmp_path)
     assert "exclude each other" in refused(*base, "--run", source, "--reward_model.data", "x")
     assert "belongs to the kind process" in refused(*base, "--run", source, "--reward_model.discount", "0.9")
+    words = ("--reward_model.rollouts", "2")
+    assert "rollouts belongs to the kind process" in refused(*base, "--run", source, *words)
     assert "gives no pair" in refused(*base, "--run", source, "--reward_model.min_reward_gap", "9")
     one = tmp_path / "one.jsonl.gz"
     wrong = [r for r in read_rollouts(rollouts_path(source, 1)) if r.trajectory.sample > 0]

@@ -273,8 +273,9 @@ class Trajectory:
     """One attempt at a task.
 
     `segments` form a tree by `parent`, in the ordinary case a chain. `rewards` holds the named parts as they
-    were scored, `reward` their weighted sum. `anchors` has one entry per turn: a hash of the environment's
-    state before it. Everything else is derived from these.
+    were scored, `reward` their weighted sum. `turn_rewards` and `anchors` have one entry per turn, in a tree
+    one per action: a hash of the environment's state before it. `leaf_rewards` are those of the `rows` of a
+    tree, where they differ. Everything else is derived from these.
     """
 
     task_id: str
@@ -286,6 +287,7 @@ class Trajectory:
     rewards: Mapping[str, float] = field(default_factory=dict)
     reward: float = 0.0
     turn_rewards: tuple[float, ...] = ()
+    leaf_rewards: tuple[float, ...] = ()
     failure: Failure | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     anchors: tuple[str, ...] = ()

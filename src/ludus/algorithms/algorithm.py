@@ -32,10 +32,12 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "turn_return": ("gamma",),
     "turn_return_hybrid": ("gamma", "outcome_weight"),
     "raw": (),
-    "gae": ("gamma", "lam", "whiten"),
-    "step_gae": ("gamma", "lam", "whiten"),
-    "turn_gae": ("gamma_turn", "lam_turn", "gamma_token", "lam_token", "whiten"),
-    "vapo": ("gamma", "alpha", "lam_critic", "whiten"),
+    "gae": ("gamma", "lam", "whiten", "bootstrap"),
+    "step_gae": ("gamma", "lam", "whiten", "bootstrap"),
+    "turn_gae": ("gamma_turn", "lam_turn", "gamma_token", "lam_token", "whiten", "bootstrap"),
+    "vapo": ("gamma", "alpha", "lam_critic", "whiten", "bootstrap"),
+    "vtrace": ("gamma", "rho_bar", "c_bar", "whiten", "bootstrap"),
+    "retrace": ("gamma", "lam", "whiten", "bootstrap"),
 }
 """Advantages, and the numbers of their own that `algorithm.options.advantage` may hold."""
 LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -51,6 +53,7 @@ LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "clip_cov": ("share", "low", "high"),
     "kl_cov": ("share", "coef"),
     "distill": (),
+    "distill_full": (),
     "mixed_policy": ("gamma",),
 }
 CORRECTION_OPTIONS: dict[str, tuple[str, ...]] = {
@@ -76,7 +79,9 @@ OPTION_WORDS: dict[str, tuple[str, ...]] = {
 ADVANTAGE_NAMES = tuple(ADVANTAGE_OPTIONS)
 LOSS_NAMES = tuple(LOSS_OPTIONS)
 AGGREGATION_NAMES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant")
-KL_NAMES = ("k1", "k2", "k3", "abs", "k3_k2grad")
+FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
+"""Of the whole distributions, without sampling noise."""
+KL_NAMES = ("k1", "k2", "k3", "abs", "k3_k2grad", *FULL_KL_NAMES)
 KL_OPTIONS = dict.fromkeys(KL_NAMES, ("granularity",))
 TERM_NAMES = ("echo", "positive_nll")
 CORRECTION_NAMES = tuple(CORRECTION_OPTIONS)
@@ -88,8 +93,8 @@ DUAL_CLIPPING_LOSSES = ("ppo_clip", "clip_cov", "mixed_policy")
 """Losses that read dual_clip."""
 EXPERT_LOSSES = ("mixed_policy",)
 """Losses that treat the tokens of experts apart."""
-TEACHER_LOSSES = ("distill",)
-"""Losses that read the log-probabilities of a teacher, and no advantage."""
+TEACHER_LOSSES = ("distill", "distill_full")
+"""Losses that read a teacher, and no advantage."""
 SEQUENCE_LOSSES = ("gspo", "gmpo")
 """Losses with one term per trajectory, which is averaged over the trajectories."""
 SCALED_ADVANTAGES = (
@@ -110,7 +115,9 @@ ROLE_ADVANTAGES = ("rae", "hierarchical")
 """Advantages that read the tag `role` of a task."""
 GREEDY_ADVANTAGES = ("remax", "coderl")
 """Advantages whose baseline is a greedy episode: one more is played for each task."""
-CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo")
+BEHAVIOUR_ADVANTAGES = ("vtrace", "retrace")
+"""Advantages that contain the ratio to the behaviour policy."""
+CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGES)
 """Advantages that read the values of a critic."""
 TOKEN_ADVANTAGES = ("reinforce_pp", *CRITIC_ADVANTAGES)
 """Advantages that take the KL of a reward token by token."""

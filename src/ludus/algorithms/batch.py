@@ -17,12 +17,15 @@ class Outcomes:
     finished members of a group belong here, also those that a filter then keeps from training. Where they are
     known: `turn` [N, L] the turn of each action token, counted from 0 without gaps, `turn_rewards` [N, K],
     `kl` [N, L] per token to the reference, for the placement `reward` of advantages that work on tokens,
-    `values` [N, L] of a critic, V of the state before each token (None: 0), and `baselines` [N], what the
-    reward of each row is compared with where that is not its group: the greedy episode of its task, or the
-    moving average of its role. `anchors` [N, K] integers are equal where turns began in the same state;
+    `values` [N, L] of a critic, V of the state before each token (None: 0), `bootstrap_values` [N], V
+    of the state after the last token of rows that were cut off (0 for others; None: all), and `baselines`
+    [N], what the reward of each row is compared with where that is not its group: the greedy episode of its
+    task, or the moving average of its role. `anchors` [N, K] integers are equal where turns began in the
+    same state;
     `proposer` [N] bool and `proposals` [N] integers say whether a row proposed a task, and which one it
     worked on otherwise. `outcome_probs` [N, L] is a critic's probability of the outcome that came,
     `prm_logprobs` and `ref_logprobs` [N, L] are those of a process reward model and of its reference.
+    `old_logprobs` and `behavior_logprobs` [N, L] are what `TokenBatch` calls so (None: taken as equal).
     """
 
     rewards: Tensor
@@ -32,6 +35,7 @@ class Outcomes:
     turn_rewards: Tensor | None = None
     kl: Tensor | None = None
     values: Tensor | None = None
+    bootstrap_values: Tensor | None = None
     baselines: Tensor | None = None
     anchors: Tensor | None = None
     proposer: Tensor | None = None
@@ -39,6 +43,8 @@ class Outcomes:
     outcome_probs: Tensor | None = None
     prm_logprobs: Tensor | None = None
     ref_logprobs: Tensor | None = None
+    old_logprobs: Tensor | None = None
+    behavior_logprobs: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +53,12 @@ class TokenBatch:
 
     `logprobs` under the weights being trained (with gradient); `old_logprobs` under the weights at the start
     of the step; `behavior_logprobs` as the engine recorded them; `ref_logprobs` under the reference. Natural
-    log, of the tempered distribution; `teacher_logprobs` under a teacher. `entropy` in nats, of
-    the full vocabulary. `mask` is set on the action tokens that train; what stands elsewhere (NaN too) does
-    not matter. `chosen` [N, L] bool are the tokens that a loss of covariances treats apart; `observed` [N, L]
-    bool those that the environment wrote, whose `logprobs` a term may read; `positive` [N] bool says which
-    trajectories succeeded, `expert` [N] bool which are an expert's.
+    log, of the tempered distribution; `teacher_logprobs` under a teacher. `entropy` in nats, of the full
+    vocabulary, and so are `full_kl` to the reference and `teacher_kl`, both with gradient. `mask` is set on
+    the action tokens that train; what stands elsewhere (NaN too) does not matter. `chosen` [N, L] bool are
+    the tokens that a loss of covariances treats apart; `observed` [N, L] bool those that the environment
+    wrote, whose `logprobs` a term may read; `positive` [N] bool says which trajectories succeeded, `expert`
+    [N] bool which are an expert's.
     """
 
     logprobs: Tensor
@@ -63,6 +70,8 @@ class TokenBatch:
     entropy: Tensor | None = None
     chosen: Tensor | None = None
     teacher_logprobs: Tensor | None = None
+    full_kl: Tensor | None = None
+    teacher_kl: Tensor | None = None
     observed: Tensor | None = None
     positive: Tensor | None = None
     expert: Tensor | None = None

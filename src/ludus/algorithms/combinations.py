@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from ludus.algorithms.algorithm import Algorithm, number
+from ludus.algorithms.algorithm import BEHAVIOUR_ADVANTAGES, Algorithm, number
 from ludus.errors import ConfigError
 
-BEHAVIOUR_RATIO = ("tis", "icepop", "decoupled", "dppo", "vtrace", "retrace")
+BEHAVIOUR_RATIO = ("tis", "icepop", "decoupled", "dppo", *BEHAVIOUR_ADVANTAGES)
 """Corrections, losses and advantages that contain the ratio to the behaviour policy."""
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.aggregate import Normaliser, aggregate
-from ludus.algorithms.algorithm import CLIPPING_LOSSES, GRANULARITIES, Algorithm, word
+from ludus.algorithms.algorithm import CLIPPING_LOSSES, FULL_KL_NAMES, GRANULARITIES, Algorithm, word
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.corrections import (
     CORRECTIONS,
@@ -87,7 +87,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
     total = policy
     kl = _kl(batch, algorithm)
     if algorithm.kl_coef > 0 and algorithm.kl_placement == "loss":
-        term = _needed(kl, "ref_logprobs", "kl_coef")
+        term = _needed(kl, "full_kl" if algorithm.kl in FULL_KL_NAMES else "ref_logprobs", "kl_coef")
         if word(algorithm.options.kl, "granularity", GRANULARITIES) == "trajectory":
             term = trajectory_kl(kl=term, mask=batch.mask)
         total = total + algorithm.kl_coef * _aggregated(term, batch, algorithm, normaliser)
@@ -97,7 +97,9 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
     terms = added_terms(batch, algorithm, normaliser)
     for value in terms.values():
         total = total + value
-    teacher = batch.teacher_logprobs
+    teacher = batch.teacher_kl
+    if teacher is None and batch.teacher_logprobs is not None:
+        teacher = batch.logprobs - batch.teacher_logprobs
     statistics = Statistics(
         loss=float(total.detach()),
         policy_loss=float(policy.detach()),
@@ -113,7 +115,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
         ),
         kl_sum=_sum(kl, batch.mask),
         entropy_sum=_sum(batch.entropy, batch.mask),
-        teacher_sum=None if teacher is None else _sum(batch.logprobs - teacher, batch.mask),
+        teacher_sum=_sum(teacher, batch.mask),
         terms={name: float(value.detach()) for name, value in terms.items()},
     )
     return total, statistics
@@ -132,6 +134,8 @@ def _aggregated(loss: Tensor, batch: TokenBatch, algorithm: Algorithm, normalise
 
 
 def _kl(batch: TokenBatch, algorithm: Algorithm) -> Tensor | None:
+    if algorithm.kl in FULL_KL_NAMES:
+        return None if batch.full_kl is None else select(batch.full_kl, batch.mask)
     if batch.ref_logprobs is None:
         return None
     return KLS[algorithm.kl](

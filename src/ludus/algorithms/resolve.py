@@ -11,6 +11,7 @@ from ludus.algorithms.algorithm import (
     ADVANTAGE_NAMES,
     ADVANTAGE_OPTIONS,
     AGGREGATION_NAMES,
+    BEHAVIOUR_ADVANTAGES,
     CLIPPING_LOSSES,
     CORRECTION_NAMES,
     CORRECTION_OPTIONS,
@@ -36,7 +37,7 @@ from ludus.config.schema import AlgorithmConfig, Config
 from ludus.config.schema import PartOptions as PartOptionsConfig
 from ludus.errors import ConfigError
 
-OFF_POLICY = ("dppo", "distill")
+OFF_POLICY = ("dppo", "distill", "distill_full")
 """Losses that need no correction: they divide by the behaviour policy, or by nothing."""
 
 
@@ -75,8 +76,8 @@ def algorithm_of(config: Config) -> Algorithm:
     """The algorithm of a run: off policy it corrects by truncated importance sampling, unless told otherwise.
 
     What a server samples that repeats nothing (`rollout.reproducible` is off) counts as off policy too: its
-    numbers are not the learner's. A correction or a loss that reads the behaviour policy by itself stays as
-    it is; a loss with one term per trajectory gets one weight per trajectory.
+    numbers are not the learner's. A correction, a loss or an advantage that reads the behaviour policy by
+    itself stays as it is; a loss with one term per trajectory gets one weight per trajectory.
     """
     algorithm = resolve(config.algorithm)
     given = config.algorithm.correction is not None
@@ -87,6 +88,7 @@ def algorithm_of(config: Config) -> Algorithm:
         or given
         or algorithm.correction != "none"
         or algorithm.loss in OFF_POLICY
+        or algorithm.advantage in BEHAVIOUR_ADVANTAGES
     ):
         return algorithm
     sequence = algorithm.loss in SEQUENCE_LOSSES

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from ludus.algorithms.algorithm import (
     ADVANTAGE_OPTIONS,
+    AGGREGATION_NAMES,
     CORRECTION_OPTIONS,
     KL_OPTIONS,
     LOSS_OPTIONS,
@@ -45,8 +46,25 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     for one in PRESETS.values():
         table.add_row(one.name, one.summary, one.advantage, one.loss, one.aggregation, one.source)
     console.print(table)
+    for part, names in without_preset():
+        say(console, f"Without a preset, for --algorithm.{part}: {', '.join(names)}")
     say(console, "One of them whole: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
     return 0
+
+
+def without_preset() -> Iterator[tuple[str, list[str]]]:
+    """The parts that no preset has, by the setting that takes them."""
+    presets = PRESETS.values()
+    parts = (
+        ("advantage", ADVANTAGE_OPTIONS, {one.advantage for one in presets}),
+        ("loss", LOSS_OPTIONS, {one.loss for one in presets}),
+        ("aggregation", AGGREGATION_NAMES, {one.aggregation for one in presets}),
+        ("kl", KL_OPTIONS, {one.kl for one in presets if one.kl_coef > 0}),
+        ("correction", CORRECTION_OPTIONS, {one.correction for one in presets}),
+    )
+    for part, known, used in parts:
+        if left := [name for name in known if name not in used]:
+            yield part, left
 
 
 def describe(algorithm: Algorithm) -> Iterator[str]:

@@ -1,8 +1,8 @@
 """Train on pairs of a better and a worse trajectory: DPO, SimPO, IPO or KTO (--preference.loss).
 
-The pairs come from the rollouts of a run (--run RUN), the best attempt at a task against the worst, as the
-token ids that were sampled; or from a file (--preference.data FILE, see docs/data.md). The model is that of
-the recipe, or --model; what it is before the first step is the reference.
+The pairs come from the rollouts of a run (--run RUN), the best attempt at a task against the worst or step by
+step (--preference.pairs), as the token ids that were sampled; or from a file (--preference.data FILE, see
+docs/data.md). The model is that of the recipe, or --model; what it is before the first step is the reference.
 """
 
 from __future__ import annotations

@@ -9,6 +9,31 @@ from pydantic import Field, model_validator
 from ludus.config.section import OptimiserSection, Section
 
 
+class LengthConfig(Section):
+    """What the length of an episode, in action tokens, does to its reward."""
+
+    kind: Literal["none", "linear", "sigmoid"] = "none"
+    """`linear` takes `lam` for each token beyond `target`, at most `cap`. `sigmoid` multiplies the reward by
+    `sigmoid((target - tokens) / tau)`: for rewards that are not negative."""
+    target: int = Field(512, ge=1)
+    """Action tokens of an episode from which on `linear` counts, and at which `sigmoid` halves."""
+    lam: float = Field(0.001, gt=0)
+    """Of `linear`: what a token costs."""
+    cap: float = Field(0.5, gt=0)
+    """Of `linear`: the most that it costs."""
+    tau: float = Field(64.0, gt=0)
+    """Of `sigmoid`: tokens in which the reward fades."""
+
+    @model_validator(mode="after")
+    def _fits_the_kind(self) -> Self:
+        kinds = {"target": "linear or sigmoid", "lam": "linear", "cap": "linear", "tau": "sigmoid"}
+        for name, given in self.model_dump().items():
+            own = type(self).model_fields[name].default
+            if name in kinds and self.kind not in kinds[name] and given != own:
+                raise ValueError(f"rewards.length.{name} is of the kind {kinds[name]}, not of {self.kind}")
+        return self
+
+
 class RewardsConfig(Section):
     """How the parts of a training episode's reward become one number. Evaluations do not read it."""
 
@@ -37,6 +62,10 @@ class RewardsConfig(Section):
     variance, before groups are compared. None leaves them as they are. In a mixture `world` is such a tag."""
     normalise_over: Literal["run", "batch"] = "run"
     """Of `normalise_by`: mean and variance of all rewards so far, or of those that are sampled together."""
+    length: LengthConfig = LengthConfig()
+    turns: dict[str, float] = Field({})
+    """Rewards of turns by what happened in them: the tools that were called (`a+b` for two), how a call
+    failed (`raised`, `malformed`, ...), or `answer`. `ludus rewards calibrate RUN` finds them."""
     model: str | None = None
     """A run folder of `ludus reward-model`, or a checkpoint of it: `sigmoid(score)` becomes the part
     reward_model."""
@@ -69,6 +98,9 @@ class RewardModelConfig(OptimiserSection):
     """Of `pairwise`: a group whose best and worst reward differ by less gives no pair; nor do equal ones."""
     discount: float = Field(1.0, gt=0, le=1)
     """Of `process`: an outcome counts this much less for each turn that it is away."""
+    rollouts: int = Field(0, ge=0)
+    """Of `process`: rollouts that the model plays on from after each turn but the last, to estimate what the
+    turn is worth; 0 takes the rollouts that there are."""
     held_out: float = Field(0.1, ge=0, lt=1)
     """Share of the tasks that is kept aside to measure on; 0 measures nothing."""
     learning_rate: float = Field(1e-4, gt=0)
@@ -94,6 +126,8 @@ class RewardModelConfig(OptimiserSection):
             raise ValueError(f'reward_model.run ("{self.run}") and reward_model.data exclude each other')
         if self.discount != 1 and self.kind != "process":
             raise ValueError(f'reward_model.discount belongs to the kind process, not to "{self.kind}"')
+        if self.rollouts and self.kind != "process":
+            raise ValueError(f'reward_model.rollouts belongs to the kind process, not to "{self.kind}"')
         if self.min_reward_gap > 0 and self.kind != "pairwise":
             raise ValueError(f'reward_model.min_reward_gap belongs to pairwise, not to "{self.kind}"')
         return self

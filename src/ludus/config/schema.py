@@ -230,7 +230,7 @@ class AlgorithmParts(Section):
     dual_clip: float | None = Field(None, gt=1)
     """Bound on the loss of a token with a negative advantage, as a multiple of it."""
     kl: str | None = None
-    """Estimator: k1, k2, k3, abs, k3_k2grad."""
+    """Estimator: k1, k2, k3, abs, k3_k2grad, full_reverse, full_forward."""
     kl_coef: float | None = Field(None, ge=0)
     """Weight of the KL term; 0 is no term."""
     kl_placement: Literal["loss", "reward", "advantage"] | None = None
@@ -442,7 +442,10 @@ class PreferenceConfig(OptimiserSection):
     min_reward_gap: float = Field(0.0, ge=0)
     """A group whose best and worst reward differ by less gives no pair; nor do equal rewards, ever."""
     run: str | None = None
-    """A run folder: its rollouts give the pairs, best against worst of each group."""
+    """A run folder: its rollouts give the pairs."""
+    pairs: Literal["groups", "steps"] = "groups"
+    """Of a run: the best attempt of each group against the worst, or at each step of a group's tree the best
+    action against the worst, by the mean reward of what came of it."""
     data: str | None = None
     """A file of pairs instead (docs/data.md)."""
     checkpoint_every: int = Field(50, ge=1)
@@ -454,6 +457,8 @@ class PreferenceConfig(OptimiserSection):
     def _fits_the_loss(self) -> Self:
         if self.run is not None and self.data is not None:
             raise ValueError(f'preference.run ("{self.run}") and preference.data exclude each other')
+        if self.pairs != "groups" and self.data is not None:
+            raise ValueError(f"preference.pairs ({self.pairs}) is for a run, and preference.data is set")
         if self.gamma is not None and self.loss != "simpo":
             raise ValueError(f'preference.gamma belongs to the loss simpo, not to "{self.loss}"')
         if self.label_smoothing > 0 and self.loss not in ("dpo", "simpo"):

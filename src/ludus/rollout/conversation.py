@@ -13,7 +13,7 @@ from typing import Protocol
 
 from ludus.chat.render import Renderer
 from ludus.engines.base import Engine, Request, seed_for
-from ludus.errors import EngineError
+from ludus.errors import EngineError, WorldError
 from ludus.tools.base import Tool
 from ludus.types import Action, Completion, Message, SamplingParams, Segment, StopReason
 
@@ -48,8 +48,10 @@ class EngineConversation:
     """A dialogue with an engine, token by token.
 
     `max_tokens` bounds the whole trajectory; the engine's context bounds it as well. `seed` and the turn
-    fix the randomness of each action. `act` raises `EngineError` where the engine fails, gives up half-way,
-    or gives tokens without a finite log-probability and a version for each.
+    fix the randomness of each action. The actions of `told`, segments of an earlier episode of the same task,
+    stand for the first turns; WorldError where the world does not answer them as it did then. `act` raises
+    `EngineError` where the engine fails, gives up half-way, or gives tokens without a finite log-probability
+    and a version for each.
     """
 
     engine: Engine
@@ -59,6 +61,7 @@ class EngineConversation:
     episode: str
     seed: int
     guided: bool = False
+    told: tuple[Segment, ...] = ()
     _segments: list[Segment] = field(init=False, default_factory=list)
     _tokens: list[int] = field(init=False, default_factory=list)
     _turn: int = field(init=False, default=0)
@@ -94,7 +97,9 @@ class EngineConversation:
             stop_token_ids=self.renderer.stop_token_ids,
             seed=seed_for(self.seed, self._turn),
         )
-        completion = await self.engine.generate(Request(self.episode, tuple(self._tokens), params))
+        completion = self._told_action()
+        if completion is None:
+            completion = await self.engine.generate(Request(self.episode, tuple(self._tokens), params))
         _check(completion, self.episode)
         turn, self._turn = self._turn, self._turn + 1
         self._append(
@@ -122,6 +127,21 @@ class EngineConversation:
     def close(self) -> None:
         """Let the engine forget the episode."""
         self.engine.release(self.episode)
+
+    def _told_action(self) -> Completion | None:
+        """The action that was recorded for this turn, where there is one."""
+        places = [place for place, segment in enumerate(self.told) if segment.kind == "action"]
+        if self._turn >= len(places):
+            return None
+        place = places[self._turn]
+        if [token for segment in self.told[:place] for token in segment.tokens] != self._tokens:
+            raise WorldError(
+                f"The world does not repeat: turn {self._turn} of episode {self.episode} has another history "
+                "than it had when it was recorded.",
+                "Only a world that answers equal actions equally can be entered at a later turn.",
+            )
+        action = self.told[place]
+        return Completion(action.tokens, action.logprobs, action.versions, action.finish_reason or "stop")
 
     def _append(self, segment: Segment) -> None:
         self._segments.append(segment)

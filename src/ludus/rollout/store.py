@@ -8,8 +8,8 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .` shows it), ke
     attempt     0, or more after retries
     outcome     its ending in the ledger: trained, masked, dropped, failed;   reason   the ledger's words
     advantage   the trajectory's advantage, or null where it has none
-    trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, anchors, tags,
-                failure
+    trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, leaf_rewards,
+                anchors, tags, failure
                 messages   the chat in the OpenAI shape, from the prompt on
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
@@ -206,6 +206,7 @@ def _trajectory_data(trajectory: Trajectory) -> _Data:
         "rewards": {name: float(value) for name, value in trajectory.rewards.items()},
         "reward": float(trajectory.reward),
         "turn_rewards": [float(value) for value in trajectory.turn_rewards],
+        "leaf_rewards": [float(value) for value in trajectory.leaf_rewards],
         "failure": failure and {"part": failure.part, "error": failure.error, "attempts": failure.attempts},
         "anchors": list(trajectory.anchors),
         "tags": dict(trajectory.tags),
@@ -257,7 +258,7 @@ def parse_rollout(value: object) -> RolloutRecord:
 
 
 def _trajectory(stored: _Data) -> Trajectory:
-    data: _Data = {"anchors": []} | _object(stored)  # files from before there were anchors have none
+    data: _Data = {"anchors": [], "leaf_rewards": []} | _object(stored)  # older files have neither
     _same_fields(data, Trajectory)
     return Trajectory(
         task_id=_str(data["task_id"]),
@@ -269,6 +270,7 @@ def _trajectory(stored: _Data) -> Trajectory:
         rewards={name: _float(value) for name, value in _object(data["rewards"]).items()},
         reward=_float(data["reward"]),
         turn_rewards=tuple(_float(value) for value in data["turn_rewards"]),
+        leaf_rewards=tuple(_float(value) for value in data["leaf_rewards"]),
         failure=None if data["failure"] is None else _failure(data["failure"]),
         tags={name: _str(value) for name, value in _object(data["tags"]).items()},
         anchors=tuple(_str(value) for value in data["anchors"]),

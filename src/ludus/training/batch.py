@@ -1,7 +1,7 @@
 """Rows of tokens, and how they are packed into padded microbatches.
 
-A row is one path through a trajectory or one demonstration. The order of rows and their grouping do not
-change the gradient.
+A row is one trajectory (a tree as its paths one after the other, `branches.py`) or one demonstration. The
+order of rows and their grouping do not change the gradient.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ludus.training.branches import laid, num_distinct
 from ludus.training.forest import LEAST_SHARED, shared_length
 from ludus.types import Segment, Trajectory
 
@@ -68,21 +69,24 @@ def row_of_segments(segments: Sequence[Segment]) -> Row:
 def row_of_trajectory(
     trajectory: Trajectory, advantage: float | Sequence[float], *, mask_observations: bool = True
 ) -> Row:
-    """The row of a chain, in which action tokens train.
+    """The row of a trajectory, in which action tokens train, each once.
 
     `advantage` is one number, or one for each action token. With `mask_observations` False observation tokens
     train as well, as if the model had written them, with the advantage of the action before.
     """
-    sampled = trajectory.action_mask
+    parts = list(laid(trajectory))
+    sampled = tuple(new and s.kind == "action" for s, new in parts for _ in s.tokens)
     trains = sampled
     if not mask_observations:
-        trains = tuple(s.kind != "prompt" for s in trajectory.chain for _ in s.tokens)
+        trains = tuple(new and s.kind != "prompt" for s, new in parts for _ in s.tokens)
     if isinstance(advantage, float | int):
         advantages = tuple(float(advantage) if t else 0.0 for t in trains)
     else:
         advantages = _spread(advantage, sampled, trains)
-    observed = tuple(s.kind == "observation" for s in trajectory.chain for _ in s.tokens)
-    return Row(trajectory.token_ids, trains, sampled, trajectory.behavior_logprobs, advantages, observed)
+    observed = tuple(new and s.kind == "observation" for s, new in parts for _ in s.tokens)
+    tokens = tuple(token for s, _ in parts for token in s.tokens)
+    behavior = tuple(lp for s, _ in parts for lp in (s.logprobs or (0.0,) * len(s.tokens)))
+    return Row(tokens, trains, sampled, behavior, advantages, observed)
 
 
 def _spread(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
@@ -157,7 +161,7 @@ def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
         full = size + new[at] > max_tokens or size + new[at] / 2 > fair
         if not parts or full:
             parts.append([i])
-            size = len(rows[i].tokens)
+            size = num_distinct(rows[i].tokens)
         else:
             parts[-1].append(i)
             size += new[at]
@@ -167,7 +171,7 @@ def _by_prefix(rows: Sequence[Row], max_tokens: int) -> list[list[int]]:
 def _in_order(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
     """The rows by their tokens, and the tokens of each without what it shares with the one before."""
     order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
-    new = [len(rows[i].tokens) for i in order]
+    new = [num_distinct(rows[i].tokens) for i in order]
     for at, (a, b) in enumerate(pairwise(order), start=1):
         shared = shared_length(rows[a].tokens, rows[b].tokens)
         new[at] -= shared if shared >= LEAST_SHARED else 0

@@ -36,6 +36,7 @@ from ludus.rewards.published import PUBLISHED, training_parts
 from ludus.rollout.scheduler import Episode
 from ludus.training.reward_data import Judged, action_ends
 from ludus.training.reward_model import RewardModel, find_reward_model, load_reward_model
+from ludus.training.reward_terms import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
 from ludus.training.session import Session
 from ludus.types import WORLD_TAG, Group, Task, Trajectory
 
@@ -74,6 +75,7 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[Part, ...]:
     if has_model and MODEL_PART in names:
         raise ConfigError(f"The world has a reward of its own called {MODEL_PART}.", "Give it another name.")
     _check_names(settings, [*names, *([MODEL_PART] if has_model else [])])
+    _check_terms(settings, names)
     found = [_planned(config, part) for part in rewards]
     if has_model:
         high = min(1.0, settings.caps.get(MODEL_PART, 1.0))
@@ -89,7 +91,7 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[Part, ...]:
             raise ConfigError("No outcome has a weight above 0.", "See rewards.weights and weights_end.")
         if settings.combination != "pareto" and not settings.allow_outweigh:
             for world in {part.world for part in parts}:
-                _check_outcome([p for p in parts if p.world in ("", world)], settings, step)
+                _check_outcome([p for p in parts if p.world in ("", world)], config, step)
     return parts
 
 
@@ -109,6 +111,12 @@ def check_reward_settings(config: Config, world: World) -> None:
     if settings.is_default:
         return
     plan_parts(config, parts_of(config, world))
+    advantage = resolve(config.algorithm)
+    if settings.turns and not reads_turns(advantage):
+        raise ConfigError(
+            f"rewards.turns would have no effect: the advantage {advantage.advantage} reads no turns.",
+            f"Take one of {', '.join((*TURN_ADVANTAGES, *CRITIC_ADVANTAGES))}.",
+        )
     if settings.model is not None:
         find_reward_model(Path(settings.model))
     by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
@@ -222,6 +230,9 @@ class Combiner:
         episodes = [groups[g][i] for g, i in places]
         trajectories = self._judged([self._scored(episode) for episode in episodes], step)
         rewards = self._rewards(trajectories, torch.tensor([g for g, _ in places]), step)
+        trajectories, rewards = with_length(trajectories, rewards, self.settings.length)
+        if self.settings.turns:
+            trajectories = [with_turn_rewards(t, self.settings.turns) for t in trajectories]
         if self.settings.normalise_by is not None:
             trajectories = [
                 replace(t, rewards={**t.rewards, COMBINED_PART: reward})
@@ -363,6 +374,18 @@ def _check_names(settings: RewardsConfig, names: Sequence[str]) -> None:
         raise ConfigError(said, "Give a number from 0 to 1; no part goes beyond 1 anyway.")
 
 
+def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:
+    """ConfigError for what the length or the turns cannot be added to."""
+    shapes_length = settings.length.kind != "none"
+    if shapes_length and LENGTH_PART in names:
+        raise ConfigError(f"The world has a reward of its own called {LENGTH_PART}.", "Give it another name.")
+    if settings.combination == "pareto" and (shapes_length or settings.turns):
+        raise ConfigError(
+            "rewards.combination = pareto ranks parts, and nothing is added to a rank.",
+            "Leave out rewards.length and rewards.turns.",
+        )
+
+
 def _planned(config: Config, part: Reward) -> Part:
     weight = config.rewards.weights.get(part.name, part.weight)
     schedule = _schedule(config, part.name, weight)
@@ -379,12 +402,13 @@ def _schedule(config: Config, name: str, weight: float) -> Schedule:
     return Schedule(settings.schedule, weight, settings.weights_end[name], part_steps(config))
 
 
-def _check_outcome(parts: Sequence[Part], settings: RewardsConfig, step: int) -> None:
+def _check_outcome(parts: Sequence[Part], config: Config, step: int) -> None:
     """ConfigError where shaping could outweigh the outcome at `step`.
 
     Weights move together along one curve, so that what holds at both ends of it holds between them. Behind
     a gate that the outcome opens, shaping only moves successes, and only what it takes from them counts.
     """
+    settings = config.rewards
     outcomes = [part.weight.at(step) for part in parts if part.outcome]
     behind = settings.combination == "gated" and settings.gate == "outcome"
     terms = []
@@ -393,5 +417,7 @@ def _check_outcome(parts: Sequence[Part], settings: RewardsConfig, step: int) ->
         if not part.outcome and weight != 0:
             ends = sorted((weight * part.low, weight * part.high))
             terms.append(ShapingRange(part.name, min(ends[0], 0.0), 0.0 if behind else max(ends[1], 0.0)))
+    gap = min(weight for weight in outcomes if weight > 0)
+    terms += shaping_ranges(settings, config.rollout.max_turns, gap, bool(terms))
     if terms:
-        check_shaping(outcome_gap=min(weight for weight in outcomes if weight > 0), terms=terms)
+        check_shaping(outcome_gap=gap, terms=terms)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages import ADVANTAGES
+from ludus.algorithms.advantages import ADVANTAGES, VALUE_ERRORS
 from ludus.algorithms.algorithm import GRANULARITIES, TOKEN_ADVANTAGES, Algorithm, number, word
 from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.filters import overlong_mask, zero_variance
@@ -21,6 +21,7 @@ from ludus.rollout.ledger import Ledger, Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord
 from ludus.training.batch import Row, row_of_trajectory
+from ludus.training.branches import Path, leaf_rewards, new_actions, paths
 from ludus.training.roles import role_tables
 from ludus.types import StopReason, Trajectory
 
@@ -121,7 +122,9 @@ class Estimates:
     """What models say of the credits that were compared, in their order, per action token `[n_i]`.
 
     `kl` to the reference, `values` of the critic, `outcome_probs` of a critic of outcomes, `prm_logprobs` of
-    the process reward model and `ref_logprobs` beside them; None where the algorithm asks for none.
+    the process reward model and `ref_logprobs` beside them, `old_logprobs` of the policy at the start of the
+    step; `bootstrap` [one for each path] of the critic after the last action token, 0 for episodes that ended
+    by themselves; None where the algorithm asks for none.
     """
 
     kl: Sequence[Tensor] | None = None
@@ -129,6 +132,26 @@ class Estimates:
     outcome_probs: Sequence[Tensor] | None = None
     prm_logprobs: Sequence[Tensor] | None = None
     ref_logprobs: Sequence[Tensor] | None = None
+    old_logprobs: Sequence[Tensor] | None = None
+    bootstrap: Sequence[Tensor] | None = None
+
+    def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
+        """The same for each path of each trajectory."""
+
+        def spread(rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+            if rows is None:
+                return None
+            return [row[list(path.places)] for row, own in zip(rows, split, strict=True) for path in own]
+
+        return Estimates(
+            kl=spread(self.kl),
+            values=spread(self.values),
+            outcome_probs=spread(self.outcome_probs),
+            prm_logprobs=spread(self.prm_logprobs),
+            ref_logprobs=spread(self.ref_logprobs),
+            old_logprobs=spread(self.old_logprobs),
+            bootstrap=None if self.bootstrap is None else [v[None] for own in self.bootstrap for v in own],
+        )
 
 
 def with_estimates(
@@ -163,6 +186,8 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
     if algorithm.advantage == "vapo":
         own = {"gamma": own.get("gamma", 1.0), "lam": own.get("lam_critic", 1.0), "whiten": 0.0}
         algorithm = replace(algorithm, advantage="gae")
+    if algorithm.advantage == "vtrace":
+        algorithm = replace(algorithm, advantage="vtrace_error")
     return replace(algorithm, options=replace(algorithm.options, advantage=own))
 
 
@@ -177,9 +202,11 @@ def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens:
     if not credits:
         return []
     trajectories = [credit.episode.trajectory for credit in credits]
-    rewards = torch.tensor([t.reward for t in trajectories], dtype=torch.float64)
-    index = torch.tensor([credit.group for credit in credits])
-    varied = zero_variance(rewards=rewards, group=index)
+    leaves = [leaf_rewards(t) for t in trajectories]
+    rewards = torch.tensor([r for own in leaves for r in own], dtype=torch.float64)
+    index = torch.tensor([c.group for c, own in zip(credits, leaves, strict=True) for _ in own])
+    kept = dict(zip(index.tolist(), zero_variance(rewards=rewards, group=index).tolist(), strict=True))
+    varied = [kept[credit.group] for credit in credits]
     whole = overlong_mask(truncated=[t.stop_reason in CUT_OFF for t in trajectories])
     advantages = _advantages(credits, algorithm, max_action_tokens)
     found = []
@@ -205,7 +232,34 @@ def _advantages(
     max_action_tokens: int,
     estimates: Estimates = Estimates(),
 ) -> list[tuple[float, ...]]:
-    """One number per action token of each trajectory."""
+    """One number per action token of each trajectory.
+
+    The paths of a tree are compared as attempts of their own; a token has the mean of those through it.
+    """
+    split = [paths(credit.episode.trajectory) for credit in credits]
+    if all(len(own) == 1 for own in split):
+        return _of_chains(credits, algorithm, max_action_tokens, estimates)
+    chains = [_along(credit, path) for credit, own in zip(credits, split, strict=True) for path in own]
+    found = iter(_of_chains(chains, algorithm, max_action_tokens, estimates.along(split)))
+    return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
+
+
+def _along(credit: Credit, path: Path) -> Credit:
+    return replace(credit, episode=replace(credit.episode, trajectory=path.trajectory))
+
+
+def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The mean, at each action token, over the paths through it."""
+    through: dict[int, list[float]] = {}
+    for path, row in zip(own, values, strict=True):
+        for place, value in zip(path.places, row, strict=True):
+            through.setdefault(place, []).append(value)
+    return tuple(math.fsum(through[place]) / len(through[place]) for place in sorted(through))
+
+
+def _of_chains(
+    credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int, estimates: Estimates
+) -> list[tuple[float, ...]]:
     outcomes = _outcomes(credits, estimates)
     rewards = outcomes.rewards
     rewards = rewards + _punishment(outcomes.mask.sum(1), algorithm, max_action_tokens)
@@ -216,7 +270,7 @@ def _advantages(
     given = replace(outcomes, rewards=rewards)
     if algorithm.kl_placement != "reward":
         given = replace(given, kl=None)
-    found = ADVANTAGES[algorithm.advantage](given, algorithm)
+    found = (ADVANTAGES | VALUE_ERRORS)[algorithm.advantage](given, algorithm)
     if penalty is not None and algorithm.kl_placement == "advantage":
         found = penalised_advantages(
             advantages=found,
@@ -266,14 +320,34 @@ def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
         turn_rewards=turn_rewards,
         kl=_table(estimates.kl, width),
         values=_table(estimates.values, width),
+        bootstrap_values=None if estimates.bootstrap is None else torch.cat(list(estimates.bootstrap)),
         outcome_probs=_table(estimates.outcome_probs, width),
         prm_logprobs=_table(estimates.prm_logprobs, width),
         ref_logprobs=_table(estimates.ref_logprobs, width),
+        old_logprobs=_table(estimates.old_logprobs, width),
+        behavior_logprobs=_behavior(credits, estimates.old_logprobs, width),
         baselines=_baselines(credits),
         anchors=_anchors(trajectories, most),
         proposer=proposer,
         proposals=proposals,
     )
+
+
+def _behavior(credits: Sequence[Credit], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
+    """What the engine recorded of the action tokens, `[N, width]`; an expert counts as the policy itself."""
+    if old is None:
+        return None
+    recorded = [
+        row if credit.expert else _recorded(credit.episode.trajectory)
+        for credit, row in zip(credits, old, strict=True)
+    ]
+    return _table(recorded, width)
+
+
+def _recorded(trajectory: Trajectory) -> Tensor:
+    """The engine's log-probabilities of the action tokens, `[n_i]`."""
+    lps = [lp for action in new_actions(trajectory) for lp in action.logprobs]
+    return torch.tensor(lps, dtype=torch.float64)
 
 
 def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:

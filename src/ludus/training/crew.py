@@ -54,6 +54,7 @@ class Score:
     name: str
     rows: Sequence[Row]
     entropy: Entropy
+    keep: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,10 +68,12 @@ class Train:
 
 @dataclass(frozen=True, slots=True)
 class JudgeSays:
-    """What a critic or process reward model is asked; `solved` where it is told the outcomes."""
+    """What a critic or process reward model is asked; `solved` where it is told the outcomes, `after` where a
+    critic is asked of the states after tokens."""
 
     rows: Sequence[Row]
     solved: Sequence[bool]
+    after: bool = False
 
 
 @dataclass(frozen=True, slots=True)

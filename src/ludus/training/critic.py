@@ -51,11 +51,11 @@ class Critic:
         self.model, self.optimiser = self.states.model, self.states.optimiser
 
     @torch.no_grad()
-    def values(self, rows: Sequence[Row]) -> list[Tensor]:
-        """V before each training token, `[T]` a row, 0 elsewhere."""
+    def values(self, rows: Sequence[Row], *, after: bool = False) -> list[Tensor]:
+        """V before (or after) each training token, `[T]` a row, 0 elsewhere."""
         found: dict[int, Tensor] = {}
         for part in self.states.parts(rows):
-            values = self.states.read(part)[:, :, 0]
+            values = self.states.read(part, after=after)[:, :, 0]
             found |= {i: values[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
         found = merged(found, self.states.ranks)
         return [found[i] for i in range(len(rows))]

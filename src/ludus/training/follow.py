@@ -64,13 +64,13 @@ def obey(command: object, session: Session, learning: LearnerParts) -> None:
     """Do this process's part of a command."""
     learner, judge = learning.learner, learning.judge
     match command:
-        case Score(name, rows, entropy):
-            learner.ask(name, rows, entropy)
+        case Score(name, rows, entropy, keep):
+            learner.ask(name, rows, entropy, keep=keep)
         case Train(rows, seed, algorithm):
             learner.algorithm = algorithm
             learner.train(rows, seed)
-        case JudgeSays(rows, solved) if judge is not None:
-            say(judge, rows, solved)
+        case JudgeSays(rows, solved, after) if judge is not None:
+            say(judge, rows, solved, after)
         case JudgeLearns(rows, tables, solved) if judge is not None:
             teach(judge, rows, tables, solved)
         case Probe(tokens):

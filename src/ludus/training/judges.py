@@ -5,7 +5,8 @@ Which one an algorithm has, what it says before the step, and what it learns in 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,8 @@ from ludus.algorithms.algorithm import CRITIC_ADVANTAGES, Algorithm, number
 from ludus.config.schema import Config
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory
-from ludus.training.credit import Credit, Estimates
+from ludus.training.branches import last_actions
+from ludus.training.credit import CUT_OFF, Credit, Estimates
 from ludus.training.crew import JudgeLearns, JudgeSays
 from ludus.training.critic import Critic, CriticSettings
 from ludus.training.learner import Learner
@@ -83,18 +85,41 @@ def judged(judge: Judge, credits: Sequence[Credit], rows: Sequence[Row], learner
         said = at_actions(say(judge, rows, solved), rows)
     match judge:
         case Critic():
-            return Estimates(values=said)
+            asked = number(learner.algorithm.options.advantage, "bootstrap", 0.0) != 0
+            return Estimates(values=said, bootstrap=bootstraps(judge, credits, rows) if asked else None)
         case OutcomeCritic():
             return Estimates(outcome_probs=said)
         case ProcessReward():
             return Estimates(prm_logprobs=said, ref_logprobs=at_actions(learner.reference(rows), rows))
 
 
-def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool]) -> list[Tensor]:
-    """What it says of each row's tokens, `[T]`; `solved` are the outcomes, for a critic of outcomes."""
+def bootstraps(judge: Critic, credits: Sequence[Credit], rows: Sequence[Row]) -> list[Tensor]:
+    """V after the last action token of each path of each row, 0 for episodes that no token limit cut off."""
+    found = [torch.zeros(len(credit.episode.trajectory.rows), dtype=torch.float64) for credit in credits]
+    cut = [i for i, c in enumerate(credits) if c.episode.trajectory.stop_reason in CUT_OFF]
+    places = {i: last_actions(credits[i].episode.trajectory) for i in cut}
+    ends = [replace(rows[i], trains=_marked(len(rows[i].tokens), places[i].values())) for i in cut]
+    with judge.optimiser.ranks.together(JudgeSays(ends, [], True)):
+        said = say(judge, ends, [], True) if ends else []
+    for i, values in zip(cut, said, strict=True):
+        for path, place in places[i].items():
+            found[i][path] = values[place]
+    return found
+
+
+def _marked(length: int, places: Iterable[int]) -> tuple[bool, ...]:
+    chosen = set(places)
+    return tuple(i in chosen for i in range(length))
+
+
+def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool], after: bool = False) -> list[Tensor]:
+    """What it says of each row's tokens, `[T]`; `solved` are the outcomes, for a critic of outcomes.
+
+    A critic speaks of the states before the tokens, or `after` them.
+    """
     match judge:
         case Critic():
-            return judge.values(rows)
+            return judge.values(rows, after=after)
         case OutcomeCritic():
             return judge.probabilities(rows, solved)
         case ProcessReward():

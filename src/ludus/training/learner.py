@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.aggregate import Normaliser
-from ludus.algorithms.algorithm import Algorithm, number
+from ludus.algorithms.algorithm import FULL_KL_NAMES, Algorithm, number
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.kl import KLS
 from ludus.algorithms.losses import CovarianceMeans, choose_between, choose_highest, token_covariance
@@ -27,7 +27,9 @@ from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batch import Microbatch, Row, balanced, blank, microbatches
 from ludus.training.crew import Score, Train
+from ludus.training.full_kl import Against, Divergence, States
 from ludus.training.head import Entropy
+from ludus.training.kept import Kept
 from ludus.training.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
 from ludus.training.optimiser import Optimiser
 from ludus.training.ranks import Ranks, current_ranks, merged, raise_together, sum_gradients
@@ -36,14 +38,36 @@ from ludus.training.scoring import Scorer, Scores
 from ludus.training.sharding import is_sharded
 from ludus.training.token_budget import TokenBudget
 
+FULL_KL = "full_kl"
+"""The name under which `ask` gives the KL of whole distributions to the reference."""
+OTHERS = ("reference", "teacher")
+"""Scorers that no update changes."""
 CHOOSING_LOSSES = ("clip_cov", "kl_cov")
 """Losses that treat some tokens apart, which are chosen over the whole batch."""
 
 
 class TokenScorer(Protocol):
-    """Anything that gives log-probabilities `[B, L]` of given tokens: a reference, a teacher."""
+    """Anything that gives log-probabilities `[B, L]` of given tokens: a reference, a teacher.
+
+    `distributions` is what it says before the tokens that are asked for, for divergences of all of it.
+    """
 
     def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores: ...
+
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Others:
+    """What models beside the policy say of one microbatch.
+
+    Log-probabilities `[B, L]` of the reference and the teacher, or what the policy's whole distributions are
+    compared with, by their names.
+    """
+
+    reference: Tensor | None = None
+    teacher: Tensor | None = None
+    against: Mapping[str, Against] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,12 +93,14 @@ class Known:
 
     `proximal` are the log-probabilities of the weights at the start of the step; None means that the present
     weights are those, so that the ratio is exactly 1. `chosen` marks tokens that were chosen over the batch.
-    `experts` are those that each token took then, as `Routing` has them.
+    `experts` are those that each token took then, as `Routing` has them. `others` are the log-probabilities
+    of other scorers, by their names; one that is not there is asked in every pass.
     """
 
     proximal: Sequence[Tensor] | None = None
     chosen: Sequence[Tensor] | None = None
     experts: Sequence[Tensor] | None = None
+    others: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     def of(self, index: Sequence[int]) -> Known:
         """What is known of these rows."""
@@ -82,6 +108,7 @@ class Known:
             None if self.proximal is None else [self.proximal[i] for i in index],
             None if self.chosen is None else [self.chosen[i] for i in index],
             None if self.experts is None else [self.experts[i] for i in index],
+            {name: [scores[i] for i in index] for name, scores in self.others.items()},
         )
 
 
@@ -96,6 +123,7 @@ class Learner:
     scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
     ranks: Ranks = field(default_factory=current_ranks)
     budget: TokenBudget = field(init=False)
+    _kept: Kept = field(default_factory=Kept, init=False)
     _fault: str = field(default="", init=False)
 
     def __post_init__(self) -> None:
@@ -103,34 +131,56 @@ class Learner:
         halve = self.settings.halve_on_oom and not self._sharded
         self.budget = TokenBudget(self.settings.microbatch_tokens, halve)
 
-    def score(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Log-probabilities `[T]` of each row's training tokens under the present weights."""
-        return [scores.logprobs for scores in self.ask("", rows)]
+    def score(self, rows: Sequence[Row], *, keep: bool = False) -> list[Tensor]:
+        """Log-probabilities `[T]` of each row's training tokens under the present weights.
+
+        With `keep` the next `train` on the same rows does not compute them again; the weights must not change
+        between the two.
+        """
+        return [scores.logprobs for scores in self.ask("", rows, keep=keep)]
 
     def entropies(self, rows: Sequence[Row]) -> list[Tensor]:
         """Entropies `[T]` in nats at each row's training tokens under the present weights."""
         found = self.ask("", rows, "value")
         return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
 
-    def ask(self, name: str, rows: Sequence[Row], entropy: Entropy = "none") -> list[Scores]:
-        """The scores of each row, `[T]`, by the policy ("") or another scorer, by its name."""
-        with self.ranks.together(Score(name, rows, entropy)):
-            return self._score_all(rows, self.scorers[name] if name else self.scorer, entropy)[0]
+    def ask(
+        self, name: str, rows: Sequence[Row], entropy: Entropy = "none", *, keep: bool = False
+    ) -> list[Scores]:
+        """The scores of each row, `[T]`, by the policy ("") or another scorer, by its name.
+
+        `keep` as in `score`.
+        """
+        with self.ranks.together(Score(name, rows, entropy, keep)):
+            found = self._score_all(rows, self._scorer_of(name), entropy)[0]
+            if keep:
+                self._kept.keep(name, rows, [scores.logprobs for scores in found])
+            return found
+
+    def _scorer_of(self, name: str) -> TokenScorer:
+        """A scorer by its name. Raises LearnerError for a full KL without a reference."""
+        if name == FULL_KL:
+            if "reference" not in self.scorers:
+                raise LearnerError("There is no reference to compare with.")
+            return _FullKl(self, self.scorer)
+        return self.scorers[name] if name else self.scorer
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Log-probabilities `[T]` of each row's training tokens under the reference.
+        """Log-probabilities `[T]` of each row's training tokens under the reference; kept for `train`.
 
         Raises LearnerError without one.
         """
         if "reference" not in self.scorers:
             raise LearnerError("There is no reference to compare with.")
-        return [scores.logprobs for scores in self.ask("reference", rows)]
+        return [scores.logprobs for scores in self.ask("reference", rows, keep=True)]
 
     def penalties(self, rows: Sequence[Row], proximal: Sequence[Tensor]) -> list[Tensor]:
         """The KL estimate to the reference `[T]` of each row, 0 off its training tokens.
 
         Raises LearnerError without a reference.
         """
+        if self.algorithm.kl in FULL_KL_NAMES:
+            return [scores.logprobs for scores in self.ask(FULL_KL, rows)]
         references = self.reference(rows)
         estimate = KLS[self.algorithm.kl]
         return [
@@ -147,7 +197,10 @@ class Learner:
         says, and the metrics are of all.
         """
         with self.ranks.together(Train(rows, seed, self.algorithm)):
-            return self._train(rows, seed)
+            try:
+                return self._train(rows, seed)
+            finally:
+                self._kept.clear()
 
     def _train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         if not any(self.ranks.gather(len(rows))):
@@ -172,17 +225,37 @@ class Learner:
 
     def _start(self, rows: Sequence[Row], seed: int) -> Known:
         """What the updates of a step have to know of the weights at its start."""
-        settings, experts = self.settings, None
+        settings, experts, others = self.settings, None, self._said_by_others(rows)
         if settings.old_logprobs == "engine":
             proximal = recorded_logprobs(rows)
         elif settings.epochs * settings.minibatches > 1 or self.algorithm.loss in CHOOSING_LOSSES:
-            with recording(self.scorer.routing):
-                found, experts = self._score_all(rows, self.scorer)
-            proximal = [scores.logprobs for scores in found]
+            proximal = None if self.scorer.routing is not None else self._known("", rows)
+            if proximal is None:
+                with recording(self.scorer.routing):
+                    found, experts = self._score_all(rows, self.scorer)
+                proximal = [scores.logprobs for scores in found]
         else:
-            return Known()
+            return Known(others=others)
         chosen = choose_tokens(rows, proximal, self.algorithm, seed) if proximal else None
-        return Known(proximal, chosen, experts)
+        return Known(proximal, chosen, experts, others)
+
+    def _known(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
+        """What a scorer said of these rows before, where every process knows it."""
+        found = self._kept.get(name, rows)
+        return found if all(self.ranks.gather(found is not None)) else None
+
+    def _said_by_others(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
+        """What scorers that no update changes say of the rows, where it is known or read several times."""
+        found: dict[str, Sequence[Tensor]] = {}
+        for name in OTHERS:
+            if name not in self.scorers or name in self._compared_whole:
+                continue
+            known = self._known(name, rows)
+            if known is None and self.settings.epochs > 1:
+                known = [scores.logprobs for scores in self._score_all(rows, self.scorers[name])[0]]
+            if known is not None:
+                found[name] = known
+        return found
 
     def gradient(self, rows: Sequence[Row], known: Known | None = None) -> tuple[Statistics, int]:
         """Put the gradient of a batch into the parameters' `.grad`; gives statistics and the tokens trained.
@@ -262,10 +335,10 @@ class Learner:
         }
 
     def _backward(self, part: Microbatch, normaliser: Normaliser, known: Known) -> Statistics:
-        reference = self._other("reference", part)
+        others = self._others(part, known)
         experts = None if known.experts is None else [known.experts[i] for i in part.index]
         with following(self.scorer.routing, experts):
-            loss, statistics = self._loss(part, normaliser, known, reference)
+            loss, statistics = self._loss(part, normaliser, known, others)
             if not torch.isfinite(loss):
                 self._fault = f"The loss is {float(loss.detach())}."
                 if self.ranks.count == 1:
@@ -275,11 +348,14 @@ class Learner:
         return statistics
 
     def _loss(
-        self, part: Microbatch, normaliser: Normaliser, known: Known, reference: Tensor | None
+        self, part: Microbatch, normaliser: Normaliser, known: Known, others: Others
     ) -> tuple[Tensor, Statistics]:
         entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
-        asked = part.trains | part.observed if coefficient(self.algorithm, "echo") > 0 else part.trains
-        scores = self.scorer.score(part.tokens, asked, entropy)
+        asked, divergences = self._asked(part), dict[str, Tensor]()
+        if others.against:
+            scores, divergences = self.scorer.compare(part.tokens, asked, entropy, others.against)
+        else:
+            scores = self.scorer.score(part.tokens, asked, entropy)
         old = scores.logprobs.detach()
         if known.proximal is not None:
             old = _gathered(known.proximal, part, old)
@@ -289,8 +365,10 @@ class Learner:
             behavior_logprobs=torch.where(part.sampled, part.behavior, old),
             advantages=part.advantages,
             mask=_scored(part.trains),
-            ref_logprobs=reference,
-            teacher_logprobs=self._other("teacher", part),
+            ref_logprobs=others.reference,
+            teacher_logprobs=others.teacher,
+            full_kl=divergences.get("reference"),
+            teacher_kl=divergences.get("teacher"),
             entropy=scores.entropy,
             chosen=None if known.chosen is None else _gathered(known.chosen, part, part.trains),
             observed=_scored(part.observed),
@@ -302,11 +380,39 @@ class Learner:
             loss = 0.0 * scores.logprobs.sum()
         return loss, statistics
 
-    def _other(self, name: str, part: Microbatch) -> Tensor | None:
-        if name not in self.scorers:
-            return None
-        with torch.no_grad():
-            return self.scorers[name].score(part.tokens, part.trains).logprobs
+    def _asked(self, part: Microbatch) -> Tensor:
+        """The tokens that the policy scores, `[B, L]`."""
+        return part.trains | part.observed if coefficient(self.algorithm, "echo") > 0 else part.trains
+
+    def _others(self, part: Microbatch, known: Known) -> Others:
+        """What the reference and the teacher say of a microbatch, where there are any."""
+        found: dict[str, Tensor] = {}
+        for name in OTHERS:
+            if name in known.others:
+                found[name] = _gathered(known.others[name], part, part.advantages)
+            elif name in self.scorers and name not in self._compared_whole:
+                with torch.no_grad():
+                    found[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
+        against = self.against(part.tokens, self._asked(part))
+        return Others(found.get("reference"), found.get("teacher"), against)
+
+    def against(self, tokens: Tensor, asked: Tensor) -> dict[str, Against]:
+        """What whole distributions are compared with at the tokens that are asked for."""
+        return {
+            name: Against(self.scorers[name].distributions(tokens, asked), which)
+            for name, which in self._compared_whole.items()
+        }
+
+    @property
+    def _compared_whole(self) -> dict[str, Divergence]:
+        """The scorers whose whole distributions the algorithm reads, and which divergence from them."""
+        found: dict[str, Divergence] = {}
+        if self.algorithm.loss == "distill_full" and "teacher" in self.scorers:
+            found["teacher"] = "full_reverse"
+        for which in FULL_KL_NAMES:
+            if self.algorithm.kl == which and "reference" in self.scorers:
+                found["reference"] = which
+        return found
 
     @torch.no_grad()
     def _score_all(
@@ -332,6 +438,23 @@ class Learner:
         found, experts = merged(found, self.ranks), merged(experts, self.ranks)
         every = range(len(rows))
         return [found[i] for i in every], [experts[i] for i in every] if experts else None
+
+
+@dataclass(frozen=True, slots=True)
+class _FullKl:
+    """The full KL to the reference in the place of log-probabilities."""
+
+    learner: Learner
+    policy: Scorer
+
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
+        """The divergence at each token that is asked for."""
+        found, apart = self.policy.compare(tokens, asked, entropy, self.learner.against(tokens, asked))
+        return Scores(apart["reference"], found.entropy)
+
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+        """Those of the policy."""
+        return self.policy.distributions(tokens, asked)
 
 
 def _scored(trains: Tensor) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Final, Literal
 import torch
 from torch import Tensor
 
-from ludus.algorithms.algorithm import Algorithm
+from ludus.algorithms.algorithm import BEHAVIOUR_ADVANTAGES, Algorithm
 from ludus.config.schema import Config
 from ludus.errors import ConfigError
 from ludus.rollout.setup import sampling_params
@@ -36,6 +36,8 @@ def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
     reason = ""
     if algorithm.correction != "none":
         reason = f"algorithm.correction = {algorithm.correction!r} compares the two"
+    elif algorithm.advantage in BEHAVIOUR_ADVANTAGES:
+        reason = f"algorithm.advantage = {algorithm.advantage!r} compares the two"
     elif sampling_params(config.rollout, config.rollout.temperature).cuts or config.rollout.guided_tools:
         reason = "actions are sampled from a cut distribution (rollout.top_p, top_k, min_p, guided_tools)"
     elif not config.training.mask_observations:

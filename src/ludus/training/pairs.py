@@ -8,6 +8,7 @@ reference's log-probabilities, so that a resumed run trains on exactly the same.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ from ludus.chat.render import Renderer, render_dialogue
 from ludus.errors import UserError
 from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.batch import Row, microbatches
+from ludus.training.branches import paths
 from ludus.training.data import FilePair, read_pairs
 from ludus.training.records import load_records
 from ludus.training.scoring import Scorer
@@ -74,19 +76,72 @@ def pairs_of_rollouts(files: Sequence[Path], min_gap: float, max_tokens: int) ->
     branch or that are longer than `max_tokens` stay out of it.
     """
     pairs = []
+    for source, records in _groups(files):
+        group = [record for record in records if is_usable(record, max_tokens)]
+        if not group:
+            continue
+        best = max(group, key=lambda r: r.trajectory.reward)
+        worst = min(group, key=lambda r: r.trajectory.reward)
+        gap = best.trajectory.reward - worst.trajectory.reward
+        if gap > 0 and gap >= min_gap:
+            pairs.append(Pair(source, gap, _sampled(best), _sampled(worst)))
+    return pairs
+
+
+def pairs_of_steps(files: Sequence[Path], min_gap: float, max_tokens: int) -> list[Pair]:
+    """At each step of each group's tree where several actions were tried, the best against the worst.
+
+    The paths of a group's trajectories, chains and trees alike, make one tree: two actions are branches of
+    one step where all tokens before them are equal. A branch is worth the mean reward of the leaves below it,
+    each path counted once. Both arms are the shared history and that one action, which alone trains
+    (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_rollouts`.
+    """
+    pairs = []
+    for source, records in _groups(files):
+        for history, branches in _steps(records, max_tokens).items():
+            worth = {action: math.fsum(rewards) / len(rewards) for action, rewards in branches.items()}
+            best, worst = max(worth, key=lambda a: worth[a]), min(worth, key=lambda a: worth[a])
+            gap = worth[best] - worth[worst]
+            if gap > 0 and gap >= min_gap:
+                where = f"{source}/step of {len(history)} tokens"
+                pairs.append(Pair(where, gap, _step(history, best), _step(history, worst)))
+    return pairs
+
+
+Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
+"""The rewards of the leaves below each action, by the tokens before it and by its own."""
+
+
+def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
+    """In the order in which they were met."""
+    steps: Steps = {}
+    for record in records:
+        if record.trajectory.failure is not None:
+            continue
+        for path in paths(record.trajectory):
+            history: tuple[int, ...] = ()
+            for segment in path.trajectory.segments:
+                if segment.kind == "action" and segment.tokens:
+                    if len(history) + len(segment.tokens) > max_tokens:
+                        break
+                    rewards = steps.setdefault(history, {}).setdefault(segment.tokens, [])
+                    rewards.append(path.trajectory.reward)
+                history += segment.tokens
+    return steps
+
+
+def _step(history: tuple[int, ...], action: tuple[int, ...]) -> Arm:
+    return Arm(history + action, (False,) * len(history) + (True,) * len(action))
+
+
+def _groups(files: Sequence[Path]) -> Iterator[tuple[str, list[RolloutRecord]]]:
+    """The groups of each file, named by file and task."""
     for file in files:
         groups: dict[str, list[RolloutRecord]] = {}
         for record in read_rollouts(file):
-            if is_usable(record, max_tokens):
-                groups.setdefault(record.group, []).append(record)
+            groups.setdefault(record.group, []).append(record)
         for name, group in groups.items():
-            best = max(group, key=lambda r: r.trajectory.reward)
-            worst = min(group, key=lambda r: r.trajectory.reward)
-            gap = best.trajectory.reward - worst.trajectory.reward
-            if gap > 0 and gap >= min_gap:
-                source = f"{file.name.removesuffix('.jsonl.gz')}/{name}"
-                pairs.append(Pair(source, gap, _sampled(best), _sampled(worst)))
-    return pairs
+            yield f"{file.name.removesuffix('.jsonl.gz')}/{name}", group
 
 
 def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int) -> list[Pair]:

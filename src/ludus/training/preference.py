@@ -45,6 +45,7 @@ from ludus.training.pairs import (
     load_pairs,
     pairs_of_file,
     pairs_of_rollouts,
+    pairs_of_steps,
     rollout_files,
     with_others,
     with_reference,
@@ -99,7 +100,8 @@ def gather_pairs(session: Session) -> list[Pair]:
         run = RunFolder(Path(settings.run))
         files = rollout_files(run.path)
         check_tokenizer(run, session)
-        pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit)
+        made = pairs_of_steps if settings.pairs == "steps" else pairs_of_rollouts
+        pairs = made(files, settings.min_reward_gap, limit)
         where = f"No group of {settings.run} has two attempts with different rewards that make a pair."
     else:
         raise UserError(

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.algorithm import CRITERIA, number, word
+from ludus.algorithms.algorithm import BEHAVIOUR_ADVANTAGES, CRITERIA, FULL_KL_NAMES, number, word
 from ludus.algorithms.corrections import MismatchByLength, mismatch_by_length, reject_sequence
 from ludus.algorithms.filters import entropy_bound
 from ludus.errors import SyncError
@@ -110,9 +110,14 @@ def _estimated(
     algorithm, estimates = learner.algorithm, Estimates()
     if judge is not None:
         estimates = judged(judge, compared, rows, learner)
-    if algorithm.kl_coef > 0 and algorithm.kl_placement != "loss":
-        penalties = learner.penalties(rows, learner.score(rows))
-        estimates = replace(estimates, kl=at_actions(penalties, rows))
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    compared_to_engine = algorithm.advantage in BEHAVIOUR_ADVANTAGES
+    sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
+    old = learner.score(rows, keep=True) if sampled_alone or compared_to_engine else []
+    if penalised:
+        estimates = replace(estimates, kl=at_actions(learner.penalties(rows, old), rows))
+    if compared_to_engine:
+        estimates = replace(estimates, old_logprobs=at_actions(old, rows))
     return with_estimates(credits, algorithm, max_action_tokens, estimates)
 
 
@@ -121,7 +126,7 @@ def _rejected(credits: list[Credit], learner: Learner) -> list[Credit]:
     if not trained:
         return credits
     rows = [_row(credit) for credit in trained]
-    old, behavior, mask = _table(rows, learner.score(rows))
+    old, behavior, mask = _table(rows, learner.score(rows, keep=True))
     options = learner.algorithm.options.correction
     keep = reject_sequence(
         old_logprobs=old,

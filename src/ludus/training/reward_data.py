@@ -18,6 +18,7 @@ from ludus.rewards.base import Reward, success
 from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.data import read_rollout_file
 from ludus.training.pairs import Arm, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
+from ludus.training.play_on import play_on
 from ludus.training.preference import check_tokenizer, check_vocabulary
 from ludus.training.records import load_records
 from ludus.training.run import RunFolder
@@ -78,30 +79,35 @@ def gather_examples(session: Session) -> list[Example]:
     else:
         rows = _rollouts(files, settings.data, limit)
         discount = settings.discount if settings.kind == "process" else None
-        found = examples_of_rollouts(rows, session.world.rewards, discount)
+        further = play_on(session, rows, settings.rollouts) if settings.rollouts else []
+        found = examples_of_rollouts(rows, session.world.rewards, discount, further)
     _check(found, session)
     return hold_out(found, settings.held_out, session.config.run.seed)
 
 
 def examples_of_rollouts(
-    records: Sequence[tuple[str, RolloutRecord]], rewards: Sequence[Reward], discount: float | None
+    records: Sequence[tuple[str, RolloutRecord]],
+    rewards: Sequence[Reward],
+    discount: float | None,
+    further: Sequence[Trajectory] = (),
 ) -> list[Example]:
     """One example for each rollout, named by the string beside it.
 
     Without `discount` the target of the last action is the success, 1 or 0. With it every turn has a target:
     the mean of the returns of all rollouts given that share the tokens up to and including that turn's
     action, `discount ^ (turns still to come) * success` each. Where one rollout alone passes there, that is
-    its own return. This is the target of AgentPRM (arXiv:2502.10325), estimated from the rollouts
-    that there are.
+    its own return. This is the target of AgentPRM (arXiv:2502.10325). `further` are rollouts that count
+    there and give no example.
     """
     ends = [action_ends(record.trajectory) for _, record in records]
     outcomes = [float(success(rewards, record.trajectory)) for _, record in records]
     returns: dict[tuple[int, ...], list[float]] = {}
     if discount is not None:
-        for (_, record), places, outcome in zip(records, ends, outcomes, strict=True):
+        for trajectory in [*(record.trajectory for _, record in records), *further]:
+            places, outcome = action_ends(trajectory), float(success(rewards, trajectory))
             for turn, end in enumerate(places):
                 own = discount ** (len(places) - 1 - turn) * outcome
-                returns.setdefault(record.trajectory.token_ids[: end + 1], []).append(own)
+                returns.setdefault(trajectory.token_ids[: end + 1], []).append(own)
     found = []
     for (source, record), places, outcome in zip(records, ends, outcomes, strict=True):
         tokens = record.trajectory.token_ids

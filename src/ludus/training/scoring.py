@@ -8,6 +8,7 @@ reproduce its own logits on a trial; otherwise padded rows and full logits are c
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -16,7 +17,10 @@ from torch import Tensor, nn
 
 from ludus.engines.adapters import is_peft
 from ludus.engines.products import OneDnnLinear, use_onednn
+from ludus.errors import LearnerError
 from ludus.training import forest as forests
+from ludus.training.branches import BREAK, Positions, apart
+from ludus.training.full_kl import Against, States, divergence
 from ludus.training.head import Entropy, Head, TokenScores, logits_to_scores
 from ludus.training.recompute import recomputable_layers, recomputing
 from ludus.training.routing import Routing
@@ -68,19 +72,72 @@ class Scorer:
         after the last token that a row is asked for does not matter. `entropy` adds that of the whole
         distribution, in nats.
         """
+        return self.compare(tokens, asked, entropy, {})[0]
+
+    def compare(
+        self, tokens: Tensor, asked: Tensor, entropy: Entropy, against: Mapping[str, Against]
+    ) -> tuple[Scores, dict[str, Tensor]]:
+        """The scores, and by name the divergences `[B, L]` from what other models say at the same positions.
+
+        Raises LearnerError for divergences where states cannot be read.
+        """
         rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        self._check_routing(tokens)
         if rows.numel() == 0:
             if self.routing is not None:
                 self.routing.place([rows] * tokens.shape[0], 0)
             nothing = torch.zeros(tokens.shape, dtype=self._dtype, device=tokens.device)
             if is_sharded(self.model):
                 nothing = nothing + self._idle(tokens.device)
-            return Scores(nothing, None if entropy == "none" else nothing)
-        found = self._planted_scores if self._planted else self._padded_scores
-        scores = found(tokens, (rows, columns), entropy)
+            return Scores(nothing, None if entropy == "none" else nothing), dict.fromkeys(against, nothing)
         at = (rows, columns + 1)
+        if against:
+            scores, found = self._scores_and_divergences(tokens, (rows, columns), entropy, against)
+        else:
+            score = self._planted_scores if self._planted else self._padded_scores
+            scores, found = score(tokens, (rows, columns), entropy), {}
         spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
-        return Scores(_placed(scores.logprobs, at, tokens), spread)
+        divergences = {name: _placed(values, at, tokens) for name, values in found.items()}
+        return Scores(_placed(scores.logprobs, at, tokens), spread), divergences
+
+    @torch.no_grad()
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+        """What it says before the tokens marked in `asked`, in the order of rows and columns.
+
+        Raises LearnerError where states cannot be read.
+        """
+        head = self._whole_head()
+        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        if rows.numel() == 0:
+            return States(head.weight.new_zeros(0, head.weight.shape[1]), head)
+        return States(self.states(tokens, (rows, columns)), head)
+
+    def _scores_and_divergences(
+        self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, Against]
+    ) -> tuple[TokenScores, dict[str, Tensor]]:
+        """Scores and divergences `[A]` after the positions `at`, from one pass."""
+        head, targets = self._whole_head(), tokens[at[0], at[1] + 1]
+        hidden = self.states(tokens, at)
+        found = {name: divergence(States(hidden, head), other) for name, other in against.items()}
+        return head.score(hidden, targets, entropy), found
+
+    def _whole_head(self) -> Head:
+        """The output layer. Raises LearnerError where whole distributions cannot be compared."""
+        if not self._planted or self._head is None or is_sharded(self.model):
+            raise LearnerError(
+                f"Whole distributions of {type(self.model).__name__} cannot be compared here: its states "
+                "cannot be read, or its weights are split.",
+                "Take the algorithm.kl k3 or the loss distill, or training.learner.shard = false.",
+            )
+        return Head(self._head.weight, self._head.bias, self.temperature)
+
+    def _check_routing(self, tokens: Tensor) -> None:
+        """Raise LearnerError for trajectories that branch where experts are replayed, row by row."""
+        if self.routing is not None and bool((tokens == BREAK).any()):
+            raise LearnerError(
+                "The experts of a trajectory that branches cannot be replayed.",
+                "Set training.learner.replay_routing = false.",
+            )
 
     def _idle(self, device: torch.device) -> Tensor:
         """0, after a pass of one token: processes that share the weights make their passes together."""
@@ -133,7 +190,7 @@ class Scorer:
 
     def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.Forest]:
         """The forest of the rows up to the last position asked for, and where the positions stand in it."""
-        rows, columns = at
+        tokens, (rows, columns) = apart(tokens, at)
         lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
         lengths.scatter_reduce_(0, rows, columns + 1, "amax")
         given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
@@ -160,7 +217,8 @@ class Scorer:
     def _padded_scores(
         self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none"
     ) -> TokenScores:
-        rows, columns = at
+        targets = tokens[at[0], at[1] + 1]
+        tokens, (rows, columns) = apart(tokens, at)
         used = int(columns.max()) + 1
         if self.routing is not None:
             every = torch.arange(tokens.shape[0] * used, device=tokens.device)
@@ -168,7 +226,7 @@ class Scorer:
         with recomputing(self._layers):
             logits = self.model(input_ids=tokens[:, :used], use_cache=False).logits[rows, columns]
         logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
-        return logits_to_scores(logits, tokens[rows, columns + 1], entropy)
+        return logits_to_scores(logits, targets, entropy)
 
     @torch.no_grad()
     def _trial(self) -> bool:

@@ -14,6 +14,7 @@ from ludus.config.staleness import StalenessConfig
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.batch import Row
+from ludus.training.branches import laid
 from ludus.training.credit import Credit
 from ludus.types import Trajectory
 
@@ -45,7 +46,10 @@ def mask_over_age(credits: Sequence[Credit], step: int, bound: int) -> list[Cred
 def without_over_age(rows: Sequence[Row], credits: Sequence[Credit], step: int, bound: int) -> list[Row]:
     """The rows of the credits that train, in their order, without tokens older than `bound`."""
     trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED]
-    versions = [credit.episode.trajectory.versions for credit in trained]
+    versions = [
+        [v for s, _ in laid(c.episode.trajectory) for v in (s.versions or (-1,) * len(s.tokens))]
+        for c in trained
+    ]
     return [_masked(row, own, step - 1 - bound) for row, own in zip(rows, versions, strict=True)]
 
 

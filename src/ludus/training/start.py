@@ -42,6 +42,7 @@ from ludus.training.combine import check_reward_settings, make_combiner, reward_
 from ludus.training.crew import Start, leading
 from ludus.training.dry_run import dry_run_of
 from ludus.training.experts import check_experts, make_experts
+from ludus.training.full_kl import States
 from ludus.training.head import Entropy
 from ludus.training.judges import Judge, make_judge, part_name
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
@@ -93,6 +94,11 @@ class AdapterOff:
         """As `Scorer.score`, under the base weights."""
         with self.model.disable_adapter():
             return self._scorer.score(tokens, asked, entropy)
+
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+        """As `Scorer.distributions`, under the base weights."""
+        with self.model.disable_adapter():
+            return self._scorer.distributions(tokens, asked)
 
     @cached_property
     def _scorer(self) -> Scorer:

@@ -38,7 +38,7 @@ from ludus.algorithms.advantages.groups import (
 )
 from ludus.algorithms.advantages.off_policy import retrace, vtrace, vtrace_targets
 from ludus.algorithms.advantages.placing import token_rewards
-from ludus.algorithms.advantages.registry import ADVANTAGES, FUNCTIONS, AdvantageFn
+from ludus.algorithms.advantages.registry import ADVANTAGES, FUNCTIONS, VALUE_ERRORS, AdvantageFn
 from ludus.algorithms.advantages.returns import coderl, gae, prime, reinforce_pp, value_targets, vapo
 from ludus.algorithms.advantages.running import (
     DomainMoments,
@@ -54,6 +54,7 @@ from ludus.algorithms.advantages.turns import gigpo, turn_grpo, turn_return, tur
 __all__ = [
     "ADVANTAGES",
     "FUNCTIONS",
+    "VALUE_ERRORS",
     "AdvantageFn",
     "DomainMoments",
     "Moments",

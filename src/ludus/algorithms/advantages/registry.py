@@ -21,7 +21,7 @@ from ludus.algorithms.advantages.groups import (
     rloo,
     whiten,
 )
-from ludus.algorithms.advantages.off_policy import retrace, vtrace
+from ludus.algorithms.advantages.off_policy import retrace, vtrace, vtrace_targets
 from ludus.algorithms.advantages.returns import coderl, gae, prime, reinforce_pp, vapo
 from ludus.algorithms.advantages.running import rae
 from ludus.algorithms.advantages.turn_values import step_gae, turn_gae
@@ -164,6 +164,7 @@ def _whitened(found: Tensor, o: Outcomes, a: Algorithm) -> Tensor:
 def _gae(o: Outcomes, a: Algorithm) -> Tensor:
     found = gae(
         values=_values(o),
+        bootstrap_values=o.bootstrap_values,
         mask=o.mask,
         rewards=o.rewards,
         turn_rewards=o.turn_rewards,
@@ -180,6 +181,7 @@ def _step_gae(o: Outcomes, a: Algorithm) -> Tensor:
     turn, turn_rewards = _turns(o)
     found = step_gae(
         values=_values(o),
+        bootstrap_values=o.bootstrap_values,
         turn=turn,
         mask=o.mask,
         rewards=o.rewards,
@@ -196,6 +198,7 @@ def _turn_gae(o: Outcomes, a: Algorithm) -> Tensor:
     turn, turn_rewards = _turns(o)
     found = turn_gae(
         values=_values(o),
+        bootstrap_values=o.bootstrap_values,
         turn=turn,
         mask=o.mask,
         rewards=o.rewards,
@@ -213,6 +216,7 @@ def _turn_gae(o: Outcomes, a: Algorithm) -> Tensor:
 def _vapo(o: Outcomes, a: Algorithm) -> Tensor:
     found = vapo(
         values=_values(o),
+        bootstrap_values=o.bootstrap_values,
         mask=o.mask,
         rewards=o.rewards,
         turn_rewards=o.turn_rewards,
@@ -225,7 +229,50 @@ def _vapo(o: Outcomes, a: Algorithm) -> Tensor:
     return _whitened(found, o, a)
 
 
+def _both_policies(o: Outcomes) -> tuple[Tensor, Tensor]:
+    """`old` and `beh`; equal ones where nobody has compared them yet."""
+    if o.old_logprobs is None or o.behavior_logprobs is None:
+        none = torch.zeros(o.mask.shape, dtype=torch.float64)
+        return none, none
+    return o.old_logprobs, o.behavior_logprobs
+
+
+def _traced(o: Outcomes, a: Algorithm, function: Callable[..., Tensor], *options: str) -> Tensor:
+    """A function of values and both policies, with those of its numbers that are set; all are 1 otherwise."""
+    old, behavior = _both_policies(o)
+    return function(
+        values=_values(o),
+        bootstrap_values=o.bootstrap_values,
+        old_logprobs=old,
+        behavior_logprobs=behavior,
+        mask=o.mask,
+        rewards=o.rewards,
+        turn_rewards=o.turn_rewards,
+        turn=o.turn,
+        kl=o.kl,
+        kl_coef=_kl_coef(o, a),
+        **{name: number(a.options.advantage, name, 1.0) for name in options},
+    )
+
+
+def _vtrace(o: Outcomes, a: Algorithm) -> Tensor:
+    return _whitened(_traced(o, a, vtrace, "gamma", "rho_bar", "c_bar"), o, a)
+
+
+def _vtrace_error(o: Outcomes, a: Algorithm) -> Tensor:
+    """`v_t - V_t`: how far V-trace's targets are from the values."""
+    return _traced(o, a, vtrace_targets, "gamma", "rho_bar", "c_bar") - torch.where(
+        o.mask.bool(), _values(o), 0.0
+    )
+
+
+def _retrace(o: Outcomes, a: Algorithm) -> Tensor:
+    return _whitened(_traced(o, a, retrace, "gamma", "lam"), o, a)
+
+
 ADVANTAGES: dict[str, AdvantageFn] = {
+    "vtrace": _vtrace,
+    "retrace": _retrace,
     "gae": _gae,
     "step_gae": _step_gae,
     "turn_gae": _turn_gae,
@@ -268,6 +315,9 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "raw": lambda o, a: raw(rewards=o.rewards, group=o.group, mask=o.mask),
 }
 """What a configuration may name: where the arguments come from."""
+
+VALUE_ERRORS: dict[str, AdvantageFn] = {"vtrace_error": _vtrace_error}
+"""What a critic's targets add to its values, where that is not an advantage."""
 
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "grpo": grpo,

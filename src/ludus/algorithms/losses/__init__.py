@@ -48,6 +48,7 @@ from ludus.algorithms.losses.plain import (
     value_loss,
 )
 from ludus.algorithms.losses.sequence import gmpo, gspo, gspo_token, trajectory_mean
+from ludus.algorithms.masking import select
 
 __all__ = [
     "LOSSES",
@@ -126,6 +127,13 @@ def _distill(b: TokenBatch, a: Algorithm) -> Tensor:
         mask=b.mask,
         old_logprobs=b.old_logprobs,
     )
+
+
+def _distill_full(b: TokenBatch, a: Algorithm) -> Tensor:
+    del a
+    if b.teacher_kl is None:
+        raise ValueError("distill_full needs the divergence from a teacher, and the batch has none")
+    return select(b.teacher_kl, b.mask)
 
 
 def _mixed_policy(b: TokenBatch, a: Algorithm) -> Tensor:
@@ -220,5 +228,6 @@ LOSSES: dict[str, LossFn] = {
     "clip_cov": _clip_cov,
     "kl_cov": _kl_cov,
     "distill": _distill,
+    "distill_full": _distill_full,
     "mixed_policy": _mixed_policy,
 }

@@ -1,0 +1,135 @@
+"""Trajectories that branch: their paths, and how they are one row of tokens in which each action is once.
+
+The row of a tree is its paths one after the other, in the order of `Trajectory.rows`, with `BREAK` between
+them. An action token is marked in the first path through it and is context in the others, so that every sum
+over marked tokens counts it once; a model computes what paths share once anyhow (`forest.plant`). A chain is
+its own only path, and nothing here changes it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Final, TypeVar
+
+import torch
+from torch import Tensor
+
+from ludus.types import Segment, Trajectory
+
+BREAK: Final = -1
+"""Stands between two paths of a row. It is no token: no model sees it and nothing is asked of it."""
+_GAP = Segment("prompt", (BREAK,))
+
+T = TypeVar("T", str, float)
+
+Positions = tuple[Tensor, Tensor]
+"""Rows and columns of a table."""
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A path from the root to a leaf: as a chain with the reward of its leaf, and where its action tokens are
+    among those of the whole trajectory, counted once in the order of the row."""
+
+    trajectory: Trajectory
+    places: tuple[int, ...]
+
+
+def laid(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
+    """The segments of the row in order, each with whether it is new, and the gaps between paths.
+
+    Raises ValueError for a further path that begins with an action: nothing stands before its first token.
+    """
+    met: set[int] = set()
+    for number, path in enumerate(trajectory.rows):
+        if number:
+            yield _GAP, False
+            if trajectory.segments[path[0]].kind == "action" and path[0] not in met:
+                raise ValueError(f"path {number} of task {trajectory.task_id} begins with an action")
+        for i in path:
+            yield trajectory.segments[i], i not in met
+            met.add(i)
+
+
+def new_actions(trajectory: Trajectory) -> list[Segment]:
+    """The actions in the order of the row, each once."""
+    return [segment for segment, new in laid(trajectory) if new and segment.kind == "action"]
+
+
+def last_actions(trajectory: Trajectory) -> dict[int, int]:
+    """Where in the row the last action token of each path stands, for the paths that have one."""
+    found, path, place = {}, 0, 0
+    for segment, _ in laid(trajectory):
+        place += len(segment.tokens)
+        if segment is _GAP:
+            path += 1
+        elif segment.kind == "action" and segment.tokens:
+            found[path] = place - 1
+    return found
+
+
+def leaf_rewards(trajectory: Trajectory) -> tuple[float, ...]:
+    """The reward of each path: those of the leaves where they are known, otherwise the trajectory's."""
+    return trajectory.leaf_rewards or (trajectory.reward,) * len(trajectory.rows)
+
+
+def paths(trajectory: Trajectory) -> list[Path]:
+    """The paths of a trajectory; the `turn_rewards` and `anchors`, one for each action, with them."""
+    if len(trajectory.rows) == 1:
+        return [Path(trajectory, tuple(range(trajectory.num_action_tokens)))]
+    places: dict[int, range] = {}
+    start = 0
+    for i in dict.fromkeys(i for path in trajectory.rows for i in path):
+        if trajectory.segments[i].kind == "action":
+            places[i] = range(start, start + len(trajectory.segments[i].tokens))
+            start = places[i].stop
+    numbers = {i: number for number, i in enumerate(sorted(places))}
+    found = []
+    for path, reward in zip(trajectory.rows, leaf_rewards(trajectory), strict=True):
+        actions = [numbers[i] for i in path if i in places]
+        chain = replace(
+            trajectory,
+            segments=tuple(replace(trajectory.segments[i], parent=None) for i in path),
+            reward=reward,
+            leaf_rewards=(),
+            turn_rewards=_of_actions(trajectory.turn_rewards, actions),
+            anchors=_of_actions(trajectory.anchors, actions),
+        )
+        found.append(Path(chain, tuple(place for i in path if i in places for place in places[i])))
+    return found
+
+
+def _of_actions(values: tuple[T, ...], actions: list[int]) -> tuple[T, ...]:
+    return tuple(values[number] for number in actions if number < len(values))
+
+
+def num_distinct(tokens: tuple[int, ...]) -> int:
+    """Tokens of a row that a model has to compute: a prefix that paths share counts once."""
+    if BREAK not in tokens:
+        return len(tokens)
+    return len({tokens[start : i + 1] for start, end in _spans(tokens) for i in range(start, end)})
+
+
+def _spans(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Where each path of a row begins and ends."""
+    gaps = [i for i, token in enumerate(tokens) if token == BREAK]
+    return list(zip([0, *(i + 1 for i in gaps)], [*gaps, len(tokens)], strict=True))
+
+
+def apart(tokens: Tensor, at: Positions) -> tuple[Tensor, Positions]:
+    """The paths of the rows `[B, L]` as rows of their own, and where the positions `at` stand in them."""
+    gaps = tokens == BREAK
+    if not bool(gaps.any()):
+        return tokens, at
+    columns = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+    starts = torch.where(gaps, columns + 1, 0)
+    starts = torch.cat([torch.zeros_like(starts[:, :1]), starts[:, :-1]], 1).cummax(1).values
+    path = gaps.long().cumsum(1) - gaps.long()
+    counts = gaps.sum(1) + 1
+    row = (counts.cumsum(0) - counts)[:, None] + path
+    found = tokens.new_zeros(int(counts.sum()), tokens.shape[1])
+    kept = ~gaps
+    found[row[kept], (columns - starts)[kept]] = tokens[kept]
+    rows, places = at
+    return found, (row[rows, places], places - starts[rows, places])

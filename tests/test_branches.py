@@ -1,0 +1,216 @@
+"""Trajectories that branch: credit at each leaf, shared actions once, and the gradient of a slow loop."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from ludus.algorithms.presets import PRESETS
+from ludus.errors import LearnerError
+from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.scheduler import Episode
+from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
+from ludus.training.batch import microbatches, row_of_trajectory
+from ludus.training.branches import BREAK, new_actions, num_distinct, paths
+from ludus.training.credit import assign_credit, training_rows
+from ludus.training.judges import train_judge
+from ludus.training.learner import LearnerSettings
+from ludus.training.refine import refine
+from ludus.training.routing import Routing
+from ludus.training.scoring import Scorer
+from ludus.training.staleness import without_over_age
+from ludus.types import Segment, StopReason, Task, Trajectory
+from test_critic import critic
+from test_learner import learner, tiny_model
+
+PROMPT = tuple(range(20, 30))
+"""Long enough that paths share a node of the forest."""
+
+
+def action(parent, *tokens, turn=0):
+    return Segment(
+        "action", tokens, turn, parent, logprobs=(-1.0,) * len(tokens), versions=(0,) * len(tokens)
+    )
+
+
+def tree(sample=0, leaves=(1.0, 0.0, 0.5)):
+    """An action of two tokens, an observation, then three ways on; the last of them through one more turn.
+
+    The segments stand in another order than the paths meet them.
+    """
+    segments = (
+        Segment("prompt", PROMPT),
+        action(0, 4, 5 + sample),
+        Segment("observation", (6, 7), 0, 1),
+        action(2, 8, 9, 10, turn=1),
+        action(2, 11, turn=1),
+        action(2, 8, 12, turn=1),
+        Segment("observation", (13,), 1, 4),
+        action(6, 14, 15, turn=2),
+    )
+    return Trajectory(
+        "t",
+        sample,
+        segments,
+        (),
+        StopReason.ANSWERED,
+        reward=sum(leaves) / 3,
+        leaf_rewards=leaves,
+        turn_rewards=(0.1, 0.2, 0.3, 0.4, 0.5),
+    )
+
+
+def chain(sample, reward):
+    segments = (Segment("prompt", PROMPT), action(0, 16, 17, 18 + sample))
+    return Trajectory("t", sample, segments, (), StopReason.ANSWERED, reward=reward, turn_rewards=(0.0,))
+
+
+def episodes(*trajectories):
+    return [Episode(RolloutKey(1, "t", i), Task("t", (), None), t) for i, t in enumerate(trajectories)]
+
+
+def test_the_row_of_a_tree_has_each_action_once():
+    row = row_of_trajectory(tree(), tuple(range(1, 11)))
+    assert tree().rows == ((0, 1, 2, 3), (0, 1, 2, 5), (0, 1, 2, 4, 6, 7))
+    stem = (*PROMPT, 4, 5, 6, 7)
+    assert row.tokens == (*stem, 8, 9, 10, BREAK, *stem, 8, 12, BREAK, *stem, 11, 13, 14, 15)
+    assert sum(row.sampled) == sum(row.trains) == tree().num_action_tokens == 10
+    trained = [(t, a) for t, a, own in zip(row.tokens, row.advantages, row.trains, strict=True) if own]
+    assert [token for token, _ in trained] == [4, 5, 8, 9, 10, 8, 12, 11, 14, 15]
+    assert [a for _, a in trained] == list(range(1, 11))
+    assert [s.tokens for s in new_actions(tree())] == [(4, 5), (8, 9, 10), (8, 12), (11,), (14, 15)]
+    assert num_distinct(row.tokens) == len(PROMPT) + 4 + 3 + 1 + 4  # the paths share an 8
+    assert sum(row.observed) == 3
+
+
+def test_the_paths_carry_the_reward_of_their_leaf_and_their_own_turns():
+    own = paths(tree())
+    assert [path.trajectory.reward for path in own] == [1.0, 0.0, 0.5]
+    assert [path.places for path in own] == [(0, 1, 2, 3, 4), (0, 1, 5, 6), (0, 1, 7, 8, 9)]
+    assert [path.trajectory.turn_rewards for path in own] == [(0.1, 0.2), (0.1, 0.4), (0.1, 0.3, 0.5)]
+    assert own[2].trajectory.token_ids == (*PROMPT, 4, 5, 6, 7, 11, 13, 14, 15)
+    assert paths(replace(tree(), leaf_rewards=()))[0].trajectory.reward == 0.5
+
+
+def test_a_token_has_the_mean_advantage_of_the_leaves_below_it():
+    credits = assign_credit([episodes(tree(), chain(1, 0.2))], PRESETS["dr_grpo"])
+    mean = (1.0 + 0.0 + 0.5 + 0.2) / 4
+    stem = [(1.0 + 0.0 + 0.5) / 3 - mean] * 2
+    expected = [*stem, *[1.0 - mean] * 3, *[0.0 - mean] * 2, *[0.5 - mean] * 3]
+    assert credits[0].advantages == pytest.approx(expected, abs=1e-12)
+    assert credits[1].advantages == pytest.approx([0.2 - mean] * 3, abs=1e-12)
+    assert all(credit.outcome is Outcome.TRAINED for credit in credits)
+
+
+def test_leaves_that_differ_are_variance():
+    two = episodes(tree(), replace(tree(1), reward=0.5))
+    assert all(c.outcome is Outcome.TRAINED for c in assign_credit([two], PRESETS["grpo"]))
+    equal = episodes(tree(leaves=(1.0, 1.0, 1.0)), tree(1, leaves=(1.0, 1.0, 1.0)))
+    assert {c.reason for c in assign_credit([equal], PRESETS["grpo"])} == {"zero_variance"}
+
+
+def each_path(model, trajectory):
+    """The log-probability of each action token, counted once, by the plain model on each path alone."""
+    found = {}
+    for path in paths(trajectory):
+        one = path.trajectory
+        ids = torch.tensor([one.token_ids])
+        table = torch.log_softmax(model(input_ids=ids).logits[0], -1)
+        own = [i for i, is_action in enumerate(one.action_mask) if is_action]
+        for place, i in zip(path.places, own, strict=True):
+            found[place] = table[i - 1, one.token_ids[i]]
+    return torch.stack([found[place] for place in sorted(found)])
+
+
+@pytest.mark.parametrize("planted", [True, False])
+@pytest.mark.parametrize("aggregation", ["token_mean", "seq_mean_token_mean"])
+def test_the_gradient_is_that_of_a_loop_over_paths(aggregation, planted):
+    model = tiny_model()
+    if not planted:
+        model.set_attn_implementation("eager")
+    algorithm = replace(PRESETS["rloo"], aggregation=aggregation)
+    trajectories = [tree(), chain(1, 0.2), tree(2, (0.0, 0.0, 1.0))]
+    credits = assign_credit([episodes(*trajectories)], algorithm)
+    total = torch.zeros((), dtype=torch.float64)
+    num_tokens = sum(t.num_action_tokens for t in trajectories)
+    for credit, one in zip(credits, trajectories, strict=True):
+        loss = -(torch.tensor(credit.advantages, dtype=torch.float64) * each_path(model, one)).sum()
+        weight = num_tokens if aggregation == "token_mean" else 3 * one.num_action_tokens
+        total = total + loss / weight
+    expected = torch.autograd.grad(total, list(model.parameters()))
+    rows = training_rows(credits, mask_observations=True)
+    for tokens in (4096, 20):
+        one = learner(model, algorithm, LearnerSettings(microbatch_tokens=tokens))
+        assert one.scorer.shares_prefixes == planted
+        statistics, trained = one.gradient(rows)
+        assert trained == num_tokens
+        assert statistics.loss == pytest.approx(total.item(), abs=1e-7)
+        for p, wanted in zip(model.parameters(), expected, strict=True):
+            torch.testing.assert_close(p.grad, wanted, atol=1e-7, rtol=0)  # norms compute in float32
+        model.zero_grad(set_to_none=True)
+
+
+def test_a_shared_prefix_counts_once_in_the_budget():
+    rows = [row_of_trajectory(tree(i), 1.0) for i in range(3)]
+    assert sum(num_distinct(row.tokens) for row in rows) < 70 < 2 * len(rows[0].tokens)
+    assert len(microbatches(rows, 70, torch.device("cpu"), torch.float64)) == 1
+
+
+def test_a_critic_and_a_kl_in_the_reward_take_a_tree():
+    model = tiny_model()
+    algorithm = PRESETS["search_r1"]
+    one = learner(model, algorithm, scorers={"reference": Scorer(tiny_model(seed=1))})
+    group = episodes(tree(), chain(1, 0.2), tree(2, (0.0, 0.0, 1.0)))
+    judge = critic(model, clip=None)
+    losses = []
+    for _ in range(4):
+        credits = refine(assign_credit([group], algorithm), one, 0, judge)
+        losses.append(train_judge(judge, credits)["critic/loss"])
+    assert losses[-1] < losses[0]
+    assert [len(c.advantages) for c in credits] == [len(c.targets) for c in credits] == [10, 3, 10]
+    metrics = one.train(training_rows(credits, mask_observations=True), seed=0)
+    assert math.isfinite(metrics["loss/total"])
+    assert metrics["batch/trained_rows"] == 3
+
+
+@pytest.mark.parametrize("name", ["gspo", "turn_return", "gtpo", "reinforce_pp"])
+def test_presets_train_trees(name):
+    algorithm = replace(PRESETS[name], kl_coef=0.0, zero_variance=False)
+    one = learner(tiny_model(), algorithm)
+    credits = assign_credit([episodes(tree(), tree(1, (0.0, 0.0, 1.0)))], algorithm)
+    metrics = one.train(training_rows(credits, mask_observations=True), seed=0)
+    assert metrics["batch/trained_tokens"] == 20
+    assert metrics["optim/grad_norm"] > 0
+
+
+def test_old_tokens_of_a_tree_are_masked_where_they_stand():
+    old = replace(tree().segments[3], versions=(-3, -3, -3))
+    one = replace(tree(), segments=(*tree().segments[:3], old, *tree().segments[4:]))
+    credits = assign_credit([episodes(one, tree(1, (0.0, 0.0, 1.0)))], PRESETS["dr_grpo"])
+    first, second = without_over_age(training_rows(credits, mask_observations=True), credits, 1, 2)
+    trained = [t for t, own in zip(first.tokens, first.trains, strict=True) if own]
+    assert trained == [4, 5, 8, 12, 11, 14, 15]
+    assert sum(second.trains) == 10
+
+
+def test_leaf_rewards_are_stored():
+    for one in (tree(), chain(0, 1.0)):
+        line = rollout_line(RolloutRecord(1, "t", Outcome.TRAINED, "trained", one))
+        assert parse_rollout(json.loads(line)).trajectory == one
+
+
+def test_what_cannot_be_done_with_a_tree_is_said():
+    second = Trajectory(
+        "t", 0, (Segment("prompt", PROMPT), action(0, 4), action(-1, 5)), (), StopReason.ANSWERED
+    )
+    with pytest.raises(ValueError, match="path 1 of task t begins with an action"):
+        row_of_trajectory(second, 1.0)
+    model = tiny_model()
+    scorer = Scorer(model, routing=Routing([], []))
+    part = microbatches([row_of_trajectory(tree(), 1.0)], 99, torch.device("cpu"), torch.float64)[0]
+    with pytest.raises(LearnerError, match="cannot be replayed"):
+        scorer.score(part.tokens, part.trains)
