@@ -195,6 +195,38 @@ def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
     assert (stuck.timed_out, stuck.ok, after.text) == (True, False, "2\n")
 
 
+def guards_of(box: NamespacesSandbox) -> list[int]:
+    """The children of zygotes that have a program."""
+    known = [Path(f"/proc/self/fdinfo/{one.pidfd}").read_text() for one in box._open]
+    zygotes = {int(text.partition("\nPid:")[2].split()[0]) for text in known}
+    parents = {pid: parent_of(pid) for pid in descendants()}
+    return [parent for parent in parents.values() if parents.get(parent) in zygotes]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_guard_that_is_killed_in_a_cell_that_goes_on_is_a_program_that_failed(in_session):
+    async def act(box):
+        session = await box.session() if in_session else None
+        sleep = "import time; time.sleep(20)"
+        running = asyncio.create_task(session.run(sleep) if session else box.run(sleep))
+        while not (guards := guards_of(box)):
+            await asyncio.sleep(0.05)
+        os.kill(guards[0], signal.SIGKILL)
+        broken = await running
+        if session:
+            with pytest.raises(WorldError, match="closed"):
+                await session.run("1")
+        return broken, await box.run("print(2)")
+
+    broken, after = inside(act)
+    assert (broken.ok, broken.timed_out, broken.signal) == (False, False, signal.SIGKILL)
+    assert after.text == "2\n"
+
+
 @pytest.mark.security
 def test_a_session_whose_guard_does_not_answer_is_over(monkeypatch):
     monkeypatch.setattr(namespace_session, "GRACE_S", 0.3)
@@ -438,12 +470,15 @@ ALLOW, KILL, EPERM, EACCES, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x5000D, 0
         ("x86_64", X86, (16, 0, 0x5412), EPERM),
         ("x86_64", X86, (16, 0, 0x1_0000_5412), EPERM),
         ("x86_64", X86, (16, 0, 0x5401), ALLOW),
+        ("x86_64", X86, (302, 0, 7), ALLOW),
+        ("x86_64", X86, (302, 1, 7), EPERM),
         ("x86_64", X86, (0x40000000 + 39,), KILL),
         ("x86_64", 0x40000003, (0,), KILL),
         ("aarch64", ARM, (63,), ALLOW),
         ("aarch64", ARM, (117,), EPERM),
         ("aarch64", ARM, (198, 10, 1), EACCES),
         ("aarch64", ARM, (220, 0x20000), EPERM),
+        ("aarch64", ARM, (261, 1, 7), EPERM),
         ("aarch64", X86, (63,), KILL),
     ],
 )
