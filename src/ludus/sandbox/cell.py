@@ -28,7 +28,7 @@ from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 
 START_S, GRACE_S = 20.0, 8.0
 _LOOK_S = 0.5
-_MODULES = ("wire", "kernel", "usage", "program", "files", "guard", "orders", "zygote", "contained")
+_MODULES = ("wire", "kernel", "usage", "program", "output", "files", "guard", "orders", "zygote", "contained")
 INSIDE_ID = 1000
 _CHUNK = 1 << 16
 _LONGEST_HEADER = 1 << 22
@@ -367,6 +367,7 @@ def outcome_of(answer: dict[str, object], blobs: list[bytes]) -> Outcome:
             timed_out=answer["timed_out"] is True,
             memory_exceeded=answer["memory_exceeded"] is True,
             truncated=answer["truncated"] is True,
+            left_out_bytes=int(str(answer["left_out"])),
             files=dict(zip(map(str, names), contents, strict=True)),
             cpu_s=float(str(answer["cpu_s"])),
             wall_s=float(str(answer["wall_s"])),

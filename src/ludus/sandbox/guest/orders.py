@@ -30,7 +30,8 @@ class Ended:
             "signal": signal,
             "timed_out": how == "time" or signal == 24,
             "memory_exceeded": how == "memory",
-            "truncated": guard.cut,
+            "truncated": guard.left_out > 0,
+            "left_out": guard.left_out,
             "cpu_s": round(max(0.0, cpu_s), 6),
             "wall_s": round(time.monotonic() - begin, 6),
             "peak": guard.usage.peak,
@@ -66,7 +67,7 @@ def run_once(
         if not argv and ended.header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
             ended.header["memory_exceeded"] = True
         made, _, cut = collect(bounds, files)
-        ended.header["truncated"] = guard.cut or cut
+        ended.header["truncated"] = guard.left_out > 0 or cut
         line.send({**ended.header, "names": list(made)}, [stdout, stderr, *made.values()])
 
 
@@ -166,7 +167,7 @@ class SessionGuard:
         if self.commands < 0:
             self._begin()
         guard = self.guard
-        guard.cut, guard.usage.peak = False, 0
+        guard.usage.peak = 0
         _clear(guard.done)
         how, self.overrun = self.overrun or self._ask(source), ""
         if how != "done":
