@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from ludus.errors import WorldError
 from ludus.sandbox import Limits, NamespaceSettings, NamespacesSandbox, Outcome
 
 HERE = Path(__file__).parent
@@ -180,7 +181,10 @@ async def run_battery(programs: list[Path], host: Host) -> list[str]:
     async def one(program: Path) -> list[str]:
         expected = expectation(program)
         limits = ENDLESS if expected == "timed_out" else LIMITS
-        outcome = await sandbox.run(program.read_text(), files=shared, limits=limits)
+        try:
+            outcome = await sandbox.run(program.read_text(), files=shared, limits=limits)
+        except WorldError as error:
+            return [f"{program.stem}: passed for a failure of the sandbox: {error.message}"]
         return [f"{program.stem}: {finding}" for finding in judge(expected, outcome, host.token)]
 
     try:

@@ -25,6 +25,7 @@ from ludus.sandbox import (
     namespace_session,
     namespaces,
 )
+from ludus.sandbox.guest.output import Kept
 from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 from ludus.sandbox.namespaces import find_python, make_plan
 from ludus.sandbox.seccomp import system_call_filter
@@ -80,7 +81,7 @@ def test_a_command_runs_as_it_stands():
         )
 
     shell, missing = inside(act)
-    assert shell.stdout == b"a  b\n" + b"x" * (64 * 1024 - 5)
+    assert shell.stdout.startswith(b"a  b\n" + b"x" * 40_000)
     assert (shell.exit, shell.signal, shell.truncated) == (None, signal.SIGKILL, True)
     assert (missing.exit, missing.ok) == (127, False)
     assert b"no-such-command" in missing.stderr
@@ -130,11 +131,49 @@ def test_each_limit_of_the_clock_the_memory_and_the_disk_is_told(shared_box):
     large = shared_box("x = bytearray(10**9)", limits=Limits(memory_bytes=128 * 2**20))
     assert (large.memory_exceeded, large.exit) == (True, 1)
     cut = shared_box("print('x' * 5000)", limits=Limits(output_bytes=1000))
-    assert (cut.stdout, cut.truncated, cut.exit) == (b"x" * 1000, True, 0)
+    assert (len(cut.stdout) <= 1000, cut.truncated, cut.exit) == (True, True, 0)
+    small = shared_box("print('x' * 5000)", limits=Limits(output_bytes=100))
+    assert (small.stdout, small.left_out_bytes) == (b"x" * 100, 4901)
     many = shared_box("for n in range(9): open(f'{n}', 'w').write('x')", limits=Limits(files_out=4))
     assert (sorted(many.files), many.truncated) == (["0", "1", "2", "3"], True)
     full = shared_box("open('x', 'wb').write(bytes(3 * 2**20))", limits=Limits(disk_bytes=2**20))
     assert (full.exit, "No space left" in full.error_text) == (1, True)
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_of_long_output_head_and_tail_are_kept_and_the_rest_is_counted(in_session):
+    program = "import sys\nprint('BEGIN' + 'x' * 3_000_000 + 'END')\nprint('few', file=sys.stderr)"
+
+    async def act(box):
+        one = await box.session() if in_session else box
+        return await one.run(program), await one.run("print('next')")
+
+    long, following = inside(act)
+    head, _, rest = long.text.partition("\n[")
+    note, _, tail = rest.partition("]\n")
+    assert (head[:6], tail[-5:], long.stderr) == ("BEGINx", "xEND\n", b"few\n")
+    assert note == f"{long.left_out_bytes} bytes left out"
+    assert len(head) + len(tail) + long.left_out_bytes == 3_000_009
+    assert len(long.stdout) <= 64 * 1024 < len(long.stdout) + 64
+    assert (long.truncated, following.text, following.left_out_bytes) == (True, "next\n", 0)
+
+
+@pytest.mark.parametrize("bound", [10, 255, 256, 1000])
+@pytest.mark.parametrize("size", [0, 9, 256, 257, 1000, 1001, 1300, 5000])
+def test_what_is_kept_of_a_stream_fits_and_counts_what_does_not(bound, size):
+    data = bytes(n % 251 for n in range(size))
+    for step in (7, 64, 10_000):
+        kept = Kept(bound)
+        for begin in range(0, size, step):
+            kept.add(data[begin : begin + step])
+        left_out, text = kept.left_out, kept.take()
+        assert len(text) <= bound
+        head, _, tail = text.partition(f"\n[{left_out} bytes left out]\n".encode())
+        assert data.startswith(head)
+        assert data.endswith(tail)
+        assert len(head) + len(tail) + left_out == size
+        assert bool(left_out) == (size > bound)
+        assert (kept.left_out, kept.take()) == (0, b"")
 
 
 def test_runs_beside_each_other_share_nothing():
@@ -193,6 +232,38 @@ def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
 
     stuck, after = inside(act)
     assert (stuck.timed_out, stuck.ok, after.text) == (True, False, "2\n")
+
+
+def guards_of(box: NamespacesSandbox) -> list[int]:
+    """The children of zygotes that have a program."""
+    known = [Path(f"/proc/self/fdinfo/{one.pidfd}").read_text() for one in box._open]
+    zygotes = {int(text.partition("\nPid:")[2].split()[0]) for text in known}
+    parents = {pid: parent_of(pid) for pid in descendants()}
+    return [parent for parent in parents.values() if parents.get(parent) in zygotes]
+
+
+def parent_of(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+@pytest.mark.parametrize("in_session", [False, True])
+def test_a_guard_that_is_killed_in_a_cell_that_goes_on_is_a_program_that_failed(in_session):
+    async def act(box):
+        session = await box.session() if in_session else None
+        sleep = "import time; time.sleep(20)"
+        running = asyncio.create_task(session.run(sleep) if session else box.run(sleep))
+        while not (guards := guards_of(box)):
+            await asyncio.sleep(0.05)
+        os.kill(guards[0], signal.SIGKILL)
+        broken = await running
+        if session:
+            with pytest.raises(WorldError, match="closed"):
+                await session.run("1")
+        return broken, await box.run("print(2)")
+
+    broken, after = inside(act)
+    assert (broken.ok, broken.timed_out, broken.signal) == (False, False, signal.SIGKILL)
+    assert after.text == "2\n"
 
 
 @pytest.mark.security
@@ -438,12 +509,15 @@ ALLOW, KILL, EPERM, EACCES, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x5000D, 0
         ("x86_64", X86, (16, 0, 0x5412), EPERM),
         ("x86_64", X86, (16, 0, 0x1_0000_5412), EPERM),
         ("x86_64", X86, (16, 0, 0x5401), ALLOW),
+        ("x86_64", X86, (302, 0, 7), ALLOW),
+        ("x86_64", X86, (302, 1, 7), EPERM),
         ("x86_64", X86, (0x40000000 + 39,), KILL),
         ("x86_64", 0x40000003, (0,), KILL),
         ("aarch64", ARM, (63,), ALLOW),
         ("aarch64", ARM, (117,), EPERM),
         ("aarch64", ARM, (198, 10, 1), EACCES),
         ("aarch64", ARM, (220, 0x20000), EPERM),
+        ("aarch64", ARM, (261, 1, 7), EPERM),
         ("aarch64", X86, (63,), KILL),
     ],
 )

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import pytest
 import battery_run
 import ludus
 from battery_run import PROGRAMS, a_folder, a_host, judge, run_battery
-from ludus.sandbox import Outcome
+from ludus.envs.code.grading import Case, CodeTruth, Judge
+from ludus.sandbox import NamespaceSettings, NamespacesSandbox, Outcome
 from ludus.sandbox.namespaces import find_python
 
 SOME = (
@@ -25,8 +27,13 @@ SOME = (
     "disk_filler",
     "namespaces",
     "daemon",
+    "signal_int_to_guard",
+    "limits_of_the_guard",
 )
 """What is tried as an ordinary user in the default suite; `make security` tries all."""
+ANSWERS = ("exit_zero", "os_exit_zero", "signal_int_to_guard", "limits_of_the_guard", "signals_to_all")
+"""What is handed in as an answer in the default suite; `make security` hands in all."""
+TASK = CodeTruth(("one", "two"), cases=(Case("one", (2, 3), 5), Case("two", (4, 5), 9)))
 
 
 def test_every_hostile_program_is_contained():
@@ -65,6 +72,40 @@ def test_an_ordinary_user_contains_all():
     with a_folder() as folder:
         done = as_ordinary_user(folder, ())
     assert (done.stdout, done.stderr) == (f"contained {len(PROGRAMS)}\n", "")
+
+
+def verdicts(programs: list[Path]) -> dict[str, tuple[bool, ...]]:
+    """What a grader says of each program as the solution of a task. Raises WorldError as the grader does."""
+    shared = (battery_run.HERE / "battery_trying.py").read_text()
+
+    async def all_of_them(target: bytes):
+        stub = f"open('trying.py', 'w').write({shared!r})\nopen('target.json', 'wb').write({target!r})\n"
+        task = replace(TASK, stub=stub)
+        sandbox = NamespacesSandbox(NamespaceSettings(concurrency=battery_run.CONCURRENCY))
+        judge = Judge(sandbox, replace(battery_run.ENDLESS, files_out=0))
+        try:
+            graded = await asyncio.gather(
+                *(judge.judge(program.read_text(), task, task.cases) for program in programs)
+            )
+        finally:
+            await sandbox.close()
+        return {
+            program.stem: tuple(one.passed for one in grading.verdicts)
+            for program, grading in zip(programs, graded, strict=True)
+        }
+
+    with a_host() as host:
+        return asyncio.run(all_of_them(host.target))
+
+
+def test_of_hostile_answers_the_verdict_is_failure():
+    chosen = [program for program in PROGRAMS if program.stem in ANSWERS]
+    assert verdicts(chosen) == dict.fromkeys(sorted(ANSWERS), (False, False))
+
+
+@pytest.mark.security
+def test_of_all_hostile_answers_the_verdict_is_failure():
+    assert set(verdicts(PROGRAMS).values()) == {(False, False)}
 
 
 def test_the_judge_sees_what_gets_out():

@@ -148,6 +148,9 @@ def test_pragmas_that_only_tell_are_allowed():
     assert ask("SELECT name FROM pragma_table_info('book')").total == 4
 
 
+TRIMS = f"SELECT length(''{' || trim(a, b)' * 200}) FROM "
+TRIMS += "(SELECT replace(hex(zeroblob(2450)), '0', 'a') AS a, "
+TRIMS += "replace(hex(zeroblob(200)), '0', 'b') || 'a' AS b)"
 BOOKS = ", ".join(f"book AS b{n}" for n in range(20))
 HOSTILE = {
     ENDLESS.format("COUNT(*)"): "too many steps",
@@ -156,6 +159,11 @@ HOSTILE = {
     "SELECT replace(hex(zeroblob(9000)), '0', 'aaaaaaaa')": "too big",
     "SELECT group_concat(a.title, b.title) FROM sqlite_master AS a": "no such column",
     f"SELECT {'(' * 900}1{')' * 900}": "stack overflow|too large|too deep",
+    "SELECT printf('%.*c', 500000000, 'x')": "at most three digits",
+    "SELECT 0" + ", printf('%500000000s', 1)" * 40: "at most three digits",
+    "SELECT format('%' || '.*c', 500000000, 'x')": "at most three digits",
+    "SELECT length(printf(CAST('%!09999.1f' AS BLOB), 1))": "at most three digits",
+    TRIMS: "more than 50 calls of functions",
     "SELECT '" + "a" * 90 + "' LIKE '" + "%a" * 60 + "b'": "too complex",
 }
 
@@ -166,6 +174,36 @@ def test_hostile_queries_are_contained_in_time(query):
     with pytest.raises(SqlError, match=HOSTILE[query]):
         ask(query, limits=SqlLimits(steps=500_000))
     assert time.thread_time() - begin < 5
+
+
+def test_the_slowest_instructions_do_not_add_up():
+    begin = time.thread_time()
+    assert ask(TRIMS.replace(" || trim(a, b)", "", 160)).rows == ((0,),)
+    assert time.thread_time() - begin < 5
+
+
+@pytest.mark.parametrize(
+    ("query", "due"),
+    [
+        ("SELECT printf('%.2f', AVG(price)) FROM book", "6.25"),
+        ("SELECT format('%-5s|%05.1f|%d%%', name, 2.25, 7) FROM author LIMIT 1", "Ada  |002.3|7%"),
+        ("SELECT printf('%,d %s %Q', 1234567, NULL, 'it''s')", "1,234,567  'it''s'"),
+        (f"SELECT printf('{'%999d' * 700}', 1)", None),
+        ("SELECT printf()", None),
+        ("SELECT printf(NULL)", None),
+        ("SELECT printf(12.5)", "12.5"),
+    ],
+)
+def test_formats_of_ordinary_width_give_what_they_give_in_sqlite(query, due):
+    assert ask(query).rows == ((due,),)
+
+
+def test_a_schema_of_a_view_without_end_is_stopped():
+    endless = Database(IMAGE, writable=True, limits=SqlLimits(steps=200_000, counted=10**9))
+    endless.query(f"CREATE VIEW forever AS {ENDLESS.format('x')}")
+    assert "forever(x )" in endless.describe()
+    with pytest.raises(SqlError, match="too many steps"):
+        endless.describe("forever", samples=3)
 
 
 def test_the_bound_on_steps_stops_at_the_same_place_each_time():
@@ -191,13 +229,13 @@ def test_the_bound_on_time_holds_where_steps_are_plenty():
 def test_a_query_cannot_fill_the_memory():
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     blobs = (
-        "WITH RECURSIVE c(x, n) AS (SELECT zeroblob(19000), 1 UNION SELECT zeroblob(19000), n + 1 FROM c) "
+        "WITH RECURSIVE c(x, n) AS (SELECT zeroblob(4900), 1 UNION SELECT zeroblob(4900), n + 1 FROM c) "
         "SELECT COUNT(*) FROM c"
     )
     assert (
         refusal(blobs, limits=SqlLimits(memory=32 * 2**20, seconds=60)) == "the query needs too much memory"
     )
-    rows = ENDLESS.replace("{}", "zeroblob(15000)").replace("WITH", "INSERT INTO author (name) WITH")
+    rows = ENDLESS.replace("{}", "zeroblob(4900)").replace("WITH", "INSERT INTO author (name) WITH")
     assert "full" in refusal(rows, writable=True) or "memory" in refusal(rows, writable=True)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # KiB
     assert ask("SELECT COUNT(*) FROM book").rows == ((3,),)
@@ -205,7 +243,7 @@ def test_a_query_cannot_fill_the_memory():
 
 def test_giant_output_reaches_the_model_cut_and_counted():
     toolbox = Toolbox([sql_tool(Database(IMAGE))])
-    call = ToolCall("1", "sql", {"query": ENDLESS.format("hex(zeroblob(5000)), x")})
+    call = ToolCall("1", "sql", {"query": ENDLESS.format("hex(zeroblob(2400)), x")})
     (outcome,) = asyncio.run(toolbox.run(Action(Message(role="assistant", content=""), (call,))))
     assert outcome.status == "ok"
     assert len(outcome.output) < 2100

@@ -166,12 +166,19 @@ PRISTINE = {
         *("sitecustomize.py", "src/sitecustomize.py", "src/tidy/sitecustomize.py", "conftest.py"),
         *("pytest.ini", "pyproject.toml", "setup.cfg", "tox.ini", "pytest.py", "src/pytest.py"),
         *("_pytest/__init__.py", "src/_pytest/runner.py", "src/evil.pth", "src/tidy/_fast.so"),
+        *("src/tidy/tests/test_a.py/x.py", f"src/tidy/{'d' * 200}/{'e' * 50}.py"),
         *("src/tidy/__pycache__/x.pyc", "evil.dist-info/entry_points.txt", "tests/__init__.py"),
     ],
 )
 def test_of_a_policys_tree_nothing_but_code_is_taken(path):
     tree = merged(PRISTINE, {**PRISTINE, path: b"mine", "src/tidy/new.py": b"mine"}, layout_of(PRISTINE))
     assert tree == {**PRISTINE, "src/tidy/new.py": b"mine"}
+
+
+def test_code_in_the_way_of_tests_is_left_out():
+    pristine = {**PRISTINE, "src/tidy/a.py/test_c.py": b"old"}
+    tree = merged(pristine, {**pristine, "src/tidy/a.py": b"mine"}, layout_of(PRISTINE))
+    assert tree == pristine
 
 
 def test_removed_code_stays_removed_and_removed_tests_come_back():
@@ -344,6 +351,28 @@ for path in glob.glob("/box/*/tests/test_*.py"):
         open(os.path.join(os.path.dirname(path), "conftest.py"), "a").write("x = 1")
 """
 KILLS = "import os, signal\nos.kill(os.getppid(), signal.SIGKILL)\n"
+INTERRUPTS = """
+import os, signal, time
+for number in sorted(signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}):
+    os.kill(os.getppid(), number)
+time.sleep(0.5)
+"""
+SPOILS_ITS_LINES = """
+import gc, json, os
+for held in gc.get_objects():
+    if type(held).__name__ == "Watching":
+        lines = ["[" * 100000, json.dumps([held.key, "calls", "x", [1]])]
+        lines.append(json.dumps([held.key, "calls", "x", [["a", "b"]]]))
+        lines.append('["%s", "phase", "x", "call", "passed", 1%s, {}]' % (held.key, "0" * 400))
+        os.write(held.fd, ("\\n".join(lines) + "\\n").encode())
+        os._exit(0)
+"""
+DEEP_FOLDERS = """
+import os
+for _ in range(1500):
+    os.mkdir("d")
+    os.chdir("d")
+"""
 EQUALS_ALL = """
 class Everything(str):
     def __eq__(self, other): return True
@@ -373,6 +402,9 @@ CODE_CHEATS = {
     "tests rewritten while they run": EDITS_TESTS,
     "the other run's tests rewritten": EDITS_THE_OTHER_RUN,
     "the runner killed": KILLS,
+    "the runner interrupted": INTERRUPTS,
+    "lines that cannot be read": SPOILS_ITS_LINES,
+    "folders too deep to walk": DEEP_FOLDERS,
     "results equal to everything": EQUALS_ALL,
 }
 FILE_CHEATS = {
@@ -381,13 +413,15 @@ FILE_CHEATS = {
     "a conftest in the package": {"tidy/conftest.py": HOOK.encode()},
     "sitecustomize": {"sitecustomize.py": MARKS_ALL.encode(), "tidy/sitecustomize.py": MARKS_ALL.encode()},
     "settings": {"pytest.ini": b"[pytest]\naddopts = --collect-only\n", "tidy/new.py": b""},
+    "a file in the way": {"tests/test_lists.py/more.py": b"", "tidy/conftest.py/more.py": b""},
+    "a name too long": {f"tidy/{'d' * 200}/{'e' * 200}/{'f' * 90}.py": b""},
     "another pytest": {"pytest.py": b"def main(*given, **named): return 0\n", "_pytest/__init__.py": b""},
 }
 
 
 WORST = (
     *("os._exit", "a plugin that marks all as passed", "the other run's tests rewritten"),
-    *("results equal to everything", "a conftest"),
+    *("results equal to everything", "a conftest", "the runner interrupted"),
 )
 
 

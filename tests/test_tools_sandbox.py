@@ -68,6 +68,16 @@ def test_a_stateless_program_prints_and_fails_as_text_and_leaves_nothing():
     assert texts[4] == "[stopped: it took longer than 0.4 s]"
 
 
+def test_the_end_of_a_flood_reaches_the_model_with_the_true_count():
+    async def act(sandbox, _):
+        return await ask(python_tool(sandbox, Limits(files_out=0)), code="print('x' * 200_000); print('END')")
+
+    status, text = inside(act)
+    assert status is ToolStatus.OK
+    assert "\nEND\n[134" in text
+    assert text.endswith(" bytes in the middle of the output are not kept]")
+
+
 def test_a_python_session_keeps_variables_and_says_when_they_are_lost():
     async def act(_, workspace):
         run = python_session_tool(workspace)

@@ -21,7 +21,8 @@ class Limits:
     `wall_s` and `cpu_s` (of all its processes together) are seconds. `memory_bytes` bounds the address space
     of each process and the resident memory of all of them together. `disk_bytes` and `disk_files` bound
     everything written, `file_bytes` one file. `output_bytes` bounds what is kept of each of stdout and
-    stderr. `files_out` and `files_out_bytes` bound the files that are given back.
+    stderr: two thirds from its head, one from its tail. `files_out` and `files_out_bytes` bound the files
+    that are given back.
     """
 
     wall_s: float = 10.0
@@ -61,8 +62,9 @@ class Outcome:
 
     `exit` is the exit code, None where a signal (`signal`) ended it. `timed_out` is true past the wall clock
     or the CPU seconds, `memory_exceeded` where memory ended it, `truncated` where output was cut or files
-    were left out. `files` are the regular files, with one link, that it made or changed, by their path
-    under its folder. `peak_memory_bytes` is of all processes together, sampled.
+    were left out; `left_out_bytes` of the output are not kept, and a note in the streams says where. `files`
+    are the regular files, with one link, that it made or changed, by their path under its folder.
+    `peak_memory_bytes` is of all processes together, sampled.
     """
 
     stdout: bytes = b""
@@ -72,6 +74,7 @@ class Outcome:
     timed_out: bool = False
     memory_exceeded: bool = False
     truncated: bool = False
+    left_out_bytes: int = 0
     files: Mapping[str, bytes] = field(default_factory=dict)
     cpu_s: float = 0.0
     wall_s: float = 0.0

@@ -27,7 +27,8 @@ from ludus.sandbox.base import Limits, Order, Outcome
 from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 
 START_S, GRACE_S = 20.0, 8.0
-_MODULES = ("wire", "kernel", "usage", "program", "files", "guard", "orders", "zygote", "contained")
+_LOOK_S = 0.5
+_MODULES = ("wire", "kernel", "usage", "program", "output", "files", "guard", "orders", "zygote", "contained")
 INSIDE_ID = 1000
 _CHUNK = 1 << 16
 _LONGEST_HEADER = 1 << 22
@@ -68,6 +69,10 @@ class CellPlan:
     filter: bytes
 
 
+class GuardGoneError(WorldError):
+    """A guard ended without an answer."""
+
+
 @dataclass
 class Wire:
     """The host's end of a guard's socket."""
@@ -80,7 +85,7 @@ class Wire:
         try:
             await asyncio.get_running_loop().sock_sendall(self.sock, pack(dict(header), blobs))
         except OSError as error:
-            raise WorldError(f"The sandbox broke off: {error}.") from error
+            raise GuardGoneError(f"The sandbox broke off: {error}.") from error
 
     async def read(self, most: int) -> tuple[dict[str, object], list[bytes]]:
         """The next frame, whose blobs have at most `most` bytes. Raises WorldError."""
@@ -107,9 +112,9 @@ class Wire:
             try:
                 part = await loop.sock_recv(self.sock, _CHUNK)
             except OSError as error:
-                raise WorldError(f"The sandbox broke off: {error}.") from error
+                raise GuardGoneError(f"The sandbox broke off: {error}.") from error
             if not part:
-                raise WorldError(
+                raise GuardGoneError(
                     "The sandbox broke off: it was killed from outside, or the machine has no memory."
                 )
             self._held += part
@@ -161,7 +166,8 @@ class Cell:
     async def run(self, order: Order) -> Outcome:
         """One run from a clean start. Raises WorldError; the cell is of no more use then.
 
-        A guard that does not answer in time is the program's doing: it timed out, and the cell is ended.
+        A guard that does not answer in time is the program's doing: it timed out, and the cell is ended. A
+        guard that breaks is too, in a cell that goes on: programs reach their guard, and never the zygote.
         """
         wire = await self.guard()
         limits, begin = order.limits, time.monotonic()
@@ -174,10 +180,26 @@ class Cell:
         except TimeoutError:
             await self.end()
             return Outcome(timed_out=True, wall_s=time.monotonic() - begin)
+        except GuardGoneError as error:
+            if not await self.goes_on():
+                raise
+            await self.end()
+            return broken_outcome(error.message)
         finally:
             wire.close()
         self.prepare()
         return outcome_of(answer, blobs)
+
+    async def goes_on(self) -> bool:
+        """Whether the zygote outlives a guard that broke off. Waits a moment, as guards end before it."""
+        if self._ended:
+            return False
+        try:
+            async with asyncio.timeout(_LOOK_S):
+                await _readable(self.pidfd)
+        except TimeoutError:
+            return True
+        return False
 
     async def end(self) -> None:
         """Kill all its processes and wait until they are gone. Ending twice does no harm."""
@@ -323,8 +345,15 @@ def most_bytes(limits: Limits) -> int:
     return 2 * limits.output_bytes + limits.files_out_bytes
 
 
+def broken_outcome(why: str) -> Outcome:
+    """The outcome of a program that broke its guard: it failed, and nothing that it printed is known."""
+    return Outcome(stderr=f"[{why}]".encode(errors="replace"), signal=signal.SIGKILL, truncated=True)
+
+
 def outcome_of(answer: dict[str, object], blobs: list[bytes]) -> Outcome:
     """An answer as an outcome. Raises WorldError where it does not have its form."""
+    if "broken" in answer:
+        return broken_outcome(f"The guard broke: {answer['broken']}.")
     try:
         names = answer["names"]
         if not isinstance(names, list):
@@ -338,6 +367,7 @@ def outcome_of(answer: dict[str, object], blobs: list[bytes]) -> Outcome:
             timed_out=answer["timed_out"] is True,
             memory_exceeded=answer["memory_exceeded"] is True,
             truncated=answer["truncated"] is True,
+            left_out_bytes=int(str(answer["left_out"])),
             files=dict(zip(map(str, names), contents, strict=True)),
             cpu_s=float(str(answer["cpu_s"])),
             wall_s=float(str(answer["wall_s"])),

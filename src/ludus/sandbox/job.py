@@ -12,8 +12,12 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from ludus.sandbox.guest.output import Kept
+
 _CHUNK = 1 << 16
 _LOOK_S = 0.02
+_MOST_READS = 64
+"""Of a pipe when the child has ended: more than it can hold."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +28,7 @@ class Done:
     stderr: bytes
     status: int
     timed_out: bool
-    truncated: bool
+    left_out_bytes: int
     cpu_s: float
     wall_s: float
     peak_memory_bytes: int
@@ -76,7 +80,7 @@ class Job:
             os.close(pidfd)
         stdout, stderr = streams.finish()
         wall_s, cpu_s = time.monotonic() - begin, used.ru_utime + used.ru_stime
-        return Done(stdout, stderr, status, timed_out, streams.cut, cpu_s, wall_s, used.ru_maxrss * 1024)
+        return Done(stdout, stderr, status, timed_out, streams.left_out, cpu_s, wall_s, used.ru_maxrss * 1024)
 
 
 class _Streams:
@@ -88,8 +92,8 @@ class _Streams:
         assert child.stderr
         self._pipes = (child.stdout, child.stderr, child.stdin)
         self._in = child.stdin.fileno()
-        self._feed, self._most, self.cut = memoryview(stdin), most, False
-        self._kept = {pipe.fileno(): bytearray() for pipe in self._pipes[:2]}
+        self._feed, self.left_out = memoryview(stdin), 0
+        self._kept = {pipe.fileno(): Kept(most) for pipe in self._pipes[:2]}
         self._poll = select.poll()
         for pipe in self._pipes:
             os.set_blocking(pipe.fileno(), False)
@@ -100,7 +104,7 @@ class _Streams:
         self._poll.register(pidfd, select.POLLIN)
         ready = [fd for fd, _ in self._poll.poll(_LOOK_S * 1000)]
         for fd in self._kept:
-            if fd in ready and not self._take(fd):
+            if fd in ready and self._take(fd) == 0:
                 self._poll.unregister(fd)
         if self._in in ready and not self._give():
             self._poll.unregister(self._in)
@@ -110,26 +114,24 @@ class _Streams:
 
     def finish(self) -> list[bytes]:
         """What both streams brought, with what lies in the pipes now; closes all."""
-        for fd, kept in self._kept.items():
-            room = -1
-            while room != self._most - len(kept):
-                room = self._most - len(kept)
-                self._take(fd)
+        for fd in self._kept:
+            for _ in range(_MOST_READS):
+                if self._take(fd) <= 0:
+                    break
+        self.left_out = sum(kept.left_out for kept in self._kept.values())
         for pipe in self._pipes:
             with contextlib.suppress(BrokenPipeError):
                 pipe.close()
-        return [bytes(kept) for kept in self._kept.values()]
+        return [kept.take() for kept in self._kept.values()]
 
-    def _take(self, fd: int) -> bool:
-        """Keep what a stream holds, up to the bound; whether it may bring more."""
+    def _take(self, fd: int) -> int:
+        """Read some of a stream: how many bytes, 0 at its end, -1 where it has none now."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
-            return True
-        room = self._most - len(self._kept[fd])
-        self._kept[fd] += data[:room]
-        self.cut |= len(data) > room
-        return bool(data)
+            return -1
+        self._kept[fd].add(data)
+        return len(data)
 
     def _give(self) -> bool:
         """Write more of stdin; whether there is more."""

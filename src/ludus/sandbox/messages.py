@@ -85,6 +85,7 @@ class OutcomeMessage(_Message):
     timed_out: bool
     memory_exceeded: bool
     truncated: bool
+    left_out_bytes: int
     files: Files
     cpu_s: float
     wall_s: float

@@ -8,11 +8,24 @@ from dataclasses import dataclass
 
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import Limits, Outcome, SessionKind, Snapshot, checked_files
-from ludus.sandbox.cell import GRACE_S, Cell, Wire, given, most_bytes, outcome_of
+from ludus.sandbox.cell import (
+    GRACE_S,
+    Cell,
+    GuardGoneError,
+    Wire,
+    broken_outcome,
+    given,
+    most_bytes,
+    outcome_of,
+)
 
 
 class _Unanswered(WorldError):
     """The guard said nothing in time, and its cell was ended."""
+
+
+class _Broken(WorldError):
+    """The guard broke off, and its cell, which went on, was ended."""
 
 
 @dataclass(eq=False)
@@ -46,6 +59,7 @@ class NamespaceSession:
         """One call. Raises WorldError where the session is broken or closed.
 
         A guard that does not answer in time is the program's doing: the call timed out, the session is over.
+        So is one that breaks, in a cell that goes on.
         """
         if self.kind == "shell" and "\0" in code:
             raise UserError("A command of a shell cannot have NUL characters.")
@@ -55,6 +69,10 @@ class NamespaceSession:
             answer, blobs = await self._ask({"op": "call"}, [source], deadline_s)
         except _Unanswered:
             return Outcome(timed_out=True, wall_s=deadline_s)
+        except _Broken as error:
+            return broken_outcome(error.message)
+        if "broken" in answer:
+            await self.close()
         return outcome_of(answer, blobs)
 
     async def write(self, files: Mapping[str, bytes]) -> None:
@@ -111,6 +129,10 @@ class NamespaceSession:
                 asked = True
         except TimeoutError as error:
             raise _Unanswered("The guard of a session gave no answer; the session was ended.") from error
+        except GuardGoneError as error:
+            if await self.cell.goes_on():
+                raise _Broken(error.message) from error
+            raise
         except WorldError as error:
             asked = error.message.startswith("The sandbox failed")
             raise

@@ -22,6 +22,8 @@ _NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC, NEWUTS, NEWCGROUP, NEWTIME."""
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _AF_UNIX = 1
+_OWN = 0
+"""The caller itself: limits are no business between processes, least of all those of the guard."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class _Machine:
     clone: int
     socket: int
     ioctl: int
+    prlimit64: int
     denied: tuple[int, ...]
 
 
@@ -45,6 +48,7 @@ _MACHINES = {
         clone=56,
         socket=41,
         ioctl=16,
+        prlimit64=302,
         denied=(
             *(101, 310, 311, 312, 298),  # ptrace, process_vm_*, kcmp, perf_event_open
             *(165, 166, 155, 161, 272, 308),  # mount, umount2, pivot_root, chroot, unshare, setns
@@ -73,6 +77,7 @@ _MACHINES = {
         clone=220,
         socket=198,
         ioctl=29,
+        prlimit64=261,
         denied=(
             *(117, 270, 271, 272, 241),
             *(40, 39, 41, 51, 97, 268),
@@ -110,6 +115,7 @@ def system_call_filter(machine: str | None = None) -> bytes:
     code += [_step(_EQUAL, _CLONE3, 0, 1), _refuse(errno.ENOSYS)]
     code += _with_argument(known.clone, 0, [_step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)])
     code += _with_argument(known.socket, 0, [_step(_EQUAL, _AF_UNIX, 1, 0), _refuse(errno.EACCES)])
+    code += _with_argument(known.prlimit64, 0, [_step(_EQUAL, _OWN, 1, 0), _refuse(errno.EPERM)])
     for request in (_TIOCSTI, _TIOCLINUX):
         code += _with_argument(known.ioctl, 1, [_step(_EQUAL, request, 0, 1), _refuse(errno.EPERM)])
     return b"".join([*code, _step(_RETURN, _ALLOW)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 from ludus.envs.sql.tasks import TOLERANCE, Question
 from ludus.rewards.answers import Answers, matches
@@ -56,10 +57,11 @@ def is_right(answer: str, truth: SqlTruth) -> bool:
     return gives(answer, truth.image, truth.rows) and gives(answer, truth.hidden, truth.hidden_rows)
 
 
+@lru_cache(maxsize=256)
 def gives(answer: str, image: bytes, due: Rows) -> bool:
     """Whether the answer is a query that gives these rows on a database, within the bounds of `LIMITS`.
 
-    A fence around it and a semicolon behind it are taken off.
+    A fence around it and a semicolon behind it are taken off. Verdicts are kept: two rewards ask for one.
     """
     query = fenced(answer).rstrip().rstrip(";")
     enough = len(due.rows) + 1

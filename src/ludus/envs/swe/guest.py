@@ -27,6 +27,8 @@ if TYPE_CHECKING:
     import pytest
 
 TOP = "/box"
+READY = "ready\n"
+"""The parent's first words, before any child: what ends it from here on is the policy's doing."""
 _SET_DUMPABLE = 4
 _CHUNK = 1 << 16
 _MOST_BYTES = 1 << 25
@@ -150,6 +152,8 @@ def be_child(run: Run, fd: int) -> None:
     nothing = os.open("/dev/null", os.O_RDWR)
     for number in (0, 1, 2):
         os.dup2(nothing, number)
+    hear(signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     ctypes.CDLL(None).prctl(_SET_DUMPABLE, 1, 0, 0, 0)
     os.chdir(run["folder"])
     sys.path[:] = [*run["paths"], *(place for place in sys.path if place not in ("/box", ""))]
@@ -158,6 +162,12 @@ def be_child(run: Run, fd: int) -> None:
     words = ["-q", "-p", "no:cacheprovider", "--tb=no", "--continue-on-collection-errors", "-W", "ignore"]
     words += ["-o", "addopts=", "-c", run["ini"], "--rootdir", run["folder"], "--confcutdir", run["folder"]]
     pytest.main([*words, *run["files"]], plugins=[make_plugin(fd, run)])
+
+
+def hear(handler: signal.Handlers) -> None:
+    """Set what all signals do that can be caught; those of ended children stay as they are."""
+    for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP, signal.SIGCHLD}:
+        signal.signal(number, handler)
 
 
 def digests(top: str) -> dict[str, str]:
@@ -231,13 +241,16 @@ def drain(fd: int, parts: list[bytes]) -> int:
 
 
 def main() -> None:
-    """Read the order, do the runs, then read the nonce and report."""
+    """Read the order, say that pytest is there, do the runs, then read the nonce and report."""
+    hear(signal.SIG_IGN)
     ctypes.CDLL(None).prctl(_SET_DUMPABLE, 0, 0, 0, 0)
     with open("/box/order.json", encoding="utf-8") as file:
         order = json.load(file)
     os.remove("/box/order.json")
     sys.path.insert(0, order["archive"])
     importlib.import_module("pytest")  # each child finds it imported, from the archive and nowhere else
+    sys.stdout.write(READY)
+    sys.stdout.flush()
     first, found = digests(TOP), []
     finished: tuple[str, ...] = ()
     for run in order["runs"]:

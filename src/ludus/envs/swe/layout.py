@@ -9,6 +9,7 @@ from typing import Final
 
 HOOKS: Final = frozenset({"conftest.py", "sitecustomize.py", "usercustomize.py", "pytest.py", "unittest.py"})
 """Modules that change how tests run: a repository's own stay as they were, others are left out."""
+_LONGEST_PATH: Final = 256
 _TEST_FOLDERS: Final = frozenset({"test", "tests", "testing"})
 _ASIDE: Final = frozenset({"doc", "docs", "example", "examples", "benchmark", "benchmarks", "build", "tools"})
 _SCRIPTS: Final = frozenset({"setup.py", "noxfile.py", "tasks.py", "conftest.py", "fabfile.py"})
@@ -59,11 +60,20 @@ def _aside(path: str) -> bool:
 def merged(pristine: Mapping[str, bytes], theirs: Mapping[str, bytes], layout: Layout) -> dict[str, bytes]:
     """The repository with a policy's code: of its tree nothing but code is taken.
 
-    A file of code is one that the repository has already, or a new Python module in its packages.
+    A file of code is one that the repository has already, or a new Python module in its packages. What
+    stands in the way of the repository's own files, or has a path too long to import, is left out.
     """
     kept = {path: content for path, content in pristine.items() if not layout.is_code(path)}
-    taken = (path for path in theirs if layout.is_code(path) and (path in pristine or path.endswith(".py")))
-    return kept | {path: theirs[path] for path in taken}
+    folders = {str(folder) for path in kept for folder in PurePosixPath(path).parents}
+    taken = {
+        path: content
+        for path, content in theirs.items()
+        if layout.is_code(path)
+        and (path in pristine or (path.endswith(".py") and len(path) <= _LONGEST_PATH))
+        and path not in folders
+        and kept.keys().isdisjoint(map(str, PurePosixPath(path).parents))
+    }
+    return kept | taken
 
 
 def same_code(one: Mapping[str, bytes], other: Mapping[str, bytes], layout: Layout) -> bool:

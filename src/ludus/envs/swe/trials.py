@@ -10,14 +10,16 @@ import json
 import secrets
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache
 from importlib.resources import files as package_files
+from pathlib import PurePosixPath
 from typing import Final
 
 from ludus.envs.swe.bundle import ARCHIVE, pytest_archive
 from ludus.envs.swe.canaries import CANARIES, CONTROL, fixed_names
-from ludus.envs.swe.guest import Done, Run
+from ludus.envs.swe.guest import READY, Done, Run
 from ludus.envs.swe.layout import Layout, is_test
 from ludus.errors import WorldError
 from ludus.sandbox.base import MIB, Limits, Sandbox
@@ -91,7 +93,7 @@ async def run_trials(
         program(), files=held, stdin=f"{nonce}\n".encode(), limits=_limits(held, seconds * len(trials))
     )
     told = _told(outcome.text, nonce)
-    if told is None and outcome.exit and not outcome.timed_out and not outcome.memory_exceeded:
+    if not outcome.text.startswith(READY):
         raise WorldError(f"The tests could not be run: {outcome.error_text.strip()[-300:]}")
     if told is None or len(told) != len(runs):
         return tuple(_nothing("the run of the tests was ended") for _ in trials)
@@ -123,23 +125,27 @@ def _order(trial: Trial, name: str, canary: str, seconds: float) -> Run:
 
 
 def _limits(held: Mapping[str, bytes], seconds: float) -> Limits:
+    folders = {str(folder) for path in held for folder in PurePosixPath(path).parents}
     return Limits(
         wall_s=seconds + _GRACE_S,
         cpu_s=seconds + _GRACE_S,
         memory_bytes=1024 * MIB,
         processes=64,
         disk_bytes=32 * MIB + 2 * sum(map(len, held.values())),
-        disk_files=1024 + 4 * len(held),
+        disk_files=1024 + 4 * (len(held) + len(folders)),
         output_bytes=32 * MIB,
         files_out=0,
     )
 
 
 def _told(text: str, nonce: str) -> list[Done] | None:
-    """What the parent says, by the nonce at its head."""
-    if not text.startswith(nonce):
+    """What the parent says, by the nonce at its head; None where it does not come to its end."""
+    if not text.startswith(READY + nonce):
         return None
-    told: list[Done] = json.loads(text[len(nonce) :])
+    try:
+        told: list[Done] = json.loads(text.removeprefix(READY + nonce))
+    except ValueError:  # cut: lines of a child without end
+        return None
     return told
 
 
@@ -164,12 +170,13 @@ class _Tally:
 
     def take(self, line: str) -> None:
         """One line; those without the key, or that cannot be read, do not count."""
-        try:
+        with suppress(ValueError, TypeError, RecursionError, OverflowError):
             key, what, *words = json.loads(line)
-        except (ValueError, TypeError):
-            return
-        if key != self.key:
-            return
+            if key == self.key:
+                self._said(what, words)
+
+    def _said(self, what: object, words: list[object]) -> None:
+        """The words of a line. Raises for those that are not as the recorder writes them."""
         match what, words:
             case "phase", [str(node), str(when), str(outcome), int() | float() as seconds, said]:
                 self._phase(node, when, outcome, said)

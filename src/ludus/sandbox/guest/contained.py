@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 
-from ludus.sandbox.guest.kernel import checked, libc
+from ludus.sandbox.guest.kernel import checked, ignore_interrupts, libc
 from ludus.sandbox.guest.orders import run_once
 from ludus.sandbox.guest.wire import Gone, Line
 
@@ -40,6 +40,7 @@ def main() -> None:
     os.dup2(nothing, 0)
     os.dup2(nothing, 1)
     line = Line(Pipes(source, sink))
+    ignore_interrupts()
     try:
         checked(libc().prctl(_SET_DUMPABLE, 0, 0, 0, 0), "prctl")
         header, blobs = line.read()

@@ -10,11 +10,14 @@ import time
 from collections.abc import Callable
 
 from ludus.sandbox.guest.kernel import Bounds
+from ludus.sandbox.guest.output import Kept
 from ludus.sandbox.guest.program import become_program, finish
 from ludus.sandbox.guest.usage import Usage, reaped_cpu
 from ludus.sandbox.guest.wire import Gone, Line
 
 _CHUNK = 65536
+_MOST_READS = 64
+"""Of a pipe when a call is over: more than it can hold."""
 _SAMPLE_S = 0.01
 _BROKEN = 70
 
@@ -28,8 +31,8 @@ class Guard:
         self.child = self.pidfd = self.stdin = self.done = self.said = -1
         self.status: int | None = None
         self.feed = memoryview(b"")
-        self.outs: dict[int, bytearray] = {}
-        self.cut = self.keep = False
+        self.outs: dict[int, Kept] = {}
+        self.left_out, self.keep = 0, False
         self.poll = select.poll()
 
     def start(self, body: Callable[[], int], stdin: bytes, extra: tuple[int, ...] = ()) -> None:
@@ -49,7 +52,8 @@ class Guard:
         for fd in (out_r, err_r, in_w):
             os.set_blocking(fd, False)
         self.pidfd, self.status, self.stdin = os.pidfd_open(self.child), None, in_w
-        self.feed, self.keep, self.outs = memoryview(stdin), False, {out_r: bytearray(), err_r: bytearray()}
+        self.feed, self.keep = memoryview(stdin), False
+        self.outs = {fd: Kept(self.bounds.output) for fd in (out_r, err_r)}
         self.poll = select.poll()
         for fd in (self.line.sock.fileno(), self.pidfd, out_r, err_r):
             self.poll.register(fd, select.POLLIN)
@@ -77,7 +81,7 @@ class Guard:
         if self.line.sock.fileno() in ready:
             raise Gone
         for fd in [fd for fd in self.outs if fd in ready]:
-            if not self._take(fd):
+            if self._take(fd) == 0:
                 self.poll.unregister(fd)
         if self.stdin in ready:
             fd = self.stdin
@@ -119,29 +123,26 @@ class Guard:
         self.stdin = -1
         return False
 
-    def _take(self, fd: int) -> bool:
-        """Keep what a stream holds, up to the bound; whether it may bring more."""
+    def _take(self, fd: int) -> int:
+        """Read some of a stream: how many bytes, 0 at its end, -1 where it has none now."""
         try:
             data = os.read(fd, _CHUNK)
         except BlockingIOError:
-            return True
-        kept = self.outs[fd]
-        room = self.bounds.output - len(kept)
-        kept += data[:room]
-        self.cut |= len(data) > room
-        return bool(data)
+            return -1
+        self.outs[fd].add(data)
+        return len(data)
 
     def drain(self) -> list[bytes]:
-        """What the two streams brought, with what lies in the pipes now; they are empty then."""
+        """What is kept of the two streams, with what lies in the pipes now; they are empty then.
+
+        `left_out` is how many bytes are not.
+        """
         for fd in self.outs:
-            for _ in range(4 + self.bounds.output // _CHUNK):
-                before = len(self.outs[fd])
-                if not self._take(fd) or len(self.outs[fd]) == before:
+            for _ in range(_MOST_READS):
+                if self._take(fd) <= 0:
                     break
-        taken = [bytes(kept) for kept in self.outs.values()]
-        for kept in self.outs.values():
-            kept.clear()
-        return taken
+        self.left_out = sum(kept.left_out for kept in self.outs.values())
+        return [kept.take() for kept in self.outs.values()]
 
     def cpu(self) -> float:
         """CPU seconds so far, of the living and the dead."""

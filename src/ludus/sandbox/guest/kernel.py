@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import resource
+import signal
 import struct
 
 NOSUID, NODEV, NOEXEC, REMOUNT, BIND = 2, 4, 8, 32, 4096
@@ -63,6 +64,14 @@ def install_filter(code: bytes) -> None:
     array = ctypes.create_string_buffer(code, len(code))
     program = struct.pack("@HP", len(code) // 8, ctypes.addressof(array))
     checked(libc().prctl(_SET_SECCOMP, _FILTER, program, 0, 0), "seccomp")
+
+
+def ignore_interrupts() -> None:
+    """Make process 1 deaf to what its programs send it.
+
+    The kernel keeps from it every signal that it has no handler for, and Python brings one for SIGINT only.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def set_limits(bounds: Bounds, in_session: bool) -> None:

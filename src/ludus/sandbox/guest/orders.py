@@ -7,6 +7,7 @@ import os
 import select
 import struct
 import time
+from collections.abc import Iterator
 
 from ludus.sandbox.guest.files import collect, make_box, put, wipe
 from ludus.sandbox.guest.guard import Guard
@@ -29,7 +30,8 @@ class Ended:
             "signal": signal,
             "timed_out": how == "time" or signal == 24,
             "memory_exceeded": how == "memory",
-            "truncated": guard.cut,
+            "truncated": guard.left_out > 0,
+            "left_out": guard.left_out,
             "cpu_s": round(max(0.0, cpu_s), 6),
             "wall_s": round(time.monotonic() - begin, 6),
             "peak": guard.usage.peak,
@@ -41,7 +43,7 @@ def run_once(
 ) -> None:
     """One program: its answer carries stdout, stderr and files. Raises Gone.
 
-    `sized` where the box has its size already.
+    `sized` where the box has its size already. What breaks once the program runs is told as its doing.
     """
     bounds = Bounds(header["limits"])
     guard, begin = Guard(line, code, bounds), time.monotonic()
@@ -55,17 +57,29 @@ def run_once(
         guard.start(lambda: run_command(argv), stdin)
     else:
         guard.start(lambda: run_python(source.decode("utf-8", "surrogatepass")), stdin)
+    with _telling(line):
+        try:
+            how = guard.watch(0.0)
+        finally:
+            guard.end_all()
+        stdout, stderr = guard.drain()
+        ended = Ended(guard, how, begin, reaped_cpu())
+        if not argv and ended.header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
+            ended.header["memory_exceeded"] = True
+        made, _, cut = collect(bounds, files)
+        ended.header["truncated"] = guard.left_out > 0 or cut
+        line.send({**ended.header, "names": list(made)}, [stdout, stderr, *made.values()])
+
+
+@contextlib.contextmanager
+def _telling(line: Line) -> Iterator[None]:
+    """Tell the host what breaks while a program runs as the program's doing. Raises Gone."""
     try:
-        how = guard.watch(0.0)
-    finally:
-        guard.end_all()
-    stdout, stderr = guard.drain()
-    ended = Ended(guard, how, begin, reaped_cpu())
-    if not argv and ended.header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
-        ended.header["memory_exceeded"] = True
-    made, _, cut = collect(bounds, files)
-    ended.header["truncated"] = guard.cut or cut
-    line.send({**ended.header, "names": list(made)}, [stdout, stderr, *made.values()])
+        yield
+    except Gone:
+        raise
+    except Exception as error:  # boundary: whatever a program does to its guard is its own failure
+        line.send({"broken": f"{type(error).__name__}: {error}"}, [])
 
 
 def _list(value: object) -> list[object]:
@@ -104,7 +118,8 @@ class SessionGuard:
         names = list(map(str, _list(header.get("names", []))))
         executable = set(map(str, _list(header.get("executable", []))))
         if header["op"] == "call":
-            self._call(blobs[0])
+            with _telling(self.line):
+                self._call(blobs[0])
             return
         if header["op"] == "restore":
             wipe(4 * self.bounds.disk_files)
@@ -152,7 +167,7 @@ class SessionGuard:
         if self.commands < 0:
             self._begin()
         guard = self.guard
-        guard.cut, guard.usage.peak = False, 0
+        guard.usage.peak = 0
         _clear(guard.done)
         how, self.overrun = self.overrun or self._ask(source), ""
         if how != "done":

@@ -20,6 +20,7 @@ _MISSING = 127
 def become_program(bounds: Bounds, code: bytes, fds: list[int]) -> None:
     """Turn a fresh fork into what may run untrusted code: its descriptors become 0, 1, 2, ..."""
     os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     high = [_duplicate(fd) for fd in fds]
     for number, fd in enumerate(high):
         os.dup2(fd, number)

@@ -13,7 +13,17 @@ import signal
 import struct
 import sys
 
-from ludus.sandbox.guest.kernel import BIND, NODEV, NOEXEC, NOSUID, checked, libc, mount, write_text
+from ludus.sandbox.guest.kernel import (
+    BIND,
+    NODEV,
+    NOEXEC,
+    NOSUID,
+    checked,
+    ignore_interrupts,
+    libc,
+    mount,
+    write_text,
+)
 from ludus.sandbox.guest.orders import answer
 from ludus.sandbox.guest.wire import Gone, Line
 
@@ -75,6 +85,7 @@ def _offer(control: _socket.socket, code: bytes, uid: int, gid: int) -> None:
 def _be_guard(line: Line, code: bytes, uid: int, gid: int) -> None:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        ignore_interrupts()
         _furnish(uid, gid)
         line.send({"ready": True}, [])
         answer(line, code)

@@ -1,0 +1,14 @@
+# expect: tried
+# A folder that nobody may read, and a name of it that is a folder now: collecting files comes after.
+import os
+
+from trying import tried
+
+os.makedirs("shut/inner")
+open("shut/inner/file", "w").write("x")
+os.chmod("shut/inner/file", 0)
+os.chmod("shut/inner", 0)
+os.remove("target.json")
+os.mkdir("target.json")
+os.chmod(".", 0)
+tried()
