@@ -12,6 +12,7 @@ from ludus.engines.dialects import ServedAdapter
 from ludus.errors import LudusError
 from ludus.rollout.scheduler import Job
 from ludus.rollout.setup import Play
+from ludus.types import Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +33,15 @@ class WorkerSpec:
     folder: str
 
 
-Spec = EngineSpec | WorkerSpec
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """A reward worker: the world of the settings, as seen from `folder`, whose rewards it computes."""
+
+    config: Config
+    folder: str
+
+
+Spec = EngineSpec | WorkerSpec | RewardSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +87,22 @@ class PlayJob:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreJob:
+    """Score what was played; the answer is its `Scores`."""
+
+    task: Task
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The rewards of a trajectory: its parts, and their weighted sum."""
+
+    parts: dict[str, float]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Say that you are there (`Pulse`)."""
 
@@ -95,7 +120,7 @@ class Stop:
     """Close everything."""
 
 
-Message = Begin | Follow | PlayJob | Ping | Stop
+Message = Begin | Follow | PlayJob | ScoreJob | Ping | Stop
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What runs in the other processes: an engine behind HTTP, or a worker that plays episodes.
+"""What runs in the other processes: an engine behind HTTP, a worker that plays episodes, or one that scores.
 
 A `Host` holds one role. Takes messages, each under a number of the sender's. Gives one answer to each, in the
 order in which they are done. Never raises: what goes wrong is an answer, with the words of what went wrong.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
 
@@ -21,10 +22,14 @@ from ludus.cluster.messages import (
     Ping,
     PlayJob,
     Pulse,
+    RewardSpec,
+    ScoreJob,
+    Scores,
     Spec,
     Started,
     Stop,
     View,
+    WorkerSpec,
     failed,
 )
 from ludus.engines.loading import load_model, load_tokenizer
@@ -33,6 +38,7 @@ from ludus.engines.server import ServerEngine
 from ludus.envs.base import Closes, World
 from ludus.envs.registry import build_world
 from ludus.errors import LudusError, WorldError
+from ludus.rollout.episode import scored
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scheduler import Scheduler
 from ludus.rollout.setup import Play, engine_scheduler
@@ -72,8 +78,13 @@ class Host:
     _tasks: dict[int, asyncio.Task[object]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        engine = isinstance(self.spec, EngineSpec)
-        self._role = EngineRole(self.spec, self.address) if engine else WorkerRole(self.spec, self.address)
+        match self.spec:
+            case EngineSpec() as spec:
+                self._role = EngineRole(spec, self.address)
+            case WorkerSpec() as spec:
+                self._role = WorkerRole(spec, self.address)
+            case RewardSpec() as spec:
+                self._role = RewardRole(spec, self.address)
 
     async def call(self, number: int, message: Message) -> Answer:
         """The answer to a message."""
@@ -105,7 +116,7 @@ def _enter(folder: str) -> None:
 class EngineRole:
     """An embedded engine of a run's model, served to whoever may reach `address`."""
 
-    spec: Spec
+    spec: EngineSpec
     address: str
     _service: Service | None = field(default=None, init=False)
     _server: uvicorn.Server | None = field(default=None, init=False)
@@ -162,9 +173,12 @@ class EngineRole:
 
 @dataclass
 class WorkerRole:
-    """Environments, and episodes played in them with the engines of a view; rewards are scored here."""
+    """Environments, and episodes played in them with the engines of a view.
 
-    spec: Spec
+    Rewards are computed here where the run has no workers for them.
+    """
+
+    spec: WorkerSpec
     address: str
     _world: World | None = field(default=None, init=False)
     _renderer: Renderer | None = field(default=None, init=False)
@@ -224,6 +238,7 @@ class WorkerRole:
             raise WorldError("A worker was told to play before it knew an engine.")
         rollout = self.spec.config.rollout.model_copy(update={"reproducible": False})
         made = engine_scheduler(self._world, self._engine, self._renderer, rollout, play, Ledger())
+        made.scores = self.spec.config.cluster.reward_workers == 0
         return self._schedulers.setdefault(play, made)
 
     async def _stop(self) -> None:
@@ -231,3 +246,50 @@ class WorkerRole:
             await self._world.close()
         if self._engine is not None:
             await self._engine.close()
+
+
+@dataclass
+class RewardRole:
+    """The rewards of a world, on threads of their own, so that a long verifier does not look like a hang."""
+
+    spec: RewardSpec
+    address: str
+    _world: World | None = field(default=None, init=False)
+    _threads: ThreadPoolExecutor = field(init=False)
+    _scoring: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._threads = ThreadPoolExecutor(self.spec.config.cluster.scorings_per_worker, "ludus-rewards")
+
+    async def do(self, message: Message) -> object:
+        """Begin, score, say how it goes, or stop."""
+        match message:
+            case Begin():
+                config = self.spec.config
+                _enter(self.spec.folder)
+                set_up_compute(config)
+                self._world = build_world(config.env, config.rollout, config.sandbox)
+                return Started(self.address, os.getpid())
+            case ScoreJob():
+                return await self._score(message)
+            case Ping():
+                return Pulse(under_way=self._scoring)
+            case Stop():
+                self._threads.shutdown(wait=False, cancel_futures=True)
+                if isinstance(self._world, Closes):
+                    await self._world.close()
+                return None
+        raise LudusError(f"A reward worker knows nothing of {type(message).__name__}.")
+
+    async def _score(self, message: ScoreJob) -> Scores:
+        if self._world is None:
+            raise WorldError("A reward worker was told to score before it had its world.")
+        self._scoring += 1
+        try:
+            loop, parts = asyncio.get_running_loop(), self._world.rewards
+            judged = await loop.run_in_executor(
+                self._threads, scored, parts, message.task, message.trajectory
+            )
+        finally:
+            self._scoring -= 1
+        return Scores(dict(judged.rewards), judged.reward)
