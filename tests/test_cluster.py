@@ -14,7 +14,7 @@ import torch
 
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
-from ludus.cluster.crowd import Crowd, Plan, WorkerLost, combined
+from ludus.cluster.crowd import Crowd, Plan, WorkerLost
 from ludus.cluster.local import LocalLauncher
 from ludus.cluster.messages import (
     Begin,
@@ -33,7 +33,7 @@ from ludus.cluster.pool import Limits, Pool
 from ludus.cluster.remote import Needs, RoleLost
 from ludus.config import load_config
 from ludus.config.cluster import ClusterConfig
-from ludus.engines.base import EngineStats, Request
+from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import Refused, ServerSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError

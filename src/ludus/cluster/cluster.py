@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.cluster.background import Background
-from ludus.cluster.crowd import Crowd, Plan, combined
+from ludus.cluster.crowd import Crowd, Plan
 from ludus.cluster.local import LocalLauncher
 from ludus.cluster.messages import EngineSpec, PlayJob, RewardSpec, WorkerSpec
 from ludus.cluster.remote import Launcher
 from ludus.config.schema import Config
-from ludus.engines.base import EngineStats, Request
+from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import ServerSettings
 from ludus.envs.base import World
@@ -78,8 +78,14 @@ class ClusterEngine:
             self.crowd.ask(lambda server: server.score(token_ids, adapter=adapter))
         )
 
+    async def measure(self) -> None:
+        """Ask the engines how it goes."""
+        await self.background.do(self.crowd.measure())
+
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Of the engines together, as of their last signs of life, a second old at most."""
+        """Of the engines together, as of their last signs of life: of `measure`, or a second old at most."""
+        if self.crowd.plan.engine is None:
+            return self.server.stats(reset=reset)
         now = self.crowd.stats()
         found = combined(now, self._before)
         if reset:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.cluster.messages import EngineSpec, Follow, PlayJob, RewardSpec, View, WorkerSpec
@@ -26,6 +27,7 @@ from ludus.types import Trajectory
 if TYPE_CHECKING:
     import torch
 
+_MEASURE_S = 2.0
 _TRIES = 5
 """How often weights are sent while engines die."""
 
@@ -170,6 +172,15 @@ class Crowd:
                     raise
         raise AssertionError("unreachable")
 
+    async def measure(self) -> None:
+        """Have the engines say how it goes, as far as they do so at once."""
+        if self.plan.engine is None and self.server is not None:
+            await self.server.measure()
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_MEASURE_S):
+                await self.engines.check()
+
     def stats(self) -> dict[int, EngineStats]:
         """What each engine has done since its start, by its last sign of life."""
         return {number: member.pulse.stats for number, member in self.engines.members.items()}
@@ -240,16 +251,3 @@ class Crowd:
 
 async def _gone(member: Member) -> None:
     """Nobody has to be told of a worker that left."""
-
-
-def combined(now: Mapping[int, EngineStats], before: Mapping[int, EngineStats]) -> EngineStats:
-    """What engines did since `before`: tokens and steps of all, seconds as the mean over them."""
-    done = [asdict(stats - before.get(number, EngineStats())) for number, stats in now.items()]
-    total = EngineStats(**{name: sum(one[name] for one in done) for name in asdict(EngineStats())})
-    count = max(1, len(done))
-    return replace(
-        total,
-        model_s=total.model_s / count,
-        sample_s=total.sample_s / count,
-        schedule_s=total.schedule_s / count,
-    )
