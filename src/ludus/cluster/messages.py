@@ -6,6 +6,7 @@ import pickle
 import traceback
 from dataclasses import dataclass, field
 
+from ludus.cluster.said import Said
 from ludus.config.schema import Config
 from ludus.engines.base import EngineStats
 from ludus.engines.dialects import ServedAdapter
@@ -125,11 +126,15 @@ Message = Begin | Follow | PlayJob | ScoreJob | Ping | Stop
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a role answers: a value, or the error that it met; `late` where a time limit was its cause."""
+    """What a role answers: a value, or the error that it met; `late` where a time limit was its cause.
+
+    `said` is what its process has logged lately.
+    """
 
     value: object = None
     error: LudusError | None = None
     late: bool = False
+    said: tuple[Said, ...] = ()
 
     def take(self) -> object:
         """The value. Raises the error, as it was over there."""

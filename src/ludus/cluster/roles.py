@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ludus.chat.render import Renderer, TemplateRenderer
@@ -32,6 +32,7 @@ from ludus.cluster.messages import (
     WorkerSpec,
     failed,
 )
+from ludus.cluster.said import Ear
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import LocalEngine
 from ludus.engines.server import ServerEngine
@@ -70,10 +71,14 @@ class Role(Protocol):
 
 @dataclass
 class Host:
-    """The end of the line in a role's process. It listens to others at `address`."""
+    """The end of the line in a role's process. It listens to others at `address`.
+
+    What `ear`, where given, has heard goes with the answers that somebody always waits for.
+    """
 
     spec: Spec
     address: str
+    ear: Ear | None = None
     _role: Role = field(init=False)
     _tasks: dict[int, asyncio.Task[object]] = field(default_factory=dict, init=False)
 
@@ -88,6 +93,12 @@ class Host:
 
     async def call(self, number: int, message: Message) -> Answer:
         """The answer to a message."""
+        answer = await self._answer(number, message)
+        if self.ear is None or not isinstance(message, Begin | Ping | Stop):
+            return answer
+        return replace(answer, said=self.ear.take())
+
+    async def _answer(self, number: int, message: Message) -> Answer:
         task = self._tasks[number] = asyncio.ensure_future(self._role.do(message))
         try:
             await asyncio.wait({task})

@@ -11,7 +11,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 import httpx
 
@@ -28,9 +28,6 @@ _OWN = {
     "recomputed_tokens": "ludus_recomputed_tokens_total",
     "batch_tokens": "ludus_batch_tokens_total",
     "evicted_pages": "ludus_evicted_pages_total",
-    "model_s": "ludus_model_seconds_total",
-    "sample_s": "ludus_sample_seconds_total",
-    "schedule_s": "ludus_schedule_seconds_total",
     "queue_steps": "ludus_waiting_sum_total",
     "running_steps": "ludus_running_sum_total",
 }
@@ -85,8 +82,11 @@ def reading_of(text: str) -> Reading | None:
         except ValueError:
             return None
     if _OWN["steps"] in found:
-        ours = {name: found.get(key, 0.0) for name, key in _OWN.items()}
-        return Reading(EngineStats(**{k: v if k.endswith("_s") else int(v) for k, v in ours.items()}))  # type: ignore[arg-type]
+        counts = EngineStats(**{name: int(found.get(key, 0.0)) for name, key in _OWN.items()})
+        model_s, sample_s, schedule_s = (
+            found.get(f"ludus_{part}_seconds_total", 0.0) for part in ("model", "sample", "schedule")
+        )
+        return Reading(replace(counts, model_s=model_s, sample_s=sample_s, schedule_s=schedule_s))
     for words in _OTHERS:
         if words.sampled in found and words.running in found:
             prompt, cached = found.get(words.prompt, 0.0), found.get(words.cached, 0.0)
