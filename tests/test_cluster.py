@@ -33,6 +33,7 @@ from ludus.cluster.messages import (
 )
 from ludus.cluster.pool import Limits, Pool
 from ludus.cluster.remote import Needs, RoleLost
+from ludus.cluster.roles import WorkerRole, sandbox_of
 from ludus.cluster.said import MOST, Ear, repeat
 from ludus.config import load_config
 from ludus.config.cluster import ClusterConfig
@@ -47,6 +48,7 @@ from ludus.types import SamplingParams, StopReason, Task, Trajectory
 from served import COLD_START
 from test_engine_server import Fake, serving
 from waiting import until
+from worlds import WatchedWorld, call, make_jobs, make_scheduler, scripted, tool_of
 
 JOB = PlayJob(Job(RolloutKey(1, "t", 0), Task("t", (), None)), Play("train", 1.0, 0))
 QUICK = ServerSettings(timeout_s=5, patience_s=0.2, backoff_s=0.01)
@@ -475,3 +477,37 @@ def test_what_a_process_logs_is_kept_until_it_is_asked_for_and_no_more_than_fits
         elsewhere.info("%d", number)
     said = ear.take()
     assert (len(said), said[-1].text) == (MOST + 1, "5 more were not kept")
+
+
+@pytest.mark.parametrize(("bound", "workers", "share"), [(4, 2, 2), (3, 2, 1), (2, 8, 1), (4, 1, 4)])
+def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bound, workers, share):
+    running, most = 0, 0
+
+    async def searches() -> str:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        await asyncio.sleep(0.005)
+        running -= 1
+        return "found"
+
+    world = WatchedWorld(tools=(tool_of(searches, "search", concurrency=bound),))
+    said = f"Search. {call('search')}", "Paris"
+    config = load_config("search", ["--cluster.kind", "local", "--cluster.workers", str(workers)])
+    role = WorkerRole(WorkerSpec(config, "m", "."), "here")
+    role._schedulers[JOB.play] = make_scheduler(scripted(said), world)
+
+    async def plays():
+        return await asyncio.gather(*(role.do(PlayJob(job, JOB.play)) for job in make_jobs(6)))
+
+    found = asyncio.run(plays())
+    assert all(len(one.outcomes) == 1 for one in found)
+    assert most == share
+
+
+@pytest.mark.parametrize(("kind", "given", "share"), [("local", 7, 3), ("local", 1, 1), ("ray", 7, 7)])
+def test_each_worker_of_a_machine_has_its_share_of_the_sandbox(kind, given, share):
+    words = ["--cluster.kind", kind, "--cluster.workers", "2", "--sandbox.concurrency", str(given)]
+    assert sandbox_of(load_config("search", words)).concurrency == share
+    assert sandbox_of(load_config("search", ["--cluster.kind", "local"])).concurrency == max(
+        2, os.cpu_count()
+    )

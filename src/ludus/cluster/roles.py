@@ -33,6 +33,8 @@ from ludus.cluster.messages import (
     failed,
 )
 from ludus.cluster.said import Ear
+from ludus.config.sandbox import SandboxConfig
+from ludus.config.schema import Config
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import LocalEngine
 from ludus.engines.server import ServerEngine
@@ -43,6 +45,7 @@ from ludus.rollout.episode import scored
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scheduler import Scheduler
 from ludus.rollout.setup import Play, engine_scheduler
+from ludus.tools.base import shared_by
 from ludus.training.session import (
     engine_settings,
     make_renderer,
@@ -182,6 +185,15 @@ class EngineRole:
             await self._service.engine.close()
 
 
+def sandbox_of(config: Config) -> SandboxConfig:
+    """The sandbox of one worker: of a machine that it shares with the others it has its share."""
+    if config.cluster.kind != "local":
+        return config.sandbox
+    places = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
+    share = max(1, places // config.cluster.workers)
+    return config.sandbox.model_copy(update={"concurrency": share})
+
+
 @dataclass
 class WorkerRole:
     """Environments, and episodes played in them with the engines of a view.
@@ -218,7 +230,7 @@ class WorkerRole:
         config, spec = self.spec.config, self.spec
         _enter(spec.folder)
         set_up_compute(config)
-        self._world = build_world(config.env, config.rollout, config.sandbox)
+        self._world = build_world(config.env, config.rollout, sandbox_of(config))
         tokenizer = load_tokenizer(spec.source, needs_template=config.env.rendering == "chat")
         self._renderer = make_renderer(config.env, tokenizer)
         return Started(self.address, os.getpid())
@@ -239,7 +251,8 @@ class WorkerRole:
         scheduler = self._schedulers.get(message.play) or self._scheduler(message.play)
         self._playing += 1
         try:
-            return await scheduler.attempt(message.job)
+            with shared_by(self.spec.config.cluster.workers):
+                return await scheduler.attempt(message.job)
         finally:
             self._playing -= 1
 
