@@ -26,7 +26,7 @@ CLUSTER = {
     "cluster__start_s": "500",
     "engine__patience_s": "20",
 }
-_PLACE = re.compile(r"(engine|worker) (\d+) runs at \S+ \((\d+)\)")
+_PLACE = re.compile(r"(engine|reward worker|worker) (\d+) runs at \S+ \((\d+)\)")
 
 
 class Meddling(Silent):
@@ -63,7 +63,7 @@ def run(folder: Path, reporter: Silent | None = None, **changes: str) -> RunFold
 
 def pids(cluster: Cluster, kind: str) -> list[int]:
     """The processes of a kind, the busiest first."""
-    pool = cluster.crowd.engines if kind == "engine" else cluster.crowd.workers
+    pool = next(pool for pool in cluster.crowd.pools if pool.kind == kind)
     members = sorted(pool.members.values(), key=lambda member: -member.busy - member.pulse.under_way)
     return [member.started.pid for member in members]
 
@@ -86,7 +86,7 @@ def sends(number: signal.Signals, *kinds: str):
 
 def started(folder: RunFolder) -> dict[str, set[int]]:
     """The processes that the log of a run names, by kind."""
-    found: dict[str, set[int]] = {"engine": set(), "worker": set()}
+    found: dict[str, set[int]] = {"engine": set(), "worker": set(), "reward worker": set()}
     for kind, _, pid in _PLACE.findall((folder.path / "log.txt").read_text()):
         found[kind].add(int(pid))
     return found

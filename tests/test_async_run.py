@@ -341,6 +341,7 @@ def test_the_progress_line_says_who_waited_and_which_tool_was_slow():
         "tools/look/slowest_s": 12.3,
         "tools/add/stragglers": 0.0,
     }
+    assert waiting_line({}, {"idle/learner": 0.25}) == "  idle: learner 25%"  # nobody knows of the engine
     line = waiting_line({"staleness/mean": 1.23}, timings)
     for words_in_it in (
         "learner 25%",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import pickle
 import signal
 import sys
+import time
 from dataclasses import dataclass, field
 
 import pytest
@@ -14,7 +16,7 @@ import torch
 
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
-from ludus.cluster.crowd import Crowd, Plan, WorkerLost, combined
+from ludus.cluster.crowd import Crowd, Plan, WorkerLost
 from ludus.cluster.local import LocalLauncher
 from ludus.cluster.messages import (
     Begin,
@@ -31,19 +33,22 @@ from ludus.cluster.messages import (
 )
 from ludus.cluster.pool import Limits, Pool
 from ludus.cluster.remote import Needs, RoleLost
+from ludus.cluster.roles import WorkerRole, sandbox_of
+from ludus.cluster.said import MOST, Ear, repeat
 from ludus.config import load_config
 from ludus.config.cluster import ClusterConfig
-from ludus.engines.base import EngineStats, Request
+from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import Refused, ServerSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Job
 from ludus.rollout.setup import Play
-from ludus.training.session import model_path
 from ludus.types import SamplingParams, StopReason, Task, Trajectory
+from served import COLD_START
 from test_engine_server import Fake, serving
 from waiting import until
+from worlds import WatchedWorld, call, make_jobs, make_scheduler, scripted, tool_of
 
 JOB = PlayJob(Job(RolloutKey(1, "t", 0), Task("t", (), None)), Play("train", 1.0, 0))
 QUICK = ServerSettings(timeout_s=5, patience_s=0.2, backoff_s=0.01)
@@ -177,8 +182,9 @@ def test_a_pool_that_loses_more_than_it_may_says_why():
             await pool.some()
             (member,) = pool.members.values()
             await pool.lose(member, RoleLost("The machine burns."))
-        with pytest.raises(RoleLost, match="no worker to go on with: The machine burns"):
+        with pytest.raises(RoleLost, match="no worker to go on with: The machine burns") as caught:
             await pool.some()
+        assert caught.value.exit_code == 7
         await pool.close()
 
     asyncio.run(scenario())
@@ -386,18 +392,34 @@ def test_statistics_of_engines_are_sums_of_tokens_and_means_of_seconds():
     assert (found.steps, found.decode_tokens, found.model_s) == (5, 20, 1.5)
 
 
-def test_a_real_child_begins_answers_raises_and_dies():
+LOGS = """
+import logging
+import sys
+sys.path.insert(0, {here!r})
+from tiny_world import make_world as plain
+
+def make_world(settings, limits):
+    logging.getLogger("ludus.prices").warning("the index is from %s", "yesterday")
+    return plain(settings, limits)
+"""
+
+
+def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
     """No tokens: the engine that it is told of is a fake."""
+    world = tmp_path / "logs.py"
+    world.write_text(LOGS.format(here=os.path.dirname(__file__)))
 
     async def scenario(url):
-        config = load_config("search", ["--run.threads", "1"])
+        config = load_config("search", ["--run.threads", "1", "--env.name", str(world)])
         launcher = LocalLauncher()
-        remote = await launcher.start(
-            "worker 0", WorkerSpec(config, model_path(config), os.getcwd()), Needs()
-        )
+        remote = await launcher.start("worker 0", WorkerSpec(config, str(COLD_START), os.getcwd()), Needs())
         try:
             started = await remote.call(Begin(), 120)
             assert started.pid != os.getpid()
+            (record,) = [one for one in caplog.records if one.name == "ludus.prices"]
+            assert record.getMessage() == "worker 0: the index is from yesterday"
+            assert (record.levelname, record.process != started.pid) == ("WARNING", True)
+            assert time.time() - 120 < record.created < time.time()
             with pytest.raises(WorldError, match="before it knew an engine"):
                 await remote.call(JOB, 30)
             await remote.call(Follow(View(0, (url,), None, None)), 30)
@@ -434,3 +456,58 @@ def test_what_a_cluster_cannot_do_is_refused_before_the_run():
         check_cluster(load_config("search", [*words, "--cluster.kind", "local"]))
     trajectory = Trajectory("t", 0, (), (), StopReason.ANSWERED)
     assert pickle.loads(pickle.dumps(trajectory)) == trajectory
+
+
+def test_what_a_process_logs_is_kept_until_it_is_asked_for_and_no_more_than_fits(caplog):
+    ear = Ear()
+    elsewhere = logging.Logger("ludus.far", logging.INFO)  # as in another process: it has no parents here
+    elsewhere.addHandler(ear)
+    try:
+        raise ValueError("no index")
+    except ValueError:
+        elsewhere.exception("a search failed: %d", 7)
+    said = pickle.loads(pickle.dumps(ear.take()))
+    repeat("worker 3", said)
+    (record,) = caplog.records
+    assert (record.name, record.levelname) == ("ludus.far", "ERROR")
+    assert record.getMessage().startswith("worker 3: a search failed: 7\nTraceback")
+    assert record.getMessage().endswith("ValueError: no index")
+    assert ear.take() == ()
+    for number in range(MOST + 5):
+        elsewhere.info("%d", number)
+    said = ear.take()
+    assert (len(said), said[-1].text) == (MOST + 1, "5 more were not kept")
+
+
+@pytest.mark.parametrize(("bound", "workers", "share"), [(4, 2, 2), (3, 2, 1), (2, 8, 1), (4, 1, 4)])
+def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bound, workers, share):
+    running, most = 0, 0
+
+    async def searches() -> str:
+        nonlocal running, most
+        running, most = running + 1, max(most, running + 1)
+        await asyncio.sleep(0.005)
+        running -= 1
+        return "found"
+
+    world = WatchedWorld(tools=(tool_of(searches, "search", concurrency=bound),))
+    said = f"Search. {call('search')}", "Paris"
+    config = load_config("search", ["--cluster.kind", "local", "--cluster.workers", str(workers)])
+    role = WorkerRole(WorkerSpec(config, "m", "."), "here")
+    role._schedulers[JOB.play] = make_scheduler(scripted(said), world)
+
+    async def plays():
+        return await asyncio.gather(*(role.do(PlayJob(job, JOB.play)) for job in make_jobs(6)))
+
+    found = asyncio.run(plays())
+    assert all(len(one.outcomes) == 1 for one in found)
+    assert most == share
+
+
+@pytest.mark.parametrize(("kind", "given", "share"), [("local", 7, 3), ("local", 1, 1), ("ray", 7, 7)])
+def test_each_worker_of_a_machine_has_its_share_of_the_sandbox(kind, given, share):
+    words = ["--cluster.kind", kind, "--cluster.workers", "2", "--sandbox.concurrency", str(given)]
+    assert sandbox_of(load_config("search", words)).concurrency == share
+    assert sandbox_of(load_config("search", ["--cluster.kind", "local"])).concurrency == max(
+        2, os.cpu_count()
+    )

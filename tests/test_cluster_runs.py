@@ -85,6 +85,17 @@ def test_a_process_that_is_killed_is_replaced_and_its_episodes_are_played_again(
 
 
 @pytest.mark.parametrize("kind", ["local", "ray"])
+def test_reward_workers_score_what_others_play_and_one_that_dies_is_replaced(alone, tmp_path, kind):
+    kills = Meddling(3, sends(signal.SIGKILL, "reward worker"))
+    folder = run(tmp_path / "run", kills, cluster__kind=kind, cluster__reward_workers="2")
+    found = started(folder)
+    assert {role: len(pids) for role, pids in found.items()} == {"engine": 2, "worker": 2, "reward worker": 3}
+    assert ledger_adds_up(folder, 2) == {}  # what was played is scored elsewhere, and not played again
+    assert lasting_files(folder.path) == alone
+    assert all_gone(set().union(*found.values()))
+
+
+@pytest.mark.parametrize("kind", ["local", "ray"])
 @pytest.mark.parametrize("role", ["worker", "engine"])
 def test_a_process_that_hangs_counts_as_dead_after_its_silence(tmp_path, kind, role):
     reporter = Meddling(4, sends(signal.SIGSTOP, role))

@@ -40,6 +40,7 @@ class Fake:
     digests: dict = field(default_factory=dict)
     deaf_to: int | None = None
     url: str = ""
+    metrics: str = ""
 
     def answer(self, path, body):
         path = path.partition("?")[0]
@@ -47,6 +48,8 @@ class Fake:
             return self.faults.pop(0)
         if path == "/v1/completions":
             return 200, self.complete(body)
+        if path == "/metrics" and self.metrics:
+            return 200, self.metrics.encode()
         if path == "/update_weight_version":
             self.label = body["new_version"]
         return 200, {

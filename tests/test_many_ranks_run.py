@@ -108,6 +108,9 @@ def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
     assert process.returncode not in (0, None)
     assert "A process of the learner has ended: process 1 (-9)" in error
     assert "ludus train --resume" in error
+    log = (folder / "log.txt").read_text().splitlines()
+    assert any("rank 1: follows the learner" in line for line in log)
+    assert "learner failed: A process of the learner has ended: process 1 (-9)" in log[-1]
     done = len(read_metrics(RunFolder(folder).metrics))
     assert len(run(folder, "--training.steps", str(done + 1))) == done + 1
 

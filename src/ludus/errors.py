@@ -2,7 +2,8 @@
 
 The command line prints both without a traceback and exits with the class's `exit_code`, so that the
 exit code alone says which part failed: 2 what the user gave, 3 engine, 4 environment, 5 learner,
-6 weight sync. Storage that fails (a full disk) exits with 2 as well: it is the user who can mend it.
+6 weight sync, 7 the processes of a cluster. Storage that fails (a full disk) exits with 2 as well: it is the
+user who can mend it.
 """
 
 from __future__ import annotations

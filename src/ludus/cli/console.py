@@ -91,7 +91,9 @@ def waiting_line(metrics: Mapping[str, float], timings: Mapping[str, float]) -> 
     """Who waited in a step: idle shares, what is queued where episodes stream, tools with stragglers."""
     line = ""
     if "idle/learner" in timings:
-        line += f"  idle: learner {timings['idle/learner']:.0%}, engine {timings['idle/engine']:.0%}"
+        line += f"  idle: learner {timings['idle/learner']:.0%}"
+    if "idle/engine" in timings:
+        line += f", engine {timings['idle/engine']:.0%}"
     if "queue/in_flight" in timings:
         line += (
             f"  {timings['queue/in_flight']:.0f} in flight, {timings['queue/groups_ready']:.0f} groups ready"

@@ -15,6 +15,7 @@ import threading
 
 from ludus.cluster.frames import Call, Cancel, Frame, Hello, Reply, pack, read_frame
 from ludus.cluster.roles import Host
+from ludus.cluster.said import listen
 
 _HERE = "127.0.0.1"
 
@@ -26,7 +27,7 @@ def main() -> None:
     line = socket.socket(fileno=descriptor)
     hello = read_frame(line)
     if isinstance(hello, Hello):
-        asyncio.run(_serve(line, Host(hello.spec, _HERE)))
+        asyncio.run(_serve(line, Host(hello.spec, _HERE, listen())))
 
 
 async def _serve(line: socket.socket, host: Host) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.cluster.background import Background
-from ludus.cluster.crowd import Crowd, Plan, combined
+from ludus.cluster.crowd import Crowd, Plan
 from ludus.cluster.local import LocalLauncher
-from ludus.cluster.messages import EngineSpec, PlayJob, WorkerSpec
+from ludus.cluster.messages import EngineSpec, PlayJob, RewardSpec, WorkerSpec
 from ludus.cluster.remote import Launcher
 from ludus.config.schema import Config
-from ludus.engines.base import EngineStats, Request
+from ludus.engines.base import EngineStats, Request, combined
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import ServerSettings
 from ludus.envs.base import World
@@ -78,8 +78,14 @@ class ClusterEngine:
             self.crowd.ask(lambda server: server.score(token_ids, adapter=adapter))
         )
 
+    async def measure(self) -> None:
+        """Ask the engines how it goes."""
+        await self.background.do(self.crowd.measure())
+
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Of the engines together, as of their last signs of life, a second old at most."""
+        """Of the engines together, as of their last signs of life: of `measure`, or a second old at most."""
+        if self.crowd.plan.engine is None:
+            return self.server.stats(reset=reset)
         now = self.crowd.stats()
         found = combined(now, self._before)
         if reset:
@@ -114,17 +120,21 @@ class Cluster:
 
         return attempt
 
-    def scale(self, *, engines: int | None = None, workers: int | None = None) -> None:
-        """Have other numbers of engines and workers from now on; may be called from any thread.
+    def scale(
+        self, *, engines: int | None = None, workers: int | None = None, reward_workers: int | None = None
+    ) -> None:
+        """Have other numbers of them from now on; may be called from any thread.
 
         Returns when those that come are ready; what leaves ends its work first, and takes nothing new. Raises
         UserError for a number below 1.
         """
-        if min(n for n in (engines, workers, 1) if n is not None) < 1:
-            raise UserError("A cluster has at least one engine and one worker.", "Give numbers from 1 on.")
+        if min(n for n in (engines, workers, reward_workers, 1) if n is not None) < 1:
+            raise UserError("A cluster keeps at least one of each kind.", "Give numbers from 1 on.")
+        if reward_workers is not None and self.crowd.rewards is None:
+            raise UserError("The workers of this run score by themselves.", "See cluster.reward_workers.")
         if engines is not None and self.crowd.plan.engine is None:
             raise UserError("This run did not start the engines at engine.url.", "Change workers alone.")
-        self.background.wait(self.crowd.scale(engines, workers))
+        self.background.wait(self.crowd.scale(engines, workers, reward_workers))
 
     def deadline_s(self, task: Task) -> float:
         """The longest that an attempt can take if every limit of its parts is used up, and then some."""
@@ -176,6 +186,7 @@ def plan_of(session: Session, broadcast_host: str = "") -> Plan:
     if Path(source).is_dir():
         source = str(Path(source).resolve())
     worker = WorkerSpec(config, source, folder)
+    reward = RewardSpec(config, folder) if config.cluster.reward_workers else None
     if config.engine.url:
         return Plan(
             config.cluster,
@@ -183,13 +194,15 @@ def plan_of(session: Session, broadcast_host: str = "") -> Plan:
             worker,
             (config.engine.url,),
             _at_urls(config),
-            config.model.lora is not None,
+            sends_adapters=config.model.lora is not None,
+            reward=reward,
         )
     engine = config.engine
     if broadcast_host:
         engine = engine.model_copy(update={"broadcast_host": broadcast_host})
     settings = replace(server_settings(engine), keeps_weights=True)
-    return Plan(config.cluster, EngineSpec(config, source, folder), worker, (), _client(settings))
+    engines = EngineSpec(config, source, folder)
+    return Plan(config.cluster, engines, worker, (), _client(settings), reward=reward)
 
 
 def _client(settings: ServerSettings) -> Callable[[list[str]], ServerEngine]:

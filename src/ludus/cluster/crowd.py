@@ -1,4 +1,4 @@
-"""Engines and workers of a run, and what passes between them: all that happens in the background loop.
+"""The roles of a run, and what passes between them: all that happens in the background loop.
 
 Takes attempts and weights. Gives trajectories, and engines that hold the weights. An engine that joins holds
 the current weights, with their proof, before a worker hears of it; weights are never sent while one joins. A
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
 
-from ludus.cluster.messages import EngineSpec, Follow, PlayJob, View, WorkerSpec
+from ludus.cluster.messages import EngineSpec, Follow, PlayJob, RewardSpec, View, WorkerSpec
 from ludus.cluster.pool import Limits, Member, Pool
 from ludus.cluster.remote import Launcher, Needs, Remote, RoleLost
+from ludus.cluster.rewards import RewardWorkers
 from ludus.config.cluster import ClusterConfig
 from ludus.engines.base import EngineStats
 from ludus.engines.server import ServerEngine
@@ -25,6 +27,7 @@ from ludus.types import Trajectory
 if TYPE_CHECKING:
     import torch
 
+_MEASURE_S = 2.0
 _TRIES = 5
 """How often weights are sent while engines die."""
 
@@ -47,6 +50,7 @@ class Plan:
     urls: tuple[str, ...]
     connect: Callable[[list[str]], ServerEngine]
     sends_adapters: bool = False
+    reward: RewardSpec | None = None
 
     @property
     def engine_needs(self) -> Needs:
@@ -60,10 +64,17 @@ class Plan:
         return Needs(self.config.worker_cpus, 0.0, dict(self.config.worker_resources))
 
     @property
+    def reward_needs(self) -> Needs:
+        """Of a reward worker."""
+        own = self.config
+        return Needs(own.reward_cpus, own.reward_gpus, dict(own.reward_resources))
+
+    @property
     def needs(self) -> list[Needs]:
         """Of all."""
         engines = [] if self.engine is None else [self.engine_needs] * self.config.engines
-        return engines + [self.worker_needs] * self.config.workers
+        rewards = [] if self.reward is None else [self.reward_needs] * self.config.reward_workers
+        return engines + [self.worker_needs] * self.config.workers + rewards
 
 
 @dataclass
@@ -75,6 +86,7 @@ class Crowd:
     server: ServerEngine | None = None
     engines: Pool = field(init=False)
     workers: Pool = field(init=False)
+    rewards: RewardWorkers | None = field(default=None, init=False)
     _serial: int = 0
     _version: int | None = None
     _closing: bool = False
@@ -88,25 +100,32 @@ class Crowd:
             "engine", count, self._start_engine, limits, self._engine_joined, self._engine_left
         )
         self.workers = Pool("worker", config.workers, self._start_worker, limits, self._worker_joined, _gone)
+        if self.plan.reward is not None:
+            self.rewards = RewardWorkers(config, self.plan.reward, self._start_rewards, limits)
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The roles by their kinds."""
+        return [self.engines, self.workers] + ([] if self.rewards is None else [self.rewards.pool])
 
     async def open(self) -> None:
         """Start everything and wait until it is ready. Raises what keeps it from that."""
         if self.plan.urls:
             self.server = await asyncio.to_thread(self.plan.connect, list(self.plan.urls))
-        self.engines.keep()
-        self.workers.keep()
-        await self.engines.full()
-        await self.workers.full()
+        for pool in self.pools:
+            pool.keep()
+        for pool in self.pools:
+            await pool.full()
         await self._tell_all()
 
-    async def scale(self, engines: int | None, workers: int | None) -> None:
-        """Have other numbers of them, and wait for those that come; those that leave first end their work."""
-        for pool, target in ((self.engines, engines), (self.workers, workers)):
+    async def scale(self, *targets: int | None) -> None:
+        """Have other numbers of `pools`, and wait for those that come; what leaves first ends its work."""
+        for pool, target in zip(self.pools, targets, strict=False):
             if target is not None:
                 pool.target = target
                 pool.keep()
-        await self.engines.full()
-        await self.workers.full()
+        for pool in self.pools:
+            await pool.full()
 
     async def play(self, message: PlayJob, deadline_s: float) -> Trajectory:
         """Have an attempt played by the least busy worker. Raises what it met, and `WorkerLost`."""
@@ -121,7 +140,7 @@ class Crowd:
         finally:
             await self.workers.give_back(member)
         assert isinstance(found, Trajectory)
-        return found
+        return found if self.rewards is None else await self.rewards.scored(message.job.task, found)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Have all engines take weights, those that replace dead ones meanwhile too."""
@@ -153,6 +172,15 @@ class Crowd:
                     raise
         raise AssertionError("unreachable")
 
+    async def measure(self) -> None:
+        """Have the engines say how it goes, as far as they do so at once."""
+        if self.plan.engine is None and self.server is not None:
+            await self.server.measure()
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_MEASURE_S):
+                await self.engines.check()
+
     def stats(self) -> dict[int, EngineStats]:
         """What each engine has done since its start, by its last sign of life."""
         return {number: member.pulse.stats for number, member in self.engines.members.items()}
@@ -162,7 +190,7 @@ class Crowd:
         self._closing = True
         if self.server is not None:
             await self.server.close()
-        await asyncio.gather(self.workers.close(), self.engines.close())
+        await asyncio.gather(*(pool.close() for pool in self.pools))
         await self.launcher.close()
 
     async def _start_engine(self, number: int) -> Remote:
@@ -171,6 +199,10 @@ class Crowd:
 
     async def _start_worker(self, number: int) -> Remote:
         return await self.launcher.start(f"worker {number}", self.plan.worker, self.plan.worker_needs)
+
+    async def _start_rewards(self, number: int) -> Remote:
+        assert self.plan.reward is not None
+        return await self.launcher.start(f"reward worker {number}", self.plan.reward, self.plan.reward_needs)
 
     async def _engine_joined(self, member: Member) -> None:
         async with self._lock:
@@ -219,16 +251,3 @@ class Crowd:
 
 async def _gone(member: Member) -> None:
     """Nobody has to be told of a worker that left."""
-
-
-def combined(now: Mapping[int, EngineStats], before: Mapping[int, EngineStats]) -> EngineStats:
-    """What engines did since `before`: tokens and steps of all, seconds as the mean over them."""
-    done = [asdict(stats - before.get(number, EngineStats())) for number, stats in now.items()]
-    total = EngineStats(**{name: sum(one[name] for one in done) for name in asdict(EngineStats())})
-    count = max(1, len(done))
-    return replace(
-        total,
-        model_s=total.model_s / count,
-        sample_s=total.sample_s / count,
-        schedule_s=total.schedule_s / count,
-    )

@@ -17,6 +17,7 @@ from pathlib import Path
 from ludus.cluster.frames import LENGTH_BYTES, Call, Cancel, Hello, Reply, length_of, pack, unpack
 from ludus.cluster.messages import Answer, Message, Spec
 from ludus.cluster.remote import Needs, Remote, RoleLost
+from ludus.cluster.said import repeat
 from ludus.errors import UserError
 
 _LAST_WORDS = 2000
@@ -76,9 +77,10 @@ class LocalRemote:
             while True:
                 body = await self.reader.readexactly(length_of(await self.reader.readexactly(LENGTH_BYTES)))
                 match unpack(body):
-                    case Reply(number=number, answer=answer) if number in self._waiting:
-                        future = self._waiting[number]
-                        if not future.done():
+                    case Reply(number=number, answer=answer):
+                        repeat(self.name, answer.said)
+                        future = self._waiting.get(number)
+                        if future is not None and not future.done():
                             future.set_result(answer)
         except (asyncio.IncompleteReadError, OSError):
             with suppress(subprocess.TimeoutExpired):

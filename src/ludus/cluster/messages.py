@@ -6,12 +6,14 @@ import pickle
 import traceback
 from dataclasses import dataclass, field
 
+from ludus.cluster.said import Said
 from ludus.config.schema import Config
 from ludus.engines.base import EngineStats
 from ludus.engines.dialects import ServedAdapter
 from ludus.errors import LudusError
 from ludus.rollout.scheduler import Job
 from ludus.rollout.setup import Play
+from ludus.types import Task, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,15 @@ class WorkerSpec:
     folder: str
 
 
-Spec = EngineSpec | WorkerSpec
+@dataclass(frozen=True, slots=True)
+class RewardSpec:
+    """A reward worker: the world of the settings, as seen from `folder`, whose rewards it computes."""
+
+    config: Config
+    folder: str
+
+
+Spec = EngineSpec | WorkerSpec | RewardSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +88,22 @@ class PlayJob:
 
 
 @dataclass(frozen=True, slots=True)
+class ScoreJob:
+    """Score what was played; the answer is its `Scores`."""
+
+    task: Task
+    trajectory: Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class Scores:
+    """The rewards of a trajectory: its parts, and their weighted sum."""
+
+    parts: dict[str, float]
+    total: float
+
+
+@dataclass(frozen=True, slots=True)
 class Ping:
     """Say that you are there (`Pulse`)."""
 
@@ -95,16 +121,20 @@ class Stop:
     """Close everything."""
 
 
-Message = Begin | Follow | PlayJob | Ping | Stop
+Message = Begin | Follow | PlayJob | ScoreJob | Ping | Stop
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a role answers: a value, or the error that it met; `late` where a time limit was its cause."""
+    """What a role answers: a value, or the error that it met; `late` where a time limit was its cause.
+
+    `said` is what its process has logged lately.
+    """
 
     value: object = None
     error: LudusError | None = None
     late: bool = False
+    said: tuple[Said, ...] = ()
 
     def take(self) -> object:
         """The value. Raises the error, as it was over there."""

@@ -18,6 +18,7 @@ from typing import Protocol
 from ludus.cluster.messages import Answer, Message, Spec, Started
 from ludus.cluster.remote import Needs, Remote, RoleLost
 from ludus.cluster.roles import Host
+from ludus.cluster.said import listen, repeat
 from ludus.config.cluster import ClusterConfig
 from ludus.errors import LudusError, UserError
 
@@ -31,7 +32,7 @@ class Actor:
     def __init__(self, spec: Spec) -> None:
         import ray
 
-        self._host = Host(spec, str(ray.util.get_node_ip_address()))
+        self._host = Host(spec, str(ray.util.get_node_ip_address()), listen())
 
     async def call(self, number: int, message: Message) -> Answer:
         """The answer to a message."""
@@ -82,6 +83,7 @@ class RayRemote:
             raise
         except RayError as error:
             raise RoleLost(f"{self.name} is lost: {_words(error)}") from error
+        repeat(self.name, answer.said)
         value = answer.take()
         if isinstance(value, Started):
             self._where = value

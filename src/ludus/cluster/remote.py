@@ -12,6 +12,7 @@ from ludus.errors import LudusError
 class RoleLost(LudusError):
     """A process that samples has ended, or does not answer any more."""
 
+    exit_code = 7
     part = "cluster"
 
 

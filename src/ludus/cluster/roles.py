@@ -1,4 +1,4 @@
-"""What runs in the other processes: an engine behind HTTP, or a worker that plays episodes.
+"""What runs in the other processes: an engine behind HTTP, a worker that plays episodes, or one that scores.
 
 A `Host` holds one role. Takes messages, each under a number of the sender's. Gives one answer to each, in the
 order in which they are done. Never raises: what goes wrong is an answer, with the words of what went wrong.
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from dataclasses import dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ludus.chat.render import Renderer, TemplateRenderer
@@ -21,21 +22,30 @@ from ludus.cluster.messages import (
     Ping,
     PlayJob,
     Pulse,
+    RewardSpec,
+    ScoreJob,
+    Scores,
     Spec,
     Started,
     Stop,
     View,
+    WorkerSpec,
     failed,
 )
+from ludus.cluster.said import Ear
+from ludus.config.sandbox import SandboxConfig
+from ludus.config.schema import Config
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import LocalEngine
 from ludus.engines.server import ServerEngine
 from ludus.envs.base import Closes, World
 from ludus.envs.registry import build_world
 from ludus.errors import LudusError, WorldError
+from ludus.rollout.episode import scored
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scheduler import Scheduler
 from ludus.rollout.setup import Play, engine_scheduler
+from ludus.tools.base import shared_by
 from ludus.training.session import (
     engine_settings,
     make_renderer,
@@ -64,19 +74,34 @@ class Role(Protocol):
 
 @dataclass
 class Host:
-    """The end of the line in a role's process. It listens to others at `address`."""
+    """The end of the line in a role's process. It listens to others at `address`.
+
+    What `ear`, where given, has heard goes with the answers that somebody always waits for.
+    """
 
     spec: Spec
     address: str
+    ear: Ear | None = None
     _role: Role = field(init=False)
     _tasks: dict[int, asyncio.Task[object]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        engine = isinstance(self.spec, EngineSpec)
-        self._role = EngineRole(self.spec, self.address) if engine else WorkerRole(self.spec, self.address)
+        match self.spec:
+            case EngineSpec() as spec:
+                self._role = EngineRole(spec, self.address)
+            case WorkerSpec() as spec:
+                self._role = WorkerRole(spec, self.address)
+            case RewardSpec() as spec:
+                self._role = RewardRole(spec, self.address)
 
     async def call(self, number: int, message: Message) -> Answer:
         """The answer to a message."""
+        answer = await self._answer(number, message)
+        if self.ear is None or not isinstance(message, Begin | Ping | Stop):
+            return answer
+        return replace(answer, said=self.ear.take())
+
+    async def _answer(self, number: int, message: Message) -> Answer:
         task = self._tasks[number] = asyncio.ensure_future(self._role.do(message))
         try:
             await asyncio.wait({task})
@@ -105,7 +130,7 @@ def _enter(folder: str) -> None:
 class EngineRole:
     """An embedded engine of a run's model, served to whoever may reach `address`."""
 
-    spec: Spec
+    spec: EngineSpec
     address: str
     _service: Service | None = field(default=None, init=False)
     _server: uvicorn.Server | None = field(default=None, init=False)
@@ -160,11 +185,23 @@ class EngineRole:
             await self._service.engine.close()
 
 
+def sandbox_of(config: Config) -> SandboxConfig:
+    """The sandbox of one worker: of a machine that it shares with the others it has its share."""
+    if config.cluster.kind != "local":
+        return config.sandbox
+    places = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
+    share = max(1, places // config.cluster.workers)
+    return config.sandbox.model_copy(update={"concurrency": share})
+
+
 @dataclass
 class WorkerRole:
-    """Environments, and episodes played in them with the engines of a view; rewards are scored here."""
+    """Environments, and episodes played in them with the engines of a view.
 
-    spec: Spec
+    Rewards are computed here where the run has no workers for them.
+    """
+
+    spec: WorkerSpec
     address: str
     _world: World | None = field(default=None, init=False)
     _renderer: Renderer | None = field(default=None, init=False)
@@ -193,7 +230,7 @@ class WorkerRole:
         config, spec = self.spec.config, self.spec
         _enter(spec.folder)
         set_up_compute(config)
-        self._world = build_world(config.env, config.rollout, config.sandbox)
+        self._world = build_world(config.env, config.rollout, sandbox_of(config))
         tokenizer = load_tokenizer(spec.source, needs_template=config.env.rendering == "chat")
         self._renderer = make_renderer(config.env, tokenizer)
         return Started(self.address, os.getpid())
@@ -214,7 +251,8 @@ class WorkerRole:
         scheduler = self._schedulers.get(message.play) or self._scheduler(message.play)
         self._playing += 1
         try:
-            return await scheduler.attempt(message.job)
+            with shared_by(self.spec.config.cluster.workers):
+                return await scheduler.attempt(message.job)
         finally:
             self._playing -= 1
 
@@ -224,6 +262,7 @@ class WorkerRole:
             raise WorldError("A worker was told to play before it knew an engine.")
         rollout = self.spec.config.rollout.model_copy(update={"reproducible": False})
         made = engine_scheduler(self._world, self._engine, self._renderer, rollout, play, Ledger())
+        made.scores = self.spec.config.cluster.reward_workers == 0
         return self._schedulers.setdefault(play, made)
 
     async def _stop(self) -> None:
@@ -231,3 +270,50 @@ class WorkerRole:
             await self._world.close()
         if self._engine is not None:
             await self._engine.close()
+
+
+@dataclass
+class RewardRole:
+    """The rewards of a world, on threads of their own, so that a long verifier does not look like a hang."""
+
+    spec: RewardSpec
+    address: str
+    _world: World | None = field(default=None, init=False)
+    _threads: ThreadPoolExecutor = field(init=False)
+    _scoring: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._threads = ThreadPoolExecutor(self.spec.config.cluster.scorings_per_worker, "ludus-rewards")
+
+    async def do(self, message: Message) -> object:
+        """Begin, score, say how it goes, or stop."""
+        match message:
+            case Begin():
+                config = self.spec.config
+                _enter(self.spec.folder)
+                set_up_compute(config)
+                self._world = build_world(config.env, config.rollout, config.sandbox)
+                return Started(self.address, os.getpid())
+            case ScoreJob():
+                return await self._score(message)
+            case Ping():
+                return Pulse(under_way=self._scoring)
+            case Stop():
+                self._threads.shutdown(wait=False, cancel_futures=True)
+                if isinstance(self._world, Closes):
+                    await self._world.close()
+                return None
+        raise LudusError(f"A reward worker knows nothing of {type(message).__name__}.")
+
+    async def _score(self, message: ScoreJob) -> Scores:
+        if self._world is None:
+            raise WorldError("A reward worker was told to score before it had its world.")
+        self._scoring += 1
+        try:
+            loop, parts = asyncio.get_running_loop(), self._world.rewards
+            judged = await loop.run_in_executor(
+                self._threads, scored, parts, message.task, message.trajectory
+            )
+        finally:
+            self._scoring -= 1
+        return Scores(dict(judged.rewards), judged.reward)

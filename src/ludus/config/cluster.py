@@ -21,9 +21,19 @@ class ClusterConfig(Section):
     engines: int = Field(1, ge=1)
     """Embedded engines that sample, each behind HTTP on its machine. With engine.url none are started."""
     workers: int = Field(1, ge=1)
-    """Rollout workers: they hold the environments, play the episodes and score them."""
+    """Rollout workers: they hold the environments and play the episodes; without reward workers they also
+    score them."""
     episodes_per_worker: int = Field(16, ge=1)
     """Episodes that one worker plays at once; more wait, rollout.concurrency of them at most."""
+    reward_workers: int = Field(0, ge=0)
+    """Processes that do nothing but score episodes: verifiers and judges run in them. 0: rollout workers
+    score what they play."""
+    scorings_per_worker: int = Field(1, ge=1)
+    """Episodes that one reward worker scores at once, each on a thread: more than 1 where rewards wait for a
+    judge's server, and may be called from several threads."""
+    scoring_timeout_s: float = Field(300.0, gt=0)
+    """Reward workers: one whose scoring takes longer is ended and replaced, and the episode is scored again
+    elsewhere."""
     engine_cpus: float = Field(1.0, ge=0)
     """Cores that Ray keeps for an engine."""
     engine_gpus: float = Field(0.0, ge=0)
@@ -34,9 +44,16 @@ class ClusterConfig(Section):
     """Cores that Ray keeps for a worker."""
     worker_resources: dict[str, float] = Field({})
     """Resources of your own naming that a machine must have for a worker."""
+    reward_cpus: float = Field(1.0, ge=0)
+    """Cores that Ray keeps for a reward worker."""
+    reward_gpus: float = Field(0.0, ge=0)
+    """GPUs that Ray keeps for a reward worker: for a judge that is a model."""
+    reward_resources: dict[str, float] = Field({})
+    """Resources of your own naming that a machine must have for a reward worker."""
     start_s: float = Field(300.0, gt=0)
-    """How long an engine or a worker may take until it is ready, waiting for room in the cluster included."""
+    """How long an engine or any worker may take until it is ready, waiting for room in the
+    cluster included."""
     silence_s: float = Field(60.0, gt=0)
     """One that does not answer for so long counts as dead: it is ended and replaced."""
     restarts: int = Field(20, ge=0)
-    """Dead engines, and dead workers, that a run replaces before it stops."""
+    """Dead engines, dead workers and dead reward workers, each, that a run replaces before it stops."""

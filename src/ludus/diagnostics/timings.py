@@ -44,7 +44,8 @@ class StepTimings:
         metrics |= self.engine
         if training_s := total - self.phases.get("evaluate", 0.0):
             metrics["idle/learner"] = max(0.0, 1 - self.phases.get("learn", 0.0) / training_s)
-            metrics["idle/engine"] = max(0.0, 1 - self.engine.get("engine/busy_s", 0.0) / training_s)
+            if "engine/busy_s" in self.engine:  # a server may keep that to itself
+                metrics["idle/engine"] = max(0.0, 1 - self.engine["engine/busy_s"] / training_s)
         if trajectories:
             for name, seconds in (
                 ("model", [t.timings.model_s for t in trajectories]),

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from ludus.errors import RequestRefused
 from ludus.types import MAX_TOP_LOGPROBS, Completion, SamplingParams
@@ -13,6 +13,7 @@ from ludus.types import MAX_TOP_LOGPROBS, Completion, SamplingParams
 if TYPE_CHECKING:
     import torch
 
+Key = TypeVar("Key", bound=Hashable)
 
 BASE = ""
 """The adapter of a request that wants none."""
@@ -69,7 +70,8 @@ class EngineStats:
     `decode_tokens` were sampled. `model_s` is the time in forward passes, `sample_s` in drawing tokens, and
     `schedule_s` all else of the steps. `batch_tokens` sums the tokens of the passes, `recomputed_tokens`
     those computed again after new weights; `queue_steps` and `running_steps` sum over the steps how many
-    requests waited and ran.
+    requests waited and ran. Of a server that does not count its steps, a step is a look at its queue,
+    `wall_s` the time between those looks, and its seconds of work are unknown: 0.
     """
 
     steps: int = 0
@@ -84,6 +86,7 @@ class EngineStats:
     schedule_s: float = 0.0
     queue_steps: int = 0
     running_steps: int = 0
+    wall_s: float = 0.0
 
     @property
     def hit_rate(self) -> float:
@@ -97,20 +100,24 @@ class EngineStats:
         return EngineStats(**{name: value - before[name] for name, value in asdict(self).items()})
 
     def metrics(self) -> dict[str, float]:
-        """Rates by time in the engine's steps, means over those steps, and shares. Empty without a step."""
+        """Rates by time in the engine's steps, means over those steps, and shares. Empty without a step.
+
+        Where the seconds of work are unknown, rates are by the clock, and what they alone tell is left out.
+        """
         if not self.steps:
             return {}
         busy_s = self.model_s + self.sample_s + self.schedule_s
-        return {
-            "engine/decode_tokens_per_s": self.decode_tokens / busy_s,
-            "engine/prefill_tokens_per_s": self.prefill_tokens / busy_s,
+        found = {
+            "engine/decode_tokens_per_s": self.decode_tokens / (busy_s or self.wall_s),
+            "engine/prefill_tokens_per_s": self.prefill_tokens / (busy_s or self.wall_s),
             "engine/requests_running": self.running_steps / self.steps,
             "engine/requests_waiting": self.queue_steps / self.steps,
             "engine/cache_hit_rate": self.hit_rate,
             "engine/evicted_pages": float(self.evicted_pages),
-            "engine/busy_s": busy_s,
-            "engine/schedule_share": self.schedule_s / busy_s,
         }
+        if busy_s:
+            found |= {"engine/busy_s": busy_s, "engine/schedule_share": self.schedule_s / busy_s}
+        return found
 
     def line(self) -> str:
         """The same in one line, for a progress bar. Empty without a step: what samples may be elsewhere."""
@@ -125,6 +132,36 @@ class EngineStats:
             f"{found['engine/requests_waiting']:.0f} waiting  "
             f"cache {self.hit_rate:.0%}{evicted}"
         )
+
+
+def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) -> EngineStats:
+    """What engines did since `before`: tokens and steps of all, seconds as the mean over them."""
+    done = [asdict(stats - before.get(number, EngineStats())) for number, stats in now.items()]
+    total = EngineStats(**{name: sum(one[name] for one in done) for name in asdict(EngineStats())})
+    count = max(1, len(done))
+    return replace(
+        total,
+        model_s=total.model_s / count,
+        sample_s=total.sample_s / count,
+        schedule_s=total.schedule_s / count,
+        wall_s=total.wall_s / count,
+    )
+
+
+@runtime_checkable
+class Measured(Protocol):
+    """An engine elsewhere, whose `stats` are as of the last time that they were fetched."""
+
+    async def measure(self) -> None:
+        """Fetch them."""
+        ...
+
+
+async def counted(engine: Engine) -> EngineStats:
+    """What an engine has done since the last call, up to now."""
+    if isinstance(engine, Measured):
+        await engine.measure()
+    return engine.stats(reset=True)
 
 
 @runtime_checkable

@@ -34,6 +34,7 @@ from ludus.engines.dialects import (
     VllmDialect,
 )
 from ludus.engines.routes import Routes
+from ludus.engines.server_stats import ServerStats
 from ludus.engines.server_weights import SentWeights
 from ludus.engines.transport import Refused, Replica, ServerSettings
 from ludus.errors import EngineError, SyncError, UserError
@@ -87,6 +88,7 @@ class ServerEngine:
             tells_versions=self._facts.logprobs == "exact",
         )
         self._mode: LogprobMode | None = self._facts.logprobs
+        self._stats = ServerStats(lambda: [replica.url for replica in self._replicas])
 
     @property
     def context_tokens(self) -> int:
@@ -229,12 +231,17 @@ class ServerEngine:
                 raise EngineError(f"{replica.url} and {self._replicas[0].url} disagree by {gap:.3g} nats.")
         return rows[0]
 
+    async def measure(self) -> None:
+        """Read what the servers say of their work."""
+        await self._stats.measure()
+
     def stats(self, *, reset: bool = False) -> EngineStats:
-        """Nothing: a server keeps its numbers to itself, at its `/metrics`."""
-        return EngineStats()
+        """Of all servers together, by the last reading; nothing before `measure`."""
+        return self._stats.stats(reset=reset)
 
     async def close(self) -> None:
         """Close the connections; the servers go on."""
+        await self._stats.close()
         self._calls.close()
         await self._weights.close()
         for replica in (*self._replicas, *self._routes.left):

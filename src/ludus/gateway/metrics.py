@@ -19,6 +19,8 @@ def prometheus_text(service: Service) -> str:
         "evicted_pages_total": ("Cache pages thrown out.", stats.evicted_pages),
         "model_seconds_total": ("Seconds in forward passes.", stats.model_s),
         "sample_seconds_total": ("Seconds in drawing tokens.", stats.sample_s),
+        "running_sum_total": ("Requests that were sampled, summed over the passes.", stats.running_steps),
+        "waiting_sum_total": ("Requests that waited, summed over the passes.", stats.queue_steps),
         "schedule_seconds_total": ("Seconds in all else of the passes.", stats.schedule_s),
     }
     gauges = {

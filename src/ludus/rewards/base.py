@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -71,6 +72,22 @@ def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Traj
         parts[part.name] = value
         total += part.weight * value
     return replace(trajectory, rewards=parts, reward=total)
+
+
+def check_scored_elsewhere(world: Sequence[Reward], own: Sequence[Reward], environment: object) -> None:
+    """Raise ConfigError unless an environment's `own` rewards are its world's, and none is a method of it.
+
+    Whoever scores elsewhere has the world, the task and the trajectory, and not the environment.
+    """
+    ours, theirs = ([(p.name, p.weight, p.outcome, p.world) for p in parts] for parts in (world, own))
+    bound = [p.name for p in own if inspect.ismethod(p.function) and p.function.__self__ is environment]
+    if ours == theirs and not bound:
+        return
+    why = f"The reward {bound[0]!r} is a method of the environment" if bound else "Its episodes have others"
+    raise ConfigError(
+        f"The episodes of this world cannot be scored by its rewards alone. {why}.",
+        "Have rewards read the trajectory alone (its outcomes, say), or set cluster.reward_workers = 0.",
+    )
 
 
 def success(rewards: Sequence[Reward], trajectory: Trajectory) -> bool:

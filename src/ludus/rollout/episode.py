@@ -1,10 +1,11 @@
 """One episode: the model acts, the environment answers, until a stop reason.
 
-Takes a task, a fresh environment and a conversation. Gives a scored `Trajectory`, whatever the model and
-its tools do. Waits for the policy and for the environment, the latter at most `environment_timeout_s` a
-call (as long as it does not block the event loop or refuse to be cancelled). Raises `WorldError` or
-`EngineError` for the infrastructure only, never because of what the model wrote. Always closes conversation
-and environment, also when cancelled; `start`, `step` and `close` run in one asyncio task.
+Takes a task, a fresh environment and a conversation. Gives a scored `Trajectory`, or one to be scored
+elsewhere, whatever the model and its tools do. Waits for the policy and for the environment, the latter at
+most `environment_timeout_s` a call (as long as it does not block the event loop or refuse to be cancelled).
+Raises `WorldError` or `EngineError` for the infrastructure only, never because of what the model wrote.
+Always closes conversation and environment, also when cancelled; `start`, `step` and `close` run in one
+asyncio task.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from typing import TypeVar
 from ludus.envs.base import Anchored, Environment, World
 from ludus.envs.toolbox import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
-from ludus.rewards.base import score
+from ludus.rewards.base import Reward, score
 from ludus.rollout.conversation import Conversation
 from ludus.types import (
     Action,
@@ -82,6 +83,14 @@ async def run_episode(
     task: Task, sample: int, environment: Environment, conversation: Conversation, limits: EpisodeLimits
 ) -> Trajectory:
     """Play one episode to its end and score it."""
+    trajectory = await play_episode(task, sample, environment, conversation, limits)
+    return scored(environment.rewards, task, trajectory)
+
+
+async def play_episode(
+    task: Task, sample: int, environment: Environment, conversation: Conversation, limits: EpisodeLimits
+) -> Trajectory:
+    """Play one episode to its end; it has no rewards but those of its turns."""
     record = _Record()
     begin = time.perf_counter()
     try:
@@ -94,7 +103,7 @@ async def run_episode(
         raise
     await _close(environment, conversation, limits)
     segments = conversation.segments
-    trajectory = Trajectory(
+    return Trajectory(
         task_id=task.id,
         sample=sample,
         segments=segments,
@@ -106,7 +115,6 @@ async def run_episode(
         anchors=tuple(record.anchors[: sum(s.kind == "action" for s in segments)]),
         timings=Timings(time.perf_counter() - begin, record.model_s, record.tools_s),
     )
-    return _scored(task, environment, trajectory)
 
 
 async def _play_in_time(
@@ -258,9 +266,10 @@ def _turn_rewards(given: Sequence[float | None]) -> tuple[float, ...]:
     return tuple(r or 0.0 for r in given) if any(r is not None for r in given) else ()
 
 
-def _scored(task: Task, environment: Environment, trajectory: Trajectory) -> Trajectory:
+def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
+    """The trajectory with its rewards. Raises WorldError with the words of what a reward raises."""
     try:
-        return score(environment.rewards, task, trajectory)
+        return score(rewards, task, trajectory)
     except LudusError:
         raise
     except Exception as error:  # boundary: foreign code; a reward that fails is never taken for 0

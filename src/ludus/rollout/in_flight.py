@@ -8,6 +8,7 @@ a simulation runs the same code as training.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 IDLE = 0.05
@@ -134,6 +135,25 @@ class InFlight:
 
     def __post_init__(self) -> None:
         self.now = max(self.least, min(self.most, self.now))
+
+    def after_step(self, timings: Mapping[str, float], ahead: bool, limited: bool) -> int:
+        """The limit after a step with these timings; the same where they say nothing of the engine.
+
+        An idle share that is not known steers nothing: what larger batches gain decides then.
+        """
+        if "engine/requests_running" not in timings:
+            return self.now
+        running, speed = timings["engine/requests_running"], timings["engine/decode_tokens_per_s"]
+        load = Load(
+            learner_idle=timings.get("idle/learner", 0.0),
+            engine_idle=timings.get("idle/engine", 0.0),
+            engine_queue=timings["engine/requests_waiting"] / max(running, 1.0),
+            ahead=ahead,
+            limited=limited,
+            seconds=timings.get("time/step_s", 0.0),
+        )
+        passes = Passes(running, running / speed) if speed else None  # each gives a token for each sequence
+        return self.after(load, passes)
 
     def after(self, load: Load, passes: Passes | None) -> int:
         """The limit after a step; `passes` is None where the engine does not tell, else gives `load.gain`.

@@ -16,8 +16,15 @@ from dataclasses import dataclass, field, replace
 
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
+from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollout.conversation import Conversation
-from ludus.rollout.episode import EpisodeLimits, fresh_environment, is_being_cancelled, run_episode
+from ludus.rollout.episode import (
+    EpisodeLimits,
+    fresh_environment,
+    is_being_cancelled,
+    play_episode,
+    run_episode,
+)
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.lockstep import LockstepEngine
 from ludus.types import Failure, StopReason, Task, ToolStatus, Trajectory
@@ -91,7 +98,8 @@ class Scheduler:
     """Plays jobs. `lockstep`, where given, is the engine that the conversations speak to.
 
     `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`. `elsewhere`,
-    where given, plays the attempts; account and retries stay here.
+    where given, plays the attempts; account and retries stay here. Without `scores` somebody else gives
+    the trajectories their rewards.
     """
 
     world: World
@@ -102,6 +110,7 @@ class Scheduler:
     lockstep: LockstepEngine | None = None
     limits_of: Callable[[Task], EpisodeLimits] | None = None
     elsewhere: Attempt | None = None
+    scores: bool = True
 
     async def run(
         self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None
@@ -168,7 +177,11 @@ class Scheduler:
         conversation = self.converse(job)
         environment = fresh_environment(self.world, job.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
-        return await run_episode(job.task, job.key.sample, environment, conversation, limits)
+        if self.scores:
+            return await run_episode(job.task, job.key.sample, environment, conversation, limits)
+        played = await play_episode(job.task, job.key.sample, environment, conversation, limits)
+        check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
+        return played
 
     async def _play(self, job: Job) -> Trajectory:
         trajectory = await (self.elsewhere or self.attempt)(job)

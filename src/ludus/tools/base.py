@@ -19,8 +19,9 @@ import asyncio
 import inspect
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractAsyncContextManager, nullcontext
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
@@ -74,6 +75,22 @@ class Traits:
     ends: bool = False
 
 
+_sharers: ContextVar[int] = ContextVar("ludus-tool-sharers", default=1)
+
+
+@contextmanager
+def shared_by(num_processes: int) -> Iterator[None]:
+    """Say that as many processes make calls of the same tools as this one does within the block.
+
+    Each then has its share of a tool's `concurrency`: rounded down, and at least one.
+    """
+    token = _sharers.set(num_processes)
+    try:
+        yield
+    finally:
+        _sharers.reset(token)
+
+
 class ArgumentError(ValueError):
     """The arguments do not fit the tool's signature; the text says which and why, for the model to read."""
 
@@ -112,7 +129,8 @@ class Tool:
         """A place among the calls that may run at once. For use on an event loop."""
         if not self.concurrency:
             return nullcontext()
-        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(self.concurrency))
+        share = max(1, self.concurrency // _sharers.get())
+        return self._slots.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(share))
 
     @cached_property
     def schema(self) -> ToolSchema:

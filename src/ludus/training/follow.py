@@ -7,6 +7,7 @@ what it is told until it is told to stop. Under torchrun `follow_launched` does 
 from __future__ import annotations
 
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -32,7 +33,7 @@ from ludus.training.crew import (
     meeting_place,
 )
 from ludus.training.judges import part_name, say, teach
-from ludus.training.run import RunFolder
+from ludus.training.run import RunFolder, log_into
 from ludus.training.scoring import Scorer
 from ludus.training.session import Session, open_session
 from ludus.training.sharding import gathered
@@ -49,6 +50,18 @@ def follow(device: torch.device) -> None:
     command = follower.hear()
     if not isinstance(command, Start):
         return
+    if command.folder.is_dir():  # not so on another machine without a shared disk
+        log_into(RunFolder(command.folder), f"rank {distributed.get_rank()}")
+    log.info("follows the learner (%d)", os.getpid())
+    try:
+        _obey_all(follower, command, device)
+    except Exception as error:
+        log.error("it cannot go on: %s: %s", type(error).__name__, error)
+        raise
+
+
+def _obey_all(follower: Follower, command: Start, device: torch.device) -> None:
+    """Build the parts that learn, and do what is heard until it is to stop."""
     if command.config.training.learner.shard:
         follower.split_on(device)
     session = open_session(command.config, cold_start(command.config, command.folder))

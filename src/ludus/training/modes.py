@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 import torch
 
 from ludus.diagnostics.timings import StepTimings
+from ludus.engines.base import counted
 from ludus.rollout.admission import Admission, Pace
-from ludus.rollout.in_flight import InFlight, Load, Passes, first_in_flight
+from ludus.rollout.in_flight import InFlight, first_in_flight
 from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler
 from ludus.rollout.stream import Batch, Stream
 from ludus.training.credit import Credit
@@ -54,14 +55,14 @@ async def run_one_step(loop: RlLoop, done: int) -> None:
         for step in range(done + 1, last + 1):
             clock = StepTimings()
             loop.sampled = loop.sampler.state
-            loop.engine.stats(reset=True)
+            await counted(loop.engine)
             if step < last:
                 sampling = asyncio.create_task(loop.sampler.sample(step + 1, order))
             with clock.phase("learn"):
                 credits, learned = await loop.learning.learn(step, credits, thread)
             with clock.phase("rollout"):
                 following = await sampling if sampling is not None else []
-            clock.engine = loop.engine.stats(reset=True).metrics()
+            clock.engine = (await counted(loop.engine)).metrics()
             with clock.phase("sync"):
                 proof = await loop.sync.publish(step)
             metrics = await loop.report(step, credits, learned | proof_metrics(proof), clock)
@@ -163,7 +164,7 @@ class AsyncRun:
     async def step(self, step: int) -> None:
         """One batch: wait for it, learn, send the weights."""
         loop, clock = self.loop, StepTimings()
-        loop.engine.stats(reset=True)
+        await counted(loop.engine)
         loop.reporter.phase(f"step {step}: episodes", self.player.num_jobs, loop.engine)
         ahead = self.stream.admission.num_ready >= loop.session.config.training.tasks_per_step
         with clock.phase("rollout"):
@@ -175,7 +176,7 @@ class AsyncRun:
             learned |= await self._publish(step)
         self.replay.add(credits)
         learned |= self._staleness(step, credits) | self.replay.metrics(credits)
-        clock.engine = loop.engine.stats(reset=True).metrics() | self._queues()
+        clock.engine = (await counted(loop.engine)).metrics() | self._queues()
         self._adjust(clock, ahead)
         metrics = await loop.report(step, credits, learned, clock, self.thread)
         verdict = self._guarded(step, metrics)
@@ -226,21 +227,8 @@ class AsyncRun:
         """Let more or fewer episodes fly, where that is left to measurement."""
         if self.loop.session.config.staleness.in_flight:
             return
-        found = clock.metrics([])
-        running, speed = (
-            found.get("engine/requests_running", 0.0),
-            found.get("engine/decode_tokens_per_s", 0.0),
-        )
-        load = Load(
-            learner_idle=found.get("idle/learner", 0.0),
-            engine_idle=found.get("idle/engine", 0.0),
-            engine_queue=found.get("engine/requests_waiting", 0.0) / max(running, 1.0),
-            ahead=ahead,
-            limited=self.stream.is_limited and not self.stream.held,
-            seconds=found.get("time/step_s", 0.0),
-        )
-        passes = Passes(running, running / speed) if speed else None  # each gives a token for each sequence
-        self.stream.in_flight = self.limit.after(load, passes)
+        limited = self.stream.is_limited and not self.stream.held
+        self.stream.in_flight = self.limit.after_step(clock.metrics([]), ahead, limited)
 
     def _guarded(self, step: int, metrics: dict[str, float]) -> Verdict:
         warning = self.guard.warning(metrics)

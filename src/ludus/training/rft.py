@@ -20,7 +20,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.base import Engine
+from ludus.engines.base import Engine, counted
 from ludus.envs.base import World, order_of
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError
@@ -112,10 +112,10 @@ class RftLoop:
     async def round(self, number: int) -> dict[str, float]:
         """Sample, keep, train, publish, evaluate, save."""
         clock = StepTimings()
-        self.engine.stats(reset=True)
+        await counted(self.engine)
         with clock.phase("rollout"):
             groups = await self.sample(number)
-        clock.engine = self.engine.stats(reset=True).metrics()
+        clock.engine = (await counted(self.engine)).metrics()
         credits = judge(groups, self.session)
         settle(self.ledger, credits)
         self.reporter.phase(f"round {number}: learning", None)

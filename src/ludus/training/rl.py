@@ -18,7 +18,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.metrics import alarms, rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.base import Engine, GivesUpCache
+from ludus.engines.base import Engine, GivesUpCache, counted
 from ludus.envs.base import World, order_of
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import (
@@ -103,11 +103,11 @@ class RlLoop:
     async def step(self, step: int, order: Order) -> dict[str, float]:
         """One step: everything between two versions of the weights."""
         clock = StepTimings()
-        self.engine.stats(reset=True)
+        await counted(self.engine)
         with clock.phase("rollout"):
             credits = await self.sampler.sample(step, order)
         self.sampled = self.sampler.state
-        clock.engine = self.engine.stats(reset=True).metrics()
+        clock.engine = (await counted(self.engine)).metrics()
         self.reporter.phase(f"step {step}: learning", None)
         if self.session.config.engine.give_up_cache and isinstance(self.engine, GivesUpCache):
             await self.engine.give_up_cache()

@@ -160,10 +160,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
                 f"The run folder {folder.path} is in use by another process.",
                 "Wait for it to end, or choose another folder.",
             ) from None
-        handler = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
-        handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
-        log.addHandler(handler)
-        log.setLevel(logging.INFO)
+        handler = log_into(folder)
         try:
             yield
         except LudusError as error:
@@ -175,6 +172,16 @@ def locked(folder: RunFolder) -> Iterator[None]:
         finally:
             log.removeHandler(handler)
             handler.close()
+
+
+def log_into(folder: RunFolder, who: str = "") -> logging.Handler:
+    """Append what this process logs to the run's log from now on, each record under the name of `who`."""
+    handler = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
+    name = f"{who}: " if who else ""
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s %(name)s: {name}%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    return handler
 
 
 def _next_free(shelf: Path, name: str) -> Path:

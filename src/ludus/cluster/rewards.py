@@ -1,0 +1,80 @@
+"""The reward workers of a run, as the trainer sees them.
+
+Takes trajectories that were played. Gives them with their rewards. A scoring whose worker is lost is done by
+another one: nothing is played again for it, and one answer counts, as rewards are functions of the task and
+the trajectory alone. Raises what a reward raised, and `ScoringLost` where worker after worker is lost over
+the same trajectory: whoever asked decides about another attempt.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field, replace
+
+from ludus.cluster.messages import RewardSpec, ScoreJob, Scores
+from ludus.cluster.pool import Limits, Member, Pool
+from ludus.cluster.remote import Remote, RoleLost
+from ludus.config.cluster import ClusterConfig
+from ludus.errors import WorldError
+from ludus.types import Task, Trajectory
+
+TRIES = 3
+"""Workers that may be lost over one trajectory."""
+
+log = logging.getLogger("ludus.cluster")
+
+
+class ScoringLost(WorldError):
+    """No reward worker has lived through the scoring of an episode."""
+
+    part = "reward"
+
+
+@dataclass
+class RewardWorkers:
+    """Keeps them at their number; `start` makes the process of one. Belongs to the crowd's event loop."""
+
+    config: ClusterConfig
+    spec: RewardSpec
+    start: Callable[[int], Awaitable[Remote]]
+    limits: Limits
+    pool: Pool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.pool = Pool(
+            "reward worker",
+            self.config.reward_workers,
+            self.start,
+            self.limits,
+            _comes_or_goes,
+            _comes_or_goes,
+        )
+
+    async def scored(self, task: Task, trajectory: Trajectory) -> Trajectory:
+        """The trajectory with its rewards, computed by the least busy worker."""
+        lost: RoleLost | None = None
+        for _ in range(TRIES):
+            member = await self.pool.take(self.config.scorings_per_worker)
+            try:
+                scores = await self._scores(member, ScoreJob(task, trajectory))
+                return replace(trajectory, rewards=scores.parts, reward=scores.total)
+            except RoleLost as error:
+                lost = error
+                await self.pool.lose(member, error)
+                log.warning("the scoring of task %s, sample %d, was lost", task.id, trajectory.sample)
+            finally:
+                await self.pool.give_back(member)
+        assert lost is not None
+        raise ScoringLost(
+            f"{TRIES} reward workers were lost over task {task.id}: {lost.message}", lost.hint
+        ) from lost
+
+    async def _scores(self, member: Member, job: ScoreJob) -> Scores:
+        found = await member.remote.call(job, self.config.scoring_timeout_s)
+        assert isinstance(found, Scores)
+        return found
+
+
+async def _comes_or_goes(member: Member) -> None:
+    """Nobody has to be told of a reward worker: only the trainer speaks to them."""

@@ -1,0 +1,179 @@
+"""What inference servers say of their work at `/metrics`: of `ludus serve`, vLLM and SGLang.
+
+Reads each server when it is asked to, and every second from then on, while the event loop lasts. Gives counts
+since the first reading; of a server that says nothing, or nothing that is known here, none. Never raises
+because of a server, and never waits long for one: numbers are no reason to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field, replace
+
+import httpx
+
+from ludus.engines.base import EngineStats, combined
+
+_EVERY_S = 1.0
+_TIMEOUT_S = 2.0
+_LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
+_OWN = {
+    "steps": "ludus_passes_total",
+    "prefill_tokens": "ludus_prefill_tokens_total",
+    "cached_tokens": "ludus_cached_tokens_total",
+    "decode_tokens": "ludus_decode_tokens_total",
+    "recomputed_tokens": "ludus_recomputed_tokens_total",
+    "batch_tokens": "ludus_batch_tokens_total",
+    "evicted_pages": "ludus_evicted_pages_total",
+    "queue_steps": "ludus_waiting_sum_total",
+    "running_steps": "ludus_running_sum_total",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class _Words:
+    """What another kind of server calls its numbers."""
+
+    prompt: str
+    cached: str
+    sampled: str
+    running: str
+    waiting: str
+
+
+_OTHERS = (
+    _Words(
+        "vllm:prompt_tokens_total",
+        "vllm:prefix_cache_hits_total",
+        "vllm:generation_tokens_total",
+        "vllm:num_requests_running",
+        "vllm:num_requests_waiting",
+    ),
+    _Words(
+        "sglang:prompt_tokens_total",
+        "sglang:cached_tokens_total",
+        "sglang:generation_tokens_total",
+        "sglang:num_running_reqs",
+        "sglang:num_queue_reqs",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Counts since a server's start.
+
+    Where it does not count its passes, `now` are the requests that run and wait at this moment, else None.
+    """
+
+    counts: EngineStats
+    now: tuple[int, int] | None = None
+
+
+def reading_of(text: str) -> Reading | None:
+    """What a page of metrics says, summed over the labels; None where nothing of it is known."""
+    found: dict[str, float] = {}
+    for name, value in _LINE.findall(text):
+        try:
+            found[name] = found.get(name, 0.0) + float(value)
+        except ValueError:
+            return None
+    if _OWN["steps"] in found:
+        counts = EngineStats(**{name: int(found.get(key, 0.0)) for name, key in _OWN.items()})
+        model_s, sample_s, schedule_s = (
+            found.get(f"ludus_{part}_seconds_total", 0.0) for part in ("model", "sample", "schedule")
+        )
+        return Reading(replace(counts, model_s=model_s, sample_s=sample_s, schedule_s=schedule_s))
+    for words in _OTHERS:
+        if words.sampled in found and words.running in found:
+            prompt, cached = found.get(words.prompt, 0.0), found.get(words.cached, 0.0)
+            counts = EngineStats(
+                prefill_tokens=int(max(0.0, prompt - cached)),
+                cached_tokens=int(min(prompt, cached)),
+                decode_tokens=int(found[words.sampled]),
+            )
+            return Reading(counts, (int(found[words.running]), int(found.get(words.waiting, 0.0))))
+    return None
+
+
+@dataclass
+class Watched:
+    """A server's work since it was first read. A look at its queue counts as a step."""
+
+    total: EngineStats = field(default_factory=EngineStats)
+    _last: EngineStats | None = None
+    _at_s: float = 0.0
+
+    def take(self, reading: Reading, at_s: float) -> None:
+        """Add what is new in a reading of time `at_s`; a server whose counts fell has been started anew."""
+        if self._last is not None:
+            new = reading.counts - self._last
+            if new.decode_tokens < 0 or new.steps < 0:
+                new = reading.counts
+            if reading.now is not None:
+                running, waiting = reading.now
+                looked = EngineStats(
+                    steps=1, running_steps=running, queue_steps=waiting, wall_s=at_s - self._at_s
+                )
+                new = _plus(new, looked)
+            self.total = _plus(self.total, new)
+        self._last, self._at_s = reading.counts, at_s
+
+
+@dataclass
+class ServerStats:
+    """Watches the servers at the addresses that `urls` gives."""
+
+    urls: Callable[[], Sequence[str]]
+    _servers: dict[str, Watched] = field(default_factory=dict)
+    _before: dict[str, EngineStats] = field(default_factory=dict)
+    _watching: asyncio.Task[None] | None = None
+
+    async def measure(self) -> None:
+        """Read all servers now, and each second from now on."""
+        await self._read()
+        loop = asyncio.get_running_loop()
+        if self._watching is None or self._watching.done() or self._watching.get_loop() is not loop:
+            self._watching = loop.create_task(self._watch())
+
+    def stats(self, *, reset: bool) -> EngineStats:
+        """What they did together since the last reset, by the last reading."""
+        now = {url: self._servers[url].total for url in self.urls() if url in self._servers}
+        found = combined(now, self._before)
+        if reset:
+            self._before = now
+        return found
+
+    async def close(self) -> None:
+        """Read no more."""
+        watching, self._watching = self._watching, None
+        if watching is not None and watching.get_loop() is asyncio.get_running_loop():
+            watching.cancel()
+            await asyncio.wait({watching})
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(_EVERY_S)
+            await self._read()
+
+    async def _read(self) -> None:
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
+            await asyncio.gather(*(self._ask(client, url) for url in self.urls()))
+
+    async def _ask(self, client: httpx.AsyncClient, url: str) -> None:
+        try:
+            async with asyncio.timeout(_TIMEOUT_S):
+                response = await client.get(f"{url}/metrics")
+        except (httpx.HTTPError, TimeoutError):
+            return
+        reading = reading_of(response.text) if response.is_success else None
+        if reading is not None:
+            self._servers.setdefault(url, Watched()).take(reading, time.monotonic())
+
+
+def _plus(a: EngineStats, b: EngineStats) -> EngineStats:
+    more = asdict(b)
+    return EngineStats(**{name: value + more[name] for name, value in asdict(a).items()})

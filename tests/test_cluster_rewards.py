@@ -1,0 +1,227 @@
+"""Reward workers: what one computes, and what follows when one is lost in the middle of it."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from ludus.cluster.crowd import Crowd
+from ludus.cluster.messages import Begin, Ping, PlayJob, Pulse, RewardSpec, ScoreJob, Scores, Started, Stop
+from ludus.cluster.pool import Limits
+from ludus.cluster.remote import RoleLost
+from ludus.cluster.rewards import TRIES, RewardWorkers, ScoringLost
+from ludus.cluster.roles import Host
+from ludus.config import load_config
+from ludus.config.cluster import ClusterConfig
+from ludus.errors import ConfigError, WorldError
+from ludus.rewards.base import Reward
+from ludus.types import StopReason, Task, Trajectory
+from test_cluster import JOB, FakeLauncher, plan
+from test_engine_server import Fake, serving
+from waiting import until
+from worlds import WatchedEnv, WatchedWorld, make_jobs, make_scheduler, scripted
+
+PLAYED = Trajectory("t", 0, (), (), StopReason.ANSWERED)
+TASK = Task("t", (), None)
+
+WORLD = """
+import time
+from pathlib import Path
+from ludus.envs.tool_world import ToolWorld
+from ludus.rewards.base import Reward
+
+def turns(task, trajectory):
+    here = Path(trajectory.tags["waits"])
+    (here / f"begun-{trajectory.sample}").touch()
+    while not (here / "go").exists():
+        time.sleep(0.005)
+    if task.id == "broken":
+        raise KeyError("no such verdict")
+    return 1.0
+
+def make_world(settings, limits):
+    rewards = (Reward("solved", turns, outcome=True), Reward("shape", lambda task, t: 0.5, weight=0.1))
+    return ToolWorld("judged", {"train": ()}, (), rewards, limits)
+"""
+
+
+@dataclass
+class Judging:
+    """A reward worker in this process; it ends at the messages that `ends` names, or is late with them."""
+
+    number: int
+    ends: bool = False
+    late: bool = False
+    killed: bool = False
+    scored: list[ScoreJob] = field(default_factory=list)
+
+    async def call(self, message, deadline_s):
+        match message:
+            case Begin():
+                return Started("here", self.number)
+            case Ping():
+                return Pulse()
+            case ScoreJob():
+                self.scored.append(message)
+                if self.late:
+                    await asyncio.sleep(deadline_s)
+                if self.late or self.ends:
+                    raise RoleLost(f"worker {self.number} is gone.")
+                return Scores({"solved": 1.0}, 1.0)
+        return None
+
+    async def kill(self):
+        self.killed = True
+
+
+def workers(made, **changes) -> RewardWorkers:
+    async def start(number):
+        return made[number]
+
+    config = ClusterConfig(**{"reward_workers": 1, "scoring_timeout_s": 0.05} | changes)
+    spec = RewardSpec(load_config("search", []), ".")
+    return RewardWorkers(config, spec, start, Limits(5, 5, 10))
+
+
+def test_a_scoring_whose_worker_is_lost_or_late_is_done_by_another_one_once():
+    async def scenario(made):
+        rewards = workers(made)
+        rewards.pool.keep()
+        found = await rewards.scored(TASK, PLAYED)
+        await rewards.pool.close()
+        return found
+
+    made = [Judging(0, ends=True), Judging(1, late=True), Judging(2)]
+    found = asyncio.run(scenario(made))
+    assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
+    assert [len(one.scored) for one in made] == [1, 1, 1]
+    assert all(one.killed for one in made)
+
+
+def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_its_own():
+    async def scenario(made):
+        rewards = workers(made)
+        rewards.pool.keep()
+        with pytest.raises(ScoringLost, match=f"{TRIES} reward workers were lost over task t: .*2 is gone"):
+            await rewards.scored(TASK, PLAYED)
+        made[TRIES].ends = False
+        assert (await rewards.scored(TASK, PLAYED)).reward == 1.0
+        await rewards.pool.close()
+
+    assert ScoringLost.part == "reward"
+    asyncio.run(scenario([Judging(number, ends=True) for number in range(TRIES + 1)]))
+
+
+def test_a_pool_of_reward_workers_that_cannot_go_on_stops_the_run_and_no_episode():
+    async def scenario(made):
+        rewards = workers(made)
+        rewards.pool.limits = Limits(5, 5, 0)
+        rewards.pool.keep()
+        with pytest.raises(RoleLost, match="no reward worker to go on with"):
+            await rewards.scored(TASK, PLAYED)
+        await rewards.pool.close()
+
+    asyncio.run(scenario([Judging(0, ends=True), Judging(1)]))
+
+
+class Playing(FakeLauncher):
+    """Starts a worker that plays at once, and reward workers."""
+
+    async def start(self, name, spec, needs):
+        if isinstance(spec, RewardSpec):
+            self.made.append(Judging(len(self.made)))
+            return self.made[-1]
+        remote = await super().start(name, spec, needs)
+        inner = remote.call
+
+        async def call(message, deadline_s):
+            return PLAYED if isinstance(message, PlayJob) else await inner(message, deadline_s)
+
+        remote.call = call
+        return remote
+
+
+def test_what_a_worker_played_comes_back_scored_by_a_reward_worker():
+    async def scenario(url):
+        launcher = Playing([url])
+        own = plan(engines=1, workers=1)
+        config = own.config.model_copy(update={"reward_workers": 2})
+        crowd = Crowd(type(own)(config, own.engine, own.worker, (), own.connect, reward=spec), launcher)
+        assert [need.cpus for need in crowd.plan.needs] == [1, 1, 1, 1]
+        await crowd.open()
+        found = await crowd.play(JOB, 5)
+        assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
+        (job,) = [job for one in launcher.made if isinstance(one, Judging) for job in one.scored]
+        assert job == ScoreJob(JOB.job.task, PLAYED)
+        await crowd.scale(None, None, 3)
+        assert sum(isinstance(one, Judging) for one in launcher.made) == 3
+        await crowd.close()
+        assert all(one.killed for one in launcher.made)
+
+    spec = RewardSpec(load_config("search", []), ".")
+    fake = Fake()
+    with serving(fake):
+        asyncio.run(scenario(fake.url))
+
+
+@pytest.fixture
+def host(tmp_path):
+    world = tmp_path / "judged.py"
+    world.write_text(WORLD)
+    words = ["--env.name", str(world), "--cluster.scorings_per_worker", "2", "--run.threads", "1"]
+    return Host(RewardSpec(load_config("search", words), str(tmp_path)), "127.0.0.1")
+
+
+def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    async def scenario():
+        assert isinstance((await host.call(0, Begin())).take(), Started)
+        played = [replace(PLAYED, sample=n, tags={"waits": str(tmp_path)}) for n in (1, 2)]
+        both = [asyncio.create_task(host.call(one.sample, ScoreJob(TASK, one))) for one in played]
+        await until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)  # two at once, as set
+        assert (await host.call(3, Ping())).take() == Pulse(under_way=2)
+        (tmp_path / "go").touch()
+        expected = Scores({"solved": 1.0, "shape": 0.5}, 1.05)
+        assert [(await one).take() for one in both] == [expected, expected]
+        with pytest.raises(WorldError, match=r"A reward of task broken raised .*no such verdict"):
+            (await host.call(4, ScoreJob(Task("broken", (), None), played[0]))).take()
+        (await host.call(5, Stop())).take()
+
+    asyncio.run(scenario())
+
+
+def test_a_worker_whose_run_has_reward_workers_leaves_the_scoring_to_them():
+    scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), WatchedWorld())
+    (job,) = make_jobs(1)
+    assert asyncio.run(scheduler.attempt(job)).rewards
+    scheduler.scores = False
+    assert asyncio.run(scheduler.attempt(job)).rewards == {}
+
+
+def test_an_episode_that_only_its_environment_can_score_is_refused_and_not_scored_by_others():
+    class Watching(WatchedEnv):
+        """An environment whose own method is its reward, or which has other rewards than its world."""
+
+        bound = True
+
+        def looks(self, task, trajectory):
+            return float(len(self.events))
+
+        @property
+        def rewards(self):
+            return (Reward("right", self.looks, outcome=True),) if self.bound else ()
+
+    class World(WatchedWorld):
+        def environment(self, task):
+            inner = super().environment(task)
+            return Watching(inner.inner, inner.number, inner.hooks)
+
+    for bound, words in ((True, "'right' is a method of the environment"), (False, "have others")):
+        Watching.bound = bound
+        scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), World())
+        scheduler.scores = False
+        with pytest.raises(ConfigError, match=words):
+            asyncio.run(scheduler.attempt(make_jobs(1)[0]))

@@ -1,0 +1,125 @@
+"""What servers say of their work, and what follows from it for the episodes in flight."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ludus.diagnostics.timings import StepTimings
+from ludus.engines.base import EngineStats, Request, counted
+from ludus.engines.server import ServerEngine
+from ludus.engines.server_stats import Reading, Watched, reading_of
+from ludus.rollout.in_flight import InFlight
+from ludus.types import SamplingParams
+from test_engine_server import QUICK, Fake, serving
+
+VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
+# TYPE vllm:num_requests_running gauge
+vllm:num_requests_running{{engine="0",model_name="a {{b}}"}} {running}
+vllm:num_requests_running{{engine="1",model_name="a {{b}}"}} 2.0
+vllm:num_requests_waiting{{engine="0",model_name="m"}} 1.0
+vllm:prompt_tokens_total{{engine="0",model_name="m"}} {prompt}
+vllm:prefix_cache_hits_total{{engine="0",model_name="m"}} 40.0
+vllm:generation_tokens_total{{engine="0",model_name="m"}} {sampled}
+vllm:iteration_tokens_total_bucket{{engine="0",le="+Inf",model_name="m"}} 5.0
+process_cpu_seconds_total 1.234e+01
+"""
+
+
+def vllm(running=3.0, prompt=100.0, sampled=50.0) -> str:
+    return VLLM.format(running=running, prompt=prompt, sampled=sampled)
+
+
+def test_vllm_tells_tokens_and_the_queue_of_the_moment():
+    counts = EngineStats(prefill_tokens=60, cached_tokens=40, decode_tokens=50)
+    assert reading_of(vllm()) == Reading(counts, (5, 1))
+    assert reading_of("") is reading_of("{}") is reading_of("<html>404</html>") is None
+    assert reading_of("vllm:num_requests_running many\n") is None
+    assert reading_of(vllm().replace("vllm:generation", "sglang:generation")) is None
+
+
+def test_sglang_has_its_own_words():
+    text = vllm().replace("vllm:", "sglang:").replace("requests_running", "running_reqs")
+    text = text.replace("requests_waiting", "queue_reqs").replace("prefix_cache_hits", "cached_tokens")
+    assert reading_of(text) == reading_of(vllm())
+
+
+def test_a_server_is_counted_from_the_first_look_on_and_anew_when_it_restarts():
+    watched = Watched()
+    for at_s, sampled, running in ((10.0, 1000, 8), (11.0, 1060, 6), (13.0, 1100, 2), (14.0, 30, 4)):
+        watched.take(Reading(EngineStats(decode_tokens=sampled), (running, 1)), at_s)
+    assert watched.total == EngineStats(
+        steps=3, decode_tokens=130, running_steps=12, queue_steps=3, wall_s=4.0
+    )
+    found = watched.total.metrics()
+    assert found["engine/decode_tokens_per_s"] == 130 / 4
+    assert (found["engine/requests_running"], found["engine/requests_waiting"]) == (4, 1)
+    assert "engine/busy_s" not in found
+    assert watched.total.line()
+
+
+def test_servers_are_read_at_each_step_and_between_and_their_tokens_add_up():
+    async def scenario(first, second, silent):
+        engine = ServerEngine([first.url, second.url, silent.url], "vllm", QUICK)
+        assert (await counted(engine)).metrics() == {}
+        first.metrics = vllm(running=1.0, sampled=90)
+        found = await counted(engine)
+        assert (found.decode_tokens, found.steps, found.running_steps) == (40, 2, 3 + 5)
+        assert found.wall_s > 0
+        second.metrics = vllm(sampled=250)
+        async with asyncio.timeout(20):
+            while engine.stats().decode_tokens < 200:  # nobody asks, and it is read all the same
+                await asyncio.sleep(0.05)
+        await engine.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    fakes = Fake(metrics=vllm()), Fake(metrics=vllm()), Fake()
+    with serving(*fakes):
+        asyncio.run(scenario(*fakes))
+
+
+def test_the_idle_share_of_an_engine_that_does_not_tell_is_left_out():
+    clock = StepTimings({"rollout": 3.0, "learn": 1.0}, EngineStats().metrics())
+    assert clock.metrics([])["idle/learner"] == 0.75
+    assert "idle/engine" not in clock.metrics([])
+    clock.engine = EngineStats(steps=1, decode_tokens=5, wall_s=4.0).metrics()
+    assert "idle/engine" not in clock.metrics([])
+    clock.engine = EngineStats(steps=1, model_s=1.0).metrics()
+    assert clock.metrics([])["idle/engine"] == 0.75
+
+
+def in_flight_after(stats: list[EngineStats]) -> list[int]:
+    """The limits after steps in which the learner waited for half of the time, and the engine did that."""
+    limit = InFlight(32, 8, 512)
+    seconds = {"rollout": 1.0, "learn": 1.0}
+    return [limit.after_step(StepTimings(seconds, one.metrics()).metrics([]), False, True) for one in stats]
+
+
+def test_the_number_in_flight_is_not_steered_by_what_is_not_known():
+    assert in_flight_after([EngineStats()] * 4) == [32] * 4
+    idle = EngineStats(steps=10, running_steps=320, decode_tokens=320, model_s=0.5)
+    assert in_flight_after([idle] * 2) == [64, 128]
+
+    def full(running):  # a pass takes as much longer as there are sequences in it
+        return EngineStats(steps=2, running_steps=2 * running, decode_tokens=1000, wall_s=2.0)
+
+    limits = in_flight_after([full(32), full(64), full(64), full(64)])
+    assert limits[-1] == limits[-2] < 512
+    queued = EngineStats(steps=2, running_steps=20, queue_steps=40, decode_tokens=1000, wall_s=2.0)
+    assert in_flight_after([queued])[0] < 32
+
+
+def test_ludus_serve_tells_all_that_its_engine_counts(served):
+    async def scenario():
+        engine = ServerEngine([served.url], "vllm", QUICK)
+        await counted(engine)
+        params = SamplingParams(max_new_tokens=4)
+        await engine.generate_batch([Request(name, (1, 2, 3), params) for name in ("a", "b")])
+        found = await counted(engine)
+        await engine.close()
+        return found
+
+    found = asyncio.run(scenario())
+    assert 0 < found.steps <= found.running_steps
+    assert 0 < found.decode_tokens <= 8
+    assert found.wall_s == 0
+    assert found.metrics()["engine/busy_s"] > 0
