@@ -188,10 +188,14 @@ def test_presets_train_trees(name):
 
 
 def test_old_tokens_of_a_tree_are_masked_where_they_stand():
-    old = replace(tree().segments[3], versions=(-3, -3, -3))
-    one = replace(tree(), segments=(*tree().segments[:3], old, *tree().segments[4:]))
-    credits = assign_credit([episodes(one, tree(1, (0.0, 0.0, 1.0)))], PRESETS["dr_grpo"])
-    first, second = without_over_age(training_rows(credits, mask_observations=True), credits, 1, 2)
+    def aged(one, old=-1):
+        ages = [(0 if i == old else 4,) * len(s.versions) for i, s in enumerate(one.segments)]
+        both = zip(one.segments, ages, strict=True)
+        return replace(one, segments=tuple(replace(s, versions=v) for s, v in both))
+
+    group = episodes(aged(tree(), old=3), aged(tree(1, (0.0, 0.0, 1.0))))
+    credits = assign_credit([group], PRESETS["dr_grpo"])
+    first, second = without_over_age(training_rows(credits, mask_observations=True), credits, 5, 2)
     trained = [t for t, own in zip(first.tokens, first.trains, strict=True) if own]
     assert trained == [4, 5, 8, 12, 11, 14, 15]
     assert sum(second.trains) == 10

@@ -11,7 +11,6 @@ import operator
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -27,11 +26,11 @@ from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batch import Microbatch, Row, balanced, blank, microbatches
 from ludus.training.crew import Score, Train
-from ludus.training.full_kl import Against, Divergence, States
 from ludus.training.head import Entropy
 from ludus.training.kept import Kept
 from ludus.training.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
 from ludus.training.optimiser import Optimiser
+from ludus.training.others import Beside, FullKl, Others, TokenScorer, table_of
 from ludus.training.ranks import Ranks, current_ranks, merged, raise_together, sum_gradients
 from ludus.training.routing import following, recording
 from ludus.training.scoring import Scorer, Scores
@@ -40,34 +39,8 @@ from ludus.training.token_budget import TokenBudget
 
 FULL_KL = "full_kl"
 """The name under which `ask` gives the KL of whole distributions to the reference."""
-OTHERS = ("reference", "teacher")
-"""Scorers that no update changes."""
 CHOOSING_LOSSES = ("clip_cov", "kl_cov")
 """Losses that treat some tokens apart, which are chosen over the whole batch."""
-
-
-class TokenScorer(Protocol):
-    """Anything that gives log-probabilities `[B, L]` of given tokens: a reference, a teacher.
-
-    `distributions` is what it says before the tokens that are asked for, for divergences of all of it.
-    """
-
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores: ...
-
-    def distributions(self, tokens: Tensor, asked: Tensor) -> States: ...
-
-
-@dataclass(frozen=True, slots=True)
-class Others:
-    """What models beside the policy say of one microbatch.
-
-    Log-probabilities `[B, L]` of the reference and the teacher, or what the policy's whole distributions are
-    compared with, by their names.
-    """
-
-    reference: Tensor | None = None
-    teacher: Tensor | None = None
-    against: Mapping[str, Against] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +135,7 @@ class Learner:
         if name == FULL_KL:
             if "reference" not in self.scorers:
                 raise LearnerError("There is no reference to compare with.")
-            return _FullKl(self, self.scorer)
+            return FullKl(self.scorer, self._beside)
         return self.scorers[name] if name else self.scorer
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
@@ -229,15 +202,20 @@ class Learner:
         if settings.old_logprobs == "engine":
             proximal = recorded_logprobs(rows)
         elif settings.epochs * settings.minibatches > 1 or self.algorithm.loss in CHOOSING_LOSSES:
-            proximal = None if self.scorer.routing is not None else self._known("", rows)
-            if proximal is None:
+            known = None if self.scorer.routing is not None else self._known("", rows)
+            if known is None:
                 with recording(self.scorer.routing):
                     found, experts = self._score_all(rows, self.scorer)
-                proximal = [scores.logprobs for scores in found]
+                known = [scores.logprobs for scores in found]
+            proximal = known
         else:
             return Known(others=others)
         chosen = choose_tokens(rows, proximal, self.algorithm, seed) if proximal else None
         return Known(proximal, chosen, experts, others)
+
+    @property
+    def _beside(self) -> Beside:
+        return Beside(self.algorithm, self.scorers)
 
     def _known(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
         """What a scorer said of these rows before, where every process knows it."""
@@ -247,9 +225,7 @@ class Learner:
     def _said_by_others(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
         """What scorers that no update changes say of the rows, where it is known or read several times."""
         found: dict[str, Sequence[Tensor]] = {}
-        for name in OTHERS:
-            if name not in self.scorers or name in self._compared_whole:
-                continue
+        for name in self._beside.by_token:
             known = self._known(name, rows)
             if known is None and self.settings.epochs > 1:
                 known = [scores.logprobs for scores in self._score_all(rows, self.scorers[name])[0]]
@@ -335,7 +311,7 @@ class Learner:
         }
 
     def _backward(self, part: Microbatch, normaliser: Normaliser, known: Known) -> Statistics:
-        others = self._others(part, known)
+        others = self._beside.say(part, known.others, self._asked(part))
         experts = None if known.experts is None else [known.experts[i] for i in part.index]
         with following(self.scorer.routing, experts):
             loss, statistics = self._loss(part, normaliser, known, others)
@@ -358,7 +334,7 @@ class Learner:
             scores = self.scorer.score(part.tokens, asked, entropy)
         old = scores.logprobs.detach()
         if known.proximal is not None:
-            old = _gathered(known.proximal, part, old)
+            old = table_of(known.proximal, part, old)
         batch = TokenBatch(
             logprobs=scores.logprobs,
             old_logprobs=old,
@@ -370,7 +346,7 @@ class Learner:
             full_kl=divergences.get("reference"),
             teacher_kl=divergences.get("teacher"),
             entropy=scores.entropy,
-            chosen=None if known.chosen is None else _gathered(known.chosen, part, part.trains),
+            chosen=None if known.chosen is None else table_of(known.chosen, part, part.trains),
             observed=_scored(part.observed),
             positive=part.positive,
             expert=part.expert,
@@ -383,36 +359,6 @@ class Learner:
     def _asked(self, part: Microbatch) -> Tensor:
         """The tokens that the policy scores, `[B, L]`."""
         return part.trains | part.observed if coefficient(self.algorithm, "echo") > 0 else part.trains
-
-    def _others(self, part: Microbatch, known: Known) -> Others:
-        """What the reference and the teacher say of a microbatch, where there are any."""
-        found: dict[str, Tensor] = {}
-        for name in OTHERS:
-            if name in known.others:
-                found[name] = _gathered(known.others[name], part, part.advantages)
-            elif name in self.scorers and name not in self._compared_whole:
-                with torch.no_grad():
-                    found[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
-        against = self.against(part.tokens, self._asked(part))
-        return Others(found.get("reference"), found.get("teacher"), against)
-
-    def against(self, tokens: Tensor, asked: Tensor) -> dict[str, Against]:
-        """What whole distributions are compared with at the tokens that are asked for."""
-        return {
-            name: Against(self.scorers[name].distributions(tokens, asked), which)
-            for name, which in self._compared_whole.items()
-        }
-
-    @property
-    def _compared_whole(self) -> dict[str, Divergence]:
-        """The scorers whose whole distributions the algorithm reads, and which divergence from them."""
-        found: dict[str, Divergence] = {}
-        if self.algorithm.loss == "distill_full" and "teacher" in self.scorers:
-            found["teacher"] = "full_reverse"
-        for which in FULL_KL_NAMES:
-            if self.algorithm.kl == which and "reference" in self.scorers:
-                found["reference"] = which
-        return found
 
     @torch.no_grad()
     def _score_all(
@@ -440,35 +386,11 @@ class Learner:
         return [found[i] for i in every], [experts[i] for i in every] if experts else None
 
 
-@dataclass(frozen=True, slots=True)
-class _FullKl:
-    """The full KL to the reference in the place of log-probabilities."""
-
-    learner: Learner
-    policy: Scorer
-
-    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
-        """The divergence at each token that is asked for."""
-        found, apart = self.policy.compare(tokens, asked, entropy, self.learner.against(tokens, asked))
-        return Scores(apart["reference"], found.entropy)
-
-    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
-        """Those of the policy."""
-        return self.policy.distributions(tokens, asked)
-
-
 def _scored(trains: Tensor) -> Tensor:
     """`trains` without the first column: the first token of a row has no position that predicts it."""
     scored = trains.clone()
     scored[:, 0] = False
     return scored
-
-
-def _gathered(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
-    padded = torch.zeros_like(like)
-    for place, i in enumerate(part.index):
-        padded[place, : len(values[i])] = values[i].to(padded)
-    return padded.detach()
 
 
 def choose_tokens(

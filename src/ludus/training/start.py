@@ -45,11 +45,12 @@ from ludus.training.experts import check_experts, make_experts
 from ludus.training.full_kl import States
 from ludus.training.head import Entropy
 from ludus.training.judges import Judge, make_judge, part_name
-from ludus.training.learner import Learner, LearnerSettings, TokenScorer
+from ludus.training.learner import Learner, LearnerSettings
 from ludus.training.learning import Learning
 from ludus.training.memory import Memory
 from ludus.training.old_logprobs import check_old_logprobs
 from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.others import TokenScorer
 from ludus.training.ranks import ONE_PROCESS, Ranks, same_weights
 from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
