@@ -405,8 +405,44 @@ def test_a_session_whose_files_are_too_many_says_so():
     inside(act)
 
 
+ODD = """
+mkdir -p $(printf 'd/%.0s' $(seq 40)); touch $(printf 'd/%.0s' $(seq 40))/deep
+touch $'a\tb' plain; ln plain linked; mkdir $'c\nd'; touch $'c\nd/inner' one
+L=$(printf 'x%.0s' $(seq 200)); mkdir -p $L/$L; touch $L/$L/$L $L/$L/short
+"""
+
+
+def test_a_snapshot_counts_the_files_that_it_cannot_name():
+    async def act(box):
+        session = await box.session("shell")
+        assert (await session.snapshot()).left_out == 0
+        await session.run(ODD)
+        odd = await session.snapshot()
+        assert [name[-5:] for name in odd.files] == ["one", "short"]
+        assert odd.left_out == 6  # deep, tab, plain and linked, the folder with a new line, the long path
+        again = await box.session("shell")
+        await again.restore(odd)
+        return await box.run(["bash", "-c", "mkdir $'a\nb'"]), await box.run(["bash", "-c", "touch one"])
+
+    odd, plain = inside(act)
+    assert (odd.truncated, plain.truncated) == (True, False)
+
+
+def test_long_names_of_many_files_come_out():
+    program = "import os\nfor n in range(900): open(f'{n:03}' + chr(0x1F600) * 60, 'w').close()"
+    limits = Limits(files_out=900)
+
+    async def act(box):
+        session = await box.session(limits=limits)
+        await session.run(program)
+        return await box.run(program, limits=limits), await session.snapshot()
+
+    outcome, snapshot = inside(act)
+    assert (len(outcome.files), len(snapshot.files), outcome.truncated) == (900, 900, False)
+
+
 @pytest.mark.parametrize(
-    "path", ["/etc/passwd", "../x", "a/../../x", "", "a\0b", "a/", "new\nline", "x" * 600]
+    "path", ["/etc/passwd", "../x", "a/../../x", "", "a\0b", "a/", "new\nline", "x" * 600, "d/" * 33 + "x"]
 )
 def test_paths_that_leave_the_box_are_refused(path):
     with pytest.raises(UserError):

@@ -55,6 +55,7 @@ def test_what_goes_wrong_with_files_is_said():
         await workspace.run("import os; os.symlink('/tmp', 'out')")
         steps = (
             ("read_file", {"path": "../etc/passwd"}, "no path in the working folder"),
+            ("write_file", {"path": "d/" * 33 + "x", "text": ""}, "at most 32 folders deep"),
             ("read_file", {"path": "/etc/passwd"}, "no path in the working folder"),
             ("read_file", {"path": "b.py"}, "Did you mean d/b.py?"),
             ("read_file", {"path": "d"}, "Did you mean d/b.py?"),

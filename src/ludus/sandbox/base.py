@@ -8,10 +8,10 @@ from pathlib import PurePosixPath
 from typing import Literal, Protocol
 
 from ludus.errors import UserError
+from ludus.sandbox.guest.files import DEEPEST, LONGEST
 
 MIB = 2**20
 SessionKind = Literal["python", "shell"]
-_LONGEST_PATH = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +98,16 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """The files of a session: contents by path, and which of them are executable."""
+    """The regular files of a session: contents by path, and which of them are executable.
+
+    Links, pipes and empty folders are not among them. `left_out` counts regular files, and folders with all
+    that is in them, that no path of a snapshot can name: hard links, names that do not print, more than 32
+    folders deep, paths of more than 512 characters.
+    """
 
     files: Mapping[str, bytes]
     executable: frozenset[str] = frozenset()
+    left_out: int = 0
 
 
 class Session(Protocol):
@@ -217,9 +223,11 @@ def checked_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
     """The files, if their paths are relative and stay inside. Raises UserError."""
     for path in files:
         parts = PurePosixPath(path).parts
-        bad = not parts or path.startswith("/") or ".." in parts or "\0" in path or len(path) > _LONGEST_PATH
+        bad = not parts or path.startswith("/") or ".." in parts or "\0" in path or len(path) > LONGEST
+        bad = bad or len(parts) > DEEPEST + 1
         if bad or path.endswith("/") or not path.isprintable():
             raise UserError(
-                f"{path!r} is no path for a file of a sandbox.", "Give a relative path without '..'."
+                f"{path!r} is no path for a file of a sandbox.",
+                f"Give a relative path without '..', at most {DEEPEST} folders deep.",
             )
     return files

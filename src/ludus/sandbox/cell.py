@@ -24,6 +24,7 @@ from typing import IO
 
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import Limits, Order, Outcome
+from ludus.sandbox.guest.files import LONGEST
 from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 
 START_S, GRACE_S = 20.0, 8.0
@@ -31,7 +32,9 @@ _LOOK_S = 0.5
 _MODULES = ("wire", "kernel", "usage", "program", "output", "files", "guard", "orders", "zygote", "contained")
 INSIDE_ID = 1000
 _CHUNK = 1 << 16
-_LONGEST_HEADER = 1 << 22
+_LONGEST_HEADER = 1 << 20
+_ESCAPED_BYTES = 12
+"""Of a character in JSON, at most."""
 
 CANNOT_START_HINT = (
     "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "
@@ -87,10 +90,10 @@ class Wire:
         except OSError as error:
             raise GuardGoneError(f"The sandbox broke off: {error}.") from error
 
-    async def read(self, most: int) -> tuple[dict[str, object], list[bytes]]:
-        """The next frame, whose blobs have at most `most` bytes. Raises WorldError."""
+    async def read(self, most: int, longest: int = _LONGEST_HEADER) -> tuple[dict[str, object], list[bytes]]:
+        """The next frame: blobs of at most `most` bytes, a header of `longest`. Raises WorldError."""
         text, body = sizes_of(await self._exactly(8))
-        if text > _LONGEST_HEADER or body > most:
+        if text > longest or body > most:
             raise WorldError(
                 f"The sandbox sent a frame of {text} + {body} bytes, more than its limits allow."
             )
@@ -176,7 +179,7 @@ class Cell:
                 header = {"op": "run", "argv": list(order.argv), **given(limits, order.files)}
                 source = (order.source or "").encode("utf-8", "surrogatepass")
                 await wire.send(header, [order.stdin, source, *order.files.values()])
-                answer, blobs = await wire.read(most_bytes(limits))
+                answer, blobs = await wire.read(most_bytes(limits), header_bytes(limits))
         except TimeoutError:
             await self.end()
             return Outcome(timed_out=True, wall_s=time.monotonic() - begin)
@@ -343,6 +346,11 @@ def given(limits: Limits, files: Mapping[str, bytes]) -> dict[str, object]:
 def most_bytes(limits: Limits) -> int:
     """The most that the blobs of an answer may hold."""
     return 2 * limits.output_bytes + limits.files_out_bytes
+
+
+def header_bytes(limits: Limits) -> int:
+    """The most that the header of an answer may hold: it names each file, and again those executable."""
+    return _LONGEST_HEADER + 2 * _ESCAPED_BYTES * LONGEST * limits.files_out
 
 
 def broken_outcome(why: str) -> Outcome:

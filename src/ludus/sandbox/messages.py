@@ -69,10 +69,11 @@ class SnapshotMessage(_Message):
 
     files: Files
     executable: list[str] = []
+    left_out: int = 0
 
     def snapshot(self) -> Snapshot:
         """The message as a snapshot."""
-        return Snapshot(self.files, frozenset(self.executable))
+        return Snapshot(self.files, frozenset(self.executable), self.left_out)
 
 
 class OutcomeMessage(_Message):

@@ -15,6 +15,7 @@ from ludus.sandbox.cell import (
     Wire,
     broken_outcome,
     given,
+    header_bytes,
     most_bytes,
     outcome_of,
 )
@@ -84,13 +85,14 @@ class NamespaceSession:
         answer, blobs = await self._ask({"op": "snapshot"}, [])
         if answer.get("cut"):
             raise WorldError(
-                "The session's files are more than its limits let out, or lie too deep.",
+                "The session's files are more than its limits let out, or changed meanwhile.",
                 "Raise files_out and files_out_bytes of its limits.",
             )
         names, executable = answer.get("names"), answer.get("executable")
         if not isinstance(names, list) or not isinstance(executable, list) or len(names) != len(blobs):
             raise WorldError("The sandbox sent a snapshot that cannot be read.")
-        return Snapshot(dict(zip(map(str, names), blobs, strict=True)), frozenset(map(str, executable)))
+        files = dict(zip(map(str, names), blobs, strict=True))
+        return Snapshot(files, frozenset(map(str, executable)), int(str(answer.get("left_out"))))
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Replace its files by those of the snapshot. Raises WorldError."""
@@ -125,7 +127,7 @@ class NamespaceSession:
         try:
             async with asyncio.timeout(deadline_s):
                 await self.wire.send(header, blobs)
-                answer = await self.wire.read(most_bytes(self.limits))
+                answer = await self.wire.read(most_bytes(self.limits), header_bytes(self.limits))
                 asked = True
         except TimeoutError as error:
             raise _Unanswered("The guard of a session gave no answer; the session was ended.") from error

@@ -76,8 +76,8 @@ class ProcessSandbox(RunsOnly):
                 done = await job.run(order.stdin)
             except OSError as error:
                 raise WorldError(f"A process cannot be started: {error}.") from error
-            made, _, cut = collect(Bounds(asdict(order.limits)), given, str(box))
-        return outcome_of_child(done, made, cut, order.source is not None)
+            made = collect(Bounds(asdict(order.limits)), given, str(box))
+        return outcome_of_child(done, made.files, made.cut or made.left_out > 0, order.source is not None)
 
 
 def _resources(limits: Limits) -> list[tuple[int, int]]:

@@ -98,7 +98,10 @@ class _Service:
             return OutcomeMessage.of(await session.run(code))
         if act == "snapshot":
             made = await session.snapshot()
-            return SnapshotMessage.model_construct(files=dict(made.files), executable=sorted(made.executable))
+            executable = sorted(made.executable)
+            return SnapshotMessage.model_construct(
+                files=dict(made.files), executable=executable, left_out=made.left_out
+            )
         if act == "write":
             await session.write(_read(SnapshotMessage, body).files)
         elif act == "restore":

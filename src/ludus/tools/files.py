@@ -43,7 +43,9 @@ def path_of(path: str) -> str:
     try:
         checked_files({inside: b""})
     except UserError:
-        raise ToolError(f"{path!r} is no path in the working folder: give a relative one, no ..") from None
+        raise ToolError(
+            f"{path!r} is no path in the working folder: give a relative one, no .., at most 32 folders deep"
+        ) from None
     return str(PurePosixPath(inside))
 
 
@@ -106,11 +108,13 @@ def _reading(workspace: Workspace) -> tuple[Tool, Tool]:
         Args:
             pattern: which, such as `*.py` or `src/*`; * stands for any text.
         """
-        files = (await workspace.snapshot()).files
+        held = await workspace.snapshot()
+        files = held.files
         names = [name for name in sorted(files) if _matches(name, pattern)]
         shown = [f"{name} ({len(files[name])})" for name in names[:_MOST_FOUND]]
         more = [f"[{len(names) - _MOST_FOUND} more files]"] if len(names) > _MOST_FOUND else []
-        return "\n".join(shown + more) or "[no files]"
+        odd = [f"[{held.left_out} files or folders of odd names, links or depth]"] if held.left_out else []
+        return "\n".join(shown + more + odd) or "[no files]"
 
     async def read_file(path: str, first: int = 1, last: int | None = None) -> str:
         """Read a file, or some of its lines.

@@ -11,53 +11,78 @@ from collections.abc import Iterator
 from ludus.sandbox.guest.kernel import NODEV, NOSUID, REMOUNT, Bounds, mount
 from ludus.sandbox.guest.program import BOX
 
-_DEEPEST = 32
+DEEPEST, LONGEST = 32, 512
+"""Folders on the way to a file that is taken, and characters of its path."""
 
 
-def walk(root: int, prefix: str = "", depth: int = 0) -> Iterator[tuple[str, int, str, os.stat_result]]:
-    """Each file under a folder's descriptor that is no folder: its path, where it lies, its name, its state.
+class Tree:
+    """The files under a folder. `left_out` counts those that `walk` passed over."""
 
-    Follows no link and goes 32 folders deep.
+    def __init__(self) -> None:
+        self.left_out = 0
+
+    def walk(
+        self, root: int, prefix: str = "", depth: int = 0
+    ) -> Iterator[tuple[str, int, str, os.stat_result]]:
+        """Each regular file under a folder's descriptor: its path, where it lies, its name, its state.
+
+        Follows no link. Passes over files with several links and what a path does not lead to: names that do
+        not print, folders below the deepest, paths that are too long; a folder counts once.
+        """
+        for name in sorted(os.listdir(root)):
+            state = os.stat(name, dir_fd=root, follow_symlinks=False)
+            odd = not name.isprintable() or len(prefix) + len(name) > LONGEST
+            if stat.S_ISREG(state.st_mode):
+                if odd or state.st_nlink != 1:
+                    self.left_out += 1
+                else:
+                    yield prefix + name, root, name, state
+            elif stat.S_ISDIR(state.st_mode):
+                if odd or depth >= DEEPEST:
+                    self.left_out += 1
+                    continue
+                inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
+                try:
+                    yield from self.walk(inner, f"{prefix}{name}/", depth + 1)
+                finally:
+                    os.close(inner)
+
+
+class Collected:
+    """Regular files of a box: contents by path, and which are executable.
+
+    `cut` says that the bounds left files out, or that files went away meanwhile; `left_out` counts those that
+    no path leads to.
     """
-    for name in sorted(os.listdir(root)):
-        if not name.isprintable():
-            continue
-        state = os.stat(name, dir_fd=root, follow_symlinks=False)
-        if not stat.S_ISDIR(state.st_mode):
-            yield prefix + name, root, name, state
-        elif depth < _DEEPEST:
-            inner = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=root)
-            try:
-                yield from walk(inner, f"{prefix}{name}/", depth + 1)
-            finally:
-                os.close(inner)
+
+    def __init__(self) -> None:
+        self.files: dict[str, bytes] = {}
+        self.executable: set[str] = set()
+        self.cut = False
+        self.left_out = 0
 
 
-def collect(
-    bounds: Bounds, known: dict[str, bytes], box: str = BOX
-) -> tuple[dict[str, bytes], set[str], bool]:
-    """Regular files with one link that are not as in `known`; which of them are executable; some left out?"""
-    files: dict[str, bytes] = {}
-    executable, cut, room = set(), False, bounds.files_out_bytes
+def collect(bounds: Bounds, known: dict[str, bytes], box: str = BOX) -> Collected:
+    """The regular files with one link that are not as in `known`."""
+    found, tree, room = Collected(), Tree(), bounds.files_out_bytes
     root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
     try:
-        for path, folder, name, state in walk(root):
-            if not stat.S_ISREG(state.st_mode) or state.st_nlink != 1:
-                continue
+        for path, folder, name, state in tree.walk(root):
             if path in known and state.st_size == len(known[path]) and _read(folder, name) == known[path]:
                 continue
-            if len(files) >= bounds.files_out or state.st_size > room:
-                cut = True
+            if len(found.files) >= bounds.files_out or state.st_size > room:
+                found.cut = True
                 continue
-            files[path] = _read(folder, name)[:room]
-            room -= len(files[path])
+            found.files[path] = _read(folder, name)[:room]
+            room -= len(found.files[path])
             if state.st_mode & 0o100:
-                executable.add(path)
+                found.executable.add(path)
     except OSError:  # a session's processes may change folders under our feet
-        cut = True
+        found.cut = True
     finally:
         os.close(root)
-    return files, executable, cut
+    found.left_out = tree.left_out
+    return found
 
 
 def _read(folder: int, name: str) -> bytes:

@@ -66,9 +66,9 @@ def run_once(
         ended = Ended(guard, how, begin, reaped_cpu())
         if not argv and ended.header["exit"] == 1 and b"MemoryError" in stderr[-200:]:
             ended.header["memory_exceeded"] = True
-        made, _, cut = collect(bounds, files)
-        ended.header["truncated"] = guard.left_out > 0 or cut
-        line.send({**ended.header, "names": list(made)}, [stdout, stderr, *made.values()])
+        made = collect(bounds, files)
+        ended.header["truncated"] = guard.left_out > 0 or made.cut or made.left_out > 0
+        line.send({**ended.header, "names": list(made.files)}, [stdout, stderr, *made.files.values()])
 
 
 @contextlib.contextmanager
@@ -127,10 +127,9 @@ class SessionGuard:
             put(dict(zip(names, blobs, strict=True)), executable)
             self.line.send({}, [])
         elif header["op"] == "snapshot":
-            files, executable, cut = collect(self.bounds, {})
-            self.line.send(
-                {"names": list(files), "executable": sorted(executable), "cut": cut}, [*files.values()]
-            )
+            made = collect(self.bounds, {})
+            told = {"executable": sorted(made.executable), "cut": made.cut, "left_out": made.left_out}
+            self.line.send({"names": list(made.files), **told}, [*made.files.values()])
         else:
             raise OSError(f"there is no operation {header['op']!r}")
 
