@@ -7,9 +7,11 @@ import logging
 import os
 import pickle
 import signal
+import socket
+import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 import torch
@@ -17,7 +19,8 @@ import torch
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
 from ludus.cluster.crowd import Crowd, Plan, WorkerLost
-from ludus.cluster.local import LocalLauncher
+from ludus.cluster.frames import Call, Cancel, read_frame
+from ludus.cluster.local import LocalLauncher, LocalRemote
 from ludus.cluster.messages import (
     Begin,
     EngineSpec,
@@ -307,6 +310,44 @@ def test_an_attempt_at_a_worker_that_dies_fails_as_the_workers():
     fake = Fake()
     with serving(fake):
         asyncio.run(scenario(fake.url))
+
+
+def test_an_attempt_that_is_late_is_lost_alone_where_its_worker_answers():
+    async def scenario(url):
+        launcher = FakeLauncher([url])
+        own = plan(engines=1, workers=1)
+        crowd = Crowd(replace(own, config=own.config.model_copy(update={"episodes_per_worker": 2})), launcher)
+        await crowd.open()
+        other = asyncio.create_task(crowd.play(JOB, 60))
+        with pytest.raises(WorkerLost, match="is silent"):
+            await crowd.play(JOB, 0.05)
+        assert not other.done()
+        assert (len(crowd.workers.members), crowd.workers.num_lost) == (1, 0)
+        next(remote for remote in launcher.made if not remote.url).dead = True
+        with pytest.raises(WorkerLost, match="is gone"):
+            await other
+        await until(lambda: crowd.workers.num_lost == 1, 5)
+        await crowd.close()
+
+    fake = Fake()
+    with serving(fake):
+        asyncio.run(scenario(fake.url))
+
+
+def test_what_is_late_is_cancelled_over_there(tmp_path):
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        line = await asyncio.open_connection(sock=ours)
+        with subprocess.Popen(["sleep", "60"], start_new_session=True) as process, theirs:
+            remote = LocalRemote("worker 0", process, tmp_path / "said", *line)
+            remote.listen()
+            with pytest.raises(RoleLost, match=r"no answer within 0\.05 s"):
+                await remote.call(Ping(), 0.05)
+            await asyncio.sleep(0)
+            assert [read_frame(theirs), read_frame(theirs)] == [Call(1, Ping()), Cancel(1)]
+            await remote.kill()
+
+    asyncio.run(scenario())
 
 
 def ask(engine, episode="e"):

@@ -22,8 +22,10 @@ from cluster_runs import (
     sends,
     started,
 )
+from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
+from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training.run import RunFolder
 from served import COLD_START
 from small_runs import SMALLEST, lasting_files
@@ -114,6 +116,11 @@ def test_other_modes_run_on_a_cluster_while_a_worker_and_an_engine_die(tmp_path,
     assert [len(found["engine"]), len(found["worker"])] == [3, 3]
     trained = keys(folder, 4)
     assert len(set(trained)) == len(trained) == 16
+    bound = 0 if mode == "one_step" else load_config("search").staleness.max_staleness
+    for step in range(1, 5):
+        for record in read_rollouts(rollouts_path(folder.path, step)):
+            versions = {v for segment in record.trajectory.segments for v in segment.versions}
+            assert all(0 <= step - 1 - version <= max(bound, 1) for version in versions)
     for row in read_metrics(folder.metrics):
         ended = [row.metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")]
         assert row.metrics["ledger/started"] == sum(ended)

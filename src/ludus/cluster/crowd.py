@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class WorkerLost(WorldError):
-    """The process that played an episode is gone, or does not answer."""
+    """The process that played an episode is gone, or did not play it in time."""
 
     part = "worker"
 
@@ -135,7 +135,7 @@ class Crowd:
         try:
             found = await member.remote.call(message, deadline_s)
         except RoleLost as error:
-            await self.workers.lose(member, error)
+            await self.workers.doubt(member, error)
             raise WorkerLost(error.message) from error
         finally:
             await self.workers.give_back(member)

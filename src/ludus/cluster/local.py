@@ -53,6 +53,7 @@ class LocalRemote:
             async with asyncio.timeout(deadline_s):
                 answer: Answer = await future
         except TimeoutError as error:
+            self.writer.write(pack(Cancel(number)))
             raise RoleLost(f"{self.name} gave no answer within {deadline_s:g} s.") from error
         except asyncio.CancelledError:
             self.writer.write(pack(Cancel(number)))

@@ -116,6 +116,13 @@ class Pool:
         self.keep()
         await self._tell()
 
+    async def doubt(self, member: Member, error: LudusError) -> None:
+        """A call at a member has failed: lose it, unless the call was late and the member answers a ping."""
+        if isinstance(error.__cause__, TimeoutError):
+            await self._ping(member)
+        else:
+            await self.lose(member, error)
+
     async def close(self) -> None:
         """Have all members stop, and see to it that they do."""
         self.target = 0

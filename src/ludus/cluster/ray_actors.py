@@ -77,6 +77,7 @@ class RayRemote:
             async with asyncio.timeout(deadline_s):
                 answer: Answer = await self.actor.call.remote(number, message)
         except TimeoutError as error:
+            self.actor.cancel.remote(number)
             raise RoleLost(f"{self.name} gave no answer within {deadline_s:g} s.", self._hint()) from error
         except asyncio.CancelledError:
             self.actor.cancel.remote(number)

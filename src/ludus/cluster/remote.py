@@ -23,7 +23,7 @@ class Remote(Protocol):
         """What it answers.
 
         Raises its error, with its own words, and RoleLost where the process ends or the deadline passes.
-        Whoever is cancelled while it waits has the work over there cancelled as well.
+        Whoever is cancelled while it waits, or waits too long, has the work over there cancelled as well.
         """
         ...
 
