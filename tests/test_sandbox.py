@@ -17,6 +17,7 @@ import pytest
 from battery_run import a_folder, descendants
 from ludus.errors import UserError, WorldError
 from ludus.sandbox import (
+    Change,
     Limits,
     NamespaceSettings,
     NamespacesSandbox,
@@ -393,6 +394,30 @@ def test_writing_into_a_session_follows_no_link():
         assert (await session.run("ls /tmp")).text == ""
 
     inside(act)
+
+
+def test_a_change_writes_marks_and_removes_single_files_and_follows_no_link():
+    async def act(box):
+        session = await box.session("shell", files={"a/x": b"old", "a/y": b"y", "z": b"z"})
+        await session.run("ln -s /tmp out; touch /tmp/kept; ln -s /tmp/kept link; chmod 710 a/y; cd a")
+        for change in (
+            Change(remove=frozenset({"out/kept"})),
+            Change(executable={"link": True}),
+            Change(executable={"out/kept": True}),
+            Change(remove=frozenset({"a"})),
+        ):
+            with pytest.raises(WorldError, match="sandbox failed"):
+                await session.change(change)
+        with pytest.raises(UserError):
+            await session.change(Change(remove=frozenset({"../x"})))
+        await session.change(
+            Change({"a/x": b"new", "b/n": b"n"}, {"b/n": True, "a/y": False}, frozenset({"z"}))
+        )
+        look = await session.run("cat x; cd ..; stat -c '%n %a' a/* b/n; ls; stat -c %a /tmp/kept")
+        return look.text.splitlines()
+
+    told = ["newa/x 644", "a/y 600", "b/n 755", "a", "b", "link", "out", "644"]
+    assert inside(act) == told
 
 
 def test_a_session_whose_files_are_too_many_says_so():

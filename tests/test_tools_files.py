@@ -201,6 +201,31 @@ def test_a_patch_that_does_not_fit_says_why_and_changes_nothing(patch, words):
     assert words in str(caught.value)
 
 
+SCENE = """
+git init -q . && git config user.email a@b && git config user.name a && printf 'one\n' > old.txt
+git add old.txt && git commit -qm first && git gc -q && mkdir -p empty sub shut && ln -s old.txt link
+mkfifo pipe; printf 'x' > shut/secret; chmod 600 shut/secret; chmod 751 shut
+printf 'deep' > $(mkdir -p $(printf 'd/%.0s' $(seq 36)); printf 'd/%.0s' $(seq 36))file
+cd sub; printf 'here\n' > here.txt
+"""
+LOOK = "cat here.txt; cd ..; git fsck && git status --short old.txt new.txt; ls -ld empty | cut -c1; "
+LOOK += "readlink link; test -p pipe && stat -c %a shut/secret shut; cat $(printf 'd/%.0s' $(seq 36))file"
+
+
+def test_a_patch_that_moves_a_file_touches_nothing_else():
+    async def act(_, workspace):
+        await workspace.run(SCENE)
+        moves = patch_of("@@ -1 +1 @@", "-one", "+two", name="old.txt").replace("+++ b/old", "+++ b/new")
+        said = await apply_patch_tool(workspace).function(patch=moves)
+        return said, await workspace.run(LOOK), await workspace.run("cat new.txt; ls old.txt")
+
+    said, looked, moved = inside(act, kind="shell")
+    assert said == "moved old.txt to new.txt"
+    told = [" D old.txt", "?? new.txt", "d", "old.txt", "600", "751", "deep"]
+    assert (looked.text.splitlines(), looked.exit) == (["here", *told], 0)
+    assert (moved.text, moved.exit) == ("two\n", 2)
+
+
 def test_a_moved_program_stays_executable():
     patch = "--- a/f\n+++ b/g\n@@ -1 +1 @@\n-a\n+b\n"
     after = patched_files(Snapshot({"f": b"a\n"}, frozenset({"f"})), read_patch(patch))

@@ -3,12 +3,13 @@
 See docs/sandbox.md.
 """
 
-from ludus.sandbox.base import Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
+from ludus.sandbox.base import Change, Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
 from ludus.sandbox.choose import BACKENDS, SandboxSettings, open_sandbox
 from ludus.sandbox.namespaces import NamespaceSettings, NamespacesSandbox
 
 __all__ = [
     "BACKENDS",
+    "Change",
     "Limits",
     "NamespaceSettings",
     "NamespacesSandbox",

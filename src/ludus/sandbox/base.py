@@ -110,6 +110,19 @@ class Snapshot:
     left_out: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to do with files of a session, one by one: all others, links and folders too, stay as they are.
+
+    `write` has contents by path, `executable` says of written files, or of others, whether they are from then
+    on; the files in `remove` go last. A file that is written anew keeps its mode.
+    """
+
+    write: Mapping[str, bytes] = field(default_factory=dict)
+    executable: Mapping[str, bool] = field(default_factory=dict)
+    remove: frozenset[str] = frozenset()
+
+
 class Session(Protocol):
     """A long-lived interpreter with its files. One call at a time; not safe to share between tasks.
 
@@ -124,6 +137,10 @@ class Session(Protocol):
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Put files into its folder; links on the way are refused with WorldError."""
+        ...
+
+    async def change(self, change: Change) -> None:
+        """Write, mark and remove files of its folder; links on the way are refused with WorldError."""
         ...
 
     async def snapshot(self) -> Snapshot:

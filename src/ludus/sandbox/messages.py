@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict
 
-from ludus.sandbox.base import Limits, Outcome, SessionKind, Snapshot
+from ludus.sandbox.base import Change, Limits, Outcome, SessionKind, Snapshot
 
 Files = dict[str, Base64Bytes]
 
@@ -74,6 +74,18 @@ class SnapshotMessage(_Message):
     def snapshot(self) -> Snapshot:
         """The message as a snapshot."""
         return Snapshot(self.files, frozenset(self.executable), self.left_out)
+
+
+class ChangeMessage(_Message):
+    """The fields of `Change`."""
+
+    write: Files
+    executable: dict[str, bool]
+    remove: list[str]
+
+    def change(self) -> Change:
+        """The message as a change."""
+        return Change(self.write, self.executable, frozenset(self.remove))
 
 
 class OutcomeMessage(_Message):

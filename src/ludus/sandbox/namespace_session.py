@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Limits, Outcome, SessionKind, Snapshot, checked_files
+from ludus.sandbox.base import Change, Limits, Outcome, SessionKind, Snapshot, checked_files
 from ludus.sandbox.cell import (
     GRACE_S,
     Cell,
@@ -78,7 +78,13 @@ class NamespaceSession:
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Put files into its folder. Raises UserError and WorldError."""
-        await self._ask({"op": "write", "names": list(checked_files(files))}, [*files.values()])
+        await self.change(Change(files))
+
+    async def change(self, change: Change) -> None:
+        """Write, mark and remove files of its folder. Raises UserError and WorldError."""
+        checked_files(dict.fromkeys([*change.executable, *change.remove], b""))
+        header = {"op": "change", "names": list(checked_files(change.write)), "remove": sorted(change.remove)}
+        await self._ask({**header, "modes": dict(change.executable)}, [*change.write.values()])
 
     async def snapshot(self) -> Snapshot:
         """Its regular files. Raises WorldError where they are more than the limits let out."""

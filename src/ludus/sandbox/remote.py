@@ -14,9 +14,19 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Limits, Outcome, Session, SessionKind, Snapshot, checked_files, make_order
+from ludus.sandbox.base import (
+    Change,
+    Limits,
+    Outcome,
+    Session,
+    SessionKind,
+    Snapshot,
+    checked_files,
+    make_order,
+)
 from ludus.sandbox.messages import (
     CallMessage,
+    ChangeMessage,
     LimitsMessage,
     NamedSession,
     Nothing,
@@ -147,8 +157,14 @@ class RemoteSession:
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Put files into its folder. Raises UserError and WorldError."""
-        asked = SnapshotMessage.model_construct(files=dict(checked_files(files)), executable=[])
-        await self._ask("write", asked, Nothing)
+        await self.change(Change(checked_files(files)))
+
+    async def change(self, change: Change) -> None:
+        """Write, mark and remove files of its folder. Raises UserError and WorldError."""
+        asked = ChangeMessage.model_construct(
+            write=dict(change.write), executable=dict(change.executable), remove=sorted(change.remove)
+        )
+        await self._ask("change", asked, Nothing)
 
     async def snapshot(self) -> Snapshot:
         """Its regular files. Raises WorldError."""

@@ -24,6 +24,7 @@ from ludus.errors import LudusError, UserError, WorldError
 from ludus.sandbox.base import Limits, Sandbox, Session
 from ludus.sandbox.messages import (
     CallMessage,
+    ChangeMessage,
     LimitsMessage,
     NamedSession,
     Nothing,
@@ -102,8 +103,8 @@ class _Service:
             return SnapshotMessage.model_construct(
                 files=dict(made.files), executable=executable, left_out=made.left_out
             )
-        if act == "write":
-            await session.write(_read(SnapshotMessage, body).files)
+        if act == "change":
+            await session.change(_read(ChangeMessage, body).change())
         elif act == "restore":
             await session.restore(_read(SnapshotMessage, body).snapshot())
         elif act == "reset":

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.sandbox.base import MIB, Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
+from ludus.sandbox.base import MIB, Change, Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
 from ludus.tools.base import ToolError
 
 WAIT_S: Final = 50.0
@@ -71,17 +71,14 @@ class Workspace:
     async def change(self, edit: Callable[[Snapshot], Snapshot]) -> None:
         """Take the files, edit them and put back what differs, with no other call in between.
 
+        Nothing else in the folder is touched: links, empty folders, and the folder that a shell is in, stay.
         Raises ToolError, and whatever `edit` raises; nothing has changed then.
         """
 
         async def act(session: Session) -> None:
             before = await session.snapshot()
             after = edit(before)
-            if before.files.keys() - after.files.keys() or after.executable != before.executable:
-                await session.restore(after)
-                return
-            changed = {path: text for path, text in after.files.items() if before.files.get(path) != text}
-            await session.write(changed)
+            await session.change(difference(before, after))
 
         await self._untorn(act)
 
@@ -130,6 +127,14 @@ class Workspace:
         if self._session is not None:
             return error.message
         return f"{error.message} The session is lost; the next call finds a new one with the first files."
+
+
+def difference(before: Snapshot, after: Snapshot) -> Change:
+    """What makes the files of one snapshot those of another."""
+    write = {path: text for path, text in after.files.items() if before.files.get(path) != text}
+    marked = (before.executable ^ after.executable) & after.files.keys()
+    executable = {path: path in after.executable for path in sorted(marked)}
+    return Change(write, executable, frozenset(before.files.keys() - after.files.keys()))
 
 
 def report(outcome: Outcome, limits: Limits, in_session: bool) -> str:

@@ -110,15 +110,60 @@ def put(files: dict[str, bytes], executable: set[str], box: str = BOX) -> None:
         os.close(root)
 
 
-def _put_one(root: int, parts: list[str], content: bytes, executable: bool) -> None:
+def mark(modes: dict[str, bool], box: str = BOX) -> None:
+    """Make files executable, or not; no link is followed. Raises OSError."""
+    for path, executable in modes.items():
+        with _folder_of(path, box) as (folder, name):
+            fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
+            try:
+                mode = os.fstat(fd).st_mode
+                os.fchmod(fd, (mode | 0o111 if executable else mode & ~0o111) & 0o777)
+            finally:
+                os.close(fd)
+
+
+def remove(paths: list[str], box: str = BOX) -> None:
+    """Remove files; their folders stay, and no link is followed. Raises OSError."""
+    for path in paths:
+        with _folder_of(path, box) as (folder, name):
+            os.unlink(name, dir_fd=folder)
+
+
+@contextlib.contextmanager
+def _folder_of(path: str, box: str) -> Iterator[tuple[int, str]]:
+    """A descriptor of the folder in which a file lies, and its name there."""
+    root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        *folders, name = [part for part in path.split("/") if part not in ("", ".")]
+        folder = _enter(root, folders, make=False)
+    finally:
+        os.close(root)
+    try:
+        yield folder, name
+    finally:
+        os.close(folder)
+
+
+def _enter(root: int, parts: list[str], make: bool) -> int:
+    """A descriptor of a folder below another one."""
     folder = os.dup(root)
     try:
-        for part in parts[:-1]:
-            with contextlib.suppress(FileExistsError):
-                os.mkdir(part, dir_fd=folder)
+        for part in parts:
+            if make:
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(part, dir_fd=folder)
             inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = inner
+    except BaseException:
+        os.close(folder)
+        raise
+    return folder
+
+
+def _put_one(root: int, parts: list[str], content: bytes, executable: bool) -> None:
+    folder = _enter(root, parts[:-1], make=True)
+    try:
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK
         fd = os.open(parts[-1], flags, 0o644, dir_fd=folder)
         with open(fd, "wb") as file:

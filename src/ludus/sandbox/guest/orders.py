@@ -9,7 +9,7 @@ import struct
 import time
 from collections.abc import Iterator
 
-from ludus.sandbox.guest.files import collect, make_box, put, wipe
+from ludus.sandbox.guest.files import collect, make_box, mark, put, remove, wipe
 from ludus.sandbox.guest.guard import Guard
 from ludus.sandbox.guest.kernel import Bounds
 from ludus.sandbox.guest.program import SHELL, run_command, run_python, serve_python
@@ -123,8 +123,13 @@ class SessionGuard:
             return
         if header["op"] == "restore":
             wipe(4 * self.bounds.disk_files)
-        if header["op"] in ("write", "restore"):
             put(dict(zip(names, blobs, strict=True)), executable)
+            self.line.send({}, [])
+        elif header["op"] == "change":
+            modes = header["modes"]
+            put(dict(zip(names, blobs, strict=True)), set())
+            mark(modes if isinstance(modes, dict) else {})
+            remove(list(map(str, _list(header["remove"]))))
             self.line.send({}, [])
         elif header["op"] == "snapshot":
             made = collect(self.bounds, {})
