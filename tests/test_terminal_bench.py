@@ -1,6 +1,8 @@
 """Tasks in the layout of Terminal-Bench: loaded, judged by pytest in a fresh sandbox, not cheated."""
 
 import asyncio
+import shutil
+import sys
 
 import pytest
 
@@ -140,9 +142,35 @@ def test_a_script_judges_where_there_are_no_tests_of_pytest(folder):
     with pytest.raises(ConfigError, match="has no tests"):
         load_bench(folder, "/app", "refuse")
     (place / "run-tests.sh").write_text('cd /app\n[ "$(cat squares.txt)" = 1 ]\n')
-    (task,) = load_bench(folder, "/app", "refuse")
+    with pytest.raises(ConfigError, match=r"exit code of run-tests\.sh"):
+        load_bench(folder, "/app", "refuse")
+    (task,) = load_bench(folder, "/app", "refuse", "trust")
     right, wrong, none = judged(task, {"squares.txt": b"1\n"}, {"run-tests.sh": b"exit 0\n"}, {})
     assert (right, wrong, none) == ({"run-tests.sh": True}, {"run-tests.sh": False}, {"run-tests.sh": False})
+
+
+COUNTS = """cd /app
+python3 -c 'import json, sys; sys.exit(json.load(open("squares.txt")) != 1)'
+"""
+EXITS = b"import os\nos._exit(0)\n"
+SITE = f".local/lib/python{sys.version_info.major}.{sys.version_info.minor}/site-packages/usercustomize.py"
+
+
+@pytest.mark.parametrize(
+    "cheat",
+    [
+        *({"json.py": EXITS}, {"sys.py": EXITS, "encodings.py": EXITS, "sitecustomize.py": EXITS}),
+        *({SITE: EXITS}, {".bashrc": b"exit 0\n", ".profile": b"exit 0\n", ".bash_profile": b"exit 0\n"}),
+        *({"python3": b"#!/bin/sh\nexit 0\n", "bash": b"#!/bin/sh\nexit 0\n"}, {"run-tests.sh": b"exit 0"}),
+    ],
+)
+def test_files_beside_a_wrong_answer_change_no_verdict_of_a_script(folder, cheat):
+    place = folder / "squares"
+    shutil.rmtree(place / "tests")
+    (place / "run-tests.sh").write_text(COUNTS)
+    (task,) = load_bench(folder, "/app", "refuse", "trust")
+    right, wrong = judged(task, {"squares.txt": b"1", **cheat}, {"squares.txt": b"2", **cheat})
+    assert (right, wrong) == ({"run-tests.sh": True}, {"run-tests.sh": False})
 
 
 def test_images_are_refused_skipped_or_ignored_as_the_settings_say(folder):

@@ -2,7 +2,7 @@
 
     NAME/task.yaml       `instruction` (or `descriptions`), `difficulty`, `category`
     NAME/tests/*.py      tests for pytest, run over the final files (`ludus.envs.terminal.bench_tests`)
-    NAME/run-tests.sh    where there are no such tests: its exit code decides
+    NAME/run-tests.sh    where there are no such tests, and the settings trust scripts: its exit code decides
     NAME/solution.sh     the oracle, if there is one
     NAME/Dockerfile      FROM, WORKDIR and COPY are understood; no image is built
 
@@ -30,6 +30,7 @@ from ludus.sandbox.base import Sandbox, Snapshot
 from ludus.types import FunctionCall, Message, MessageToolCall
 
 Dockerfiles = Literal["refuse", "skip", "ignore"]
+Scripts = Literal["refuse", "trust"]
 SCRIPT: Final = "run-tests.sh"
 _LEVELS: Final = {"easy": 1, "medium": 2, "hard": 4}
 _HARMLESS: Final = ("from", "workdir", "copy", "cmd", "entrypoint", "label", "expose", "maintainer", "user")
@@ -82,11 +83,14 @@ class BenchTask:
         ]
 
 
-def load_bench(folder: Path, workdir: str, dockerfiles: Dockerfiles) -> tuple[BenchTask, ...]:
+def load_bench(
+    folder: Path, workdir: str, dockerfiles: Dockerfiles, scripts: Scripts = "refuse"
+) -> tuple[BenchTask, ...]:
     """The tasks of a folder, in the order of their names.
 
-    Raises ConfigError for a folder without any, for a broken task, and for a Dockerfile that does more than
-    copy files, unless such tasks are to be skipped or that is to be ignored.
+    Raises ConfigError for a folder without any, for a broken task, for one that a script judges, unless
+    scripts are trusted, and for a Dockerfile that does more than copy files, unless such tasks are to be
+    skipped or that is to be ignored.
     """
     places = sorted(path.parent for path in folder.glob("*/task.yaml"))
     if not places:
@@ -101,7 +105,14 @@ def load_bench(folder: Path, workdir: str, dockerfiles: Dockerfiles) -> tuple[Be
             refused.append(f"{place.name}/Dockerfile, line {odd[0][0]}: {odd[0][1]}")
             if dockerfiles == "skip":
                 continue
-        found.append(_load(place, workdir))
+        task = _load(place, workdir)
+        if task.script and scripts == "refuse":
+            raise ConfigError(
+                f"{place.name} is judged by the exit code of {SCRIPT}, in the folder that the policy made.",
+                "Programs of the policy that the script runs may choose that code: give the task tests/*.py, "
+                "or set env.settings.bench_scripts = 'trust'.",
+            )
+        found.append(task)
     if refused and (dockerfiles == "refuse" or not found):
         raise ConfigError(
             f"{len(refused)} of {len(places)} tasks need an image that is built, and none is. "

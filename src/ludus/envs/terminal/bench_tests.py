@@ -23,7 +23,10 @@ from ludus.errors import UserError
 from ludus.rewards.evidence import NotJson, read_json
 from ludus.sandbox.base import MIB, Limits, Sandbox, Snapshot
 
-LIMITS: Final = Limits(wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, processes=64, files_out=0)
+LIMITS: Final = Limits(
+    wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, disk_files=16384, processes=64, files_out=0
+)
+"""More files than a session may make, so that what it left always finds room."""
 _PACKAGES: Final = ("pytest", "_pytest", "pluggy", "iniconfig", "packaging", "pygments", "py")
 _LEXERS: Final = ("__init__.py", "_mapping.py", "python.py", "special.py", "diff.py")
 _CANARY: Final = "def test_must_fail():\n    assert False\n"
@@ -56,6 +59,24 @@ os._exit(0)
 """
 
 
+_SCRIPTED: Final = """
+import os
+for path in {executable!r}:
+    os.chmod(path, 0o755)
+kept = {{key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}}
+apart = {{"HOME": "/tmp", "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}}
+os.execve("/bin/bash", ["bash", "--norc", "--noprofile", "-c", {script!r}], {{**kept, **apart}})
+"""
+
+
+def _scripted(script: str, state: Snapshot) -> str:
+    """A program that becomes the script, for which no module or setting of the folder stands in.
+
+    Only programs that it runs itself can do anything to its exit code.
+    """
+    return _SCRIPTED.format(executable=sorted(state.executable), script=script)
+
+
 async def judge_tests(
     names: Sequence[str], tests: Mapping[str, bytes], script: str, state: Snapshot, sandbox: Sandbox
 ) -> dict[str, bool]:
@@ -64,8 +85,7 @@ async def judge_tests(
     Raises WorldError where the sandbox breaks, UserError where pytest is not installed.
     """
     if script:
-        mode = "".join(f"chmod +x {json.dumps(path)}\n" for path in sorted(state.executable))
-        outcome = await sandbox.run(["bash", "-c", mode + script], files=state.files, limits=LIMITS)
+        outcome = await sandbox.run(_scripted(script, state), files=state.files, limits=LIMITS)
         return dict.fromkeys(names, outcome.ok)
     place, word, canary = f".{secrets.token_hex(8)}", secrets.token_hex(16), secrets.token_hex(8)
     files = {

@@ -67,6 +67,8 @@ class TerminalSettings(BaseModel):
     """A folder with tasks in the layout of Terminal-Bench, which become the split `bench`."""
     bench_workdir: str = "/app"
     """The folder that those tasks speak of; it becomes /box."""
+    bench_scripts: Literal["refuse", "trust"] = "refuse"
+    """Tasks judged by the exit code of `run-tests.sh`: programs of the policy that it runs may choose it."""
     bench_dockerfile: Literal["refuse", "skip", "ignore"] = "refuse"
     """What to do with a task whose Dockerfile does more than copy files."""
     seed: int = 0
@@ -209,7 +211,7 @@ def _made(settings: TerminalSettings) -> Mapping[str, Sequence[Assignment]]:
     }
     if settings.bench is not None:
         found[BENCH_SPLIT] = load_bench(
-            Path(settings.bench), settings.bench_workdir, settings.bench_dockerfile
+            Path(settings.bench), settings.bench_workdir, settings.bench_dockerfile, settings.bench_scripts
         )
     return found
 
