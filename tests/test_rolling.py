@@ -7,6 +7,7 @@ made up. What goes over the wire is tried with servers that speak as vLLM does, 
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from contextlib import contextmanager
@@ -541,7 +542,7 @@ def test_a_run_with_two_engines_serves_two_versions_and_learns_beside_a_slow_epi
         "staleness.in_flight": 6,
         "rollout.environment_timeout_s": 200,
         "staleness.min_ess": 0,
-        "evaluation.every": 99,
+        "evaluation.every": 2,
         "evaluation.tasks": 2,
         "run.folder": folder,
     }
@@ -564,6 +565,12 @@ def test_a_run_with_two_engines_serves_two_versions_and_learns_beside_a_slow_epi
             found.append(record.key)
     assert max(ages) <= bound
     assert len(set(found)) == len(found) == steps * 9
+    evaluations = list((folder / "evaluations").glob("*.json"))
+    assert len(evaluations) >= 5
+    for path in evaluations:
+        played = list(read_rollouts(path.with_suffix(".jsonl.gz")))
+        versions = {v for record in played for s in record.trajectory.segments for v in s.versions}
+        assert versions == {json.loads(path.read_text())["plan"]["step"]}
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     assert sum(m.get("sync/engines", 0) for m in rows) >= 2
     assert max(m.get("sync/probe_gap", 0) for m in rows) < 1e-3

@@ -164,11 +164,11 @@ class Rolling:
         return self.placement.floor
 
     async def catch_up(self) -> None:
-        """Wait until an engine has the newest weights; episodes then begin on these alone."""
-        while self.placement.newest not in map(self.placement.held, self.placement.open):
-            await self._change()
+        """Let episodes begin on the newest weights alone, and wait until the first engine has them."""
         self.placement.serve_newest()
         self._settle()
+        while not self.placement.open:
+            await self._change()
 
     async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
         """Keep weights, which each replica takes and proves when its episodes have ended."""
