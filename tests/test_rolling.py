@@ -118,6 +118,20 @@ def test_no_episode_begins_on_an_older_version_than_was_said_even_when_the_newes
     assert placement.begin("b") == Pin("http://2", 1)
 
 
+def test_where_the_newest_weights_are_asked_for_nothing_begins_until_an_engine_has_them():
+    placement = engines(2)
+    placement.begin("a")
+    placement.begin("b")
+    publish(placement, 1)
+    assert len(placement.open) == 1
+    placement.serve_newest()
+    assert placement.begin("c") is None
+    placement.end("b")
+    assert [one.url for one in placement.settle()] == ["http://1"]
+    take(placement, 1)
+    assert placement.begin("c") == Pin("http://1", 1)
+
+
 @dataclass
 class Fleet(World):
     """A world whose episodes stay at an engine. `dying` is the chance that an engine dies in a step."""
