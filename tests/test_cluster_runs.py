@@ -127,6 +127,24 @@ def test_other_modes_run_on_a_cluster_while_a_worker_and_an_engine_die(tmp_path,
     assert all_gone(found["engine"] | found["worker"])
 
 
+@pytest.mark.parametrize("way", [{}, {"engine__broadcast_host": "127.0.0.1"}], ids=["folder", "line"])
+def test_engines_take_weights_one_by_one_while_one_of_them_dies(tmp_path, way):
+    stays = {"training__mode": "async", "staleness__interruptible": "false", "staleness__in_flight": "6"}
+    kills = Meddling(9, sends(signal.SIGKILL, "engine"))
+    folder = run(tmp_path / "run", kills, **stays, **way, training__steps="6", evaluation__every="3")
+    found = started(folder)
+    assert len(found["engine"]) == 3
+    trained = keys(folder, 6)
+    assert len(set(trained)) == len(trained) == 24
+    for step in range(1, 7):
+        for record in read_rollouts(rollouts_path(folder.path, step)):
+            (version,) = {v for s in record.trajectory.segments for v in s.versions}
+            assert 0 <= step - 1 - version <= 2
+    rows = [row.metrics for row in read_metrics(folder.metrics)]
+    assert sum(m.get("sync/engines", 0) for m in rows) >= 3
+    assert all_gone(found["engine"] | found["worker"])
+
+
 def test_engines_and_workers_join_and_leave_during_a_run(alone, tmp_path):
     sizes = []
 

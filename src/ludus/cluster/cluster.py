@@ -15,7 +15,8 @@ from ludus.cluster.local import LocalLauncher
 from ludus.cluster.messages import EngineSpec, PlayJob, RewardSpec, WorkerSpec
 from ludus.cluster.remote import Launcher
 from ludus.config.schema import Config
-from ludus.engines.base import EngineStats, Request, combined
+from ludus.engines.base import EngineStats, Request, RollingUpdate, WeightCheck, combined
+from ludus.engines.rolling import Rolling
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import ServerSettings
 from ludus.envs.base import World
@@ -68,6 +69,15 @@ class ClusterEngine:
         """Have all engines take weights, with their proof. Raises as `ServerEngine.load_weights`."""
         await self.background.do(self.crowd.load_weights(version, state))
 
+    @property
+    def can_roll(self) -> bool:
+        """Whether there are several engines, and they can take weights one by one."""
+        return self.server.can_roll
+
+    async def roll(self, lag: int) -> RollingUpdate:
+        """Have engines take weights one by one from now on; see `ServerEngine.roll`."""
+        return _FromOutside(self.crowd, await self.background.do(self.crowd.roll(lag)), self.background)
+
     async def fingerprint(self) -> str | None:
         """The digest of the weights in use, the same of all."""
         return await self.background.do(self.crowd.ask(lambda server: server.fingerprint()))
@@ -94,6 +104,24 @@ class ClusterEngine:
 
     async def close(self) -> None:
         """Nothing: the cluster closes what it has started."""
+
+
+@dataclass(frozen=True)
+class _FromOutside:
+    """The engines that take weights one by one, asked from another event loop."""
+
+    crowd: Crowd
+    rolling: Rolling
+    background: Background
+
+    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+        await self.background.do(self.crowd.offer(check, state))
+
+    async def served(self, beyond: int) -> int:
+        return await self.background.do(self.rolling.served(beyond))
+
+    async def catch_up(self) -> None:
+        await self.background.do(self.rolling.catch_up())
 
 
 @dataclass

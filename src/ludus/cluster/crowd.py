@@ -2,8 +2,9 @@
 
 Takes attempts and weights. Gives trajectories, and engines that hold the weights. An engine that joins holds
 the current weights, with their proof, before a worker hears of it; weights are never sent while one joins. A
-worker hears of new weights before an engine has them, and of an engine that has left at once. An attempt
-whose worker is lost raises `WorkerLost`: whoever asked decides about another one.
+worker hears of new weights before an engine has them, and of an engine that has left at once. Where engines
+take weights one by one, an attempt is told the engine at which it stays. One whose worker is lost raises
+`WorkerLost`: whoever asked decides about another one.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, TypeVar
 
 from ludus.cluster.messages import EngineSpec, Follow, PlayJob, RewardSpec, View, WorkerSpec
@@ -19,9 +20,11 @@ from ludus.cluster.pool import Limits, Member, Pool
 from ludus.cluster.remote import Launcher, Needs, Remote, RoleLost
 from ludus.cluster.rewards import RewardWorkers
 from ludus.config.cluster import ClusterConfig
-from ludus.engines.base import EngineStats
+from ludus.engines.base import EngineStats, WeightCheck
+from ludus.engines.rolling import Rolling
 from ludus.engines.server import ServerEngine
 from ludus.errors import EngineError, LudusError, WorldError
+from ludus.rollout.scheduler import episode_name
 from ludus.types import Trajectory
 
 if TYPE_CHECKING:
@@ -87,6 +90,7 @@ class Crowd:
     engines: Pool = field(init=False)
     workers: Pool = field(init=False)
     rewards: RewardWorkers | None = field(default=None, init=False)
+    rolling: Rolling | None = None
     _serial: int = 0
     _version: int | None = None
     _closing: bool = False
@@ -132,12 +136,17 @@ class Crowd:
         if self.plan.engine is not None:
             await self.engines.some()
         member = await self.workers.take(self.plan.config.episodes_per_worker)
+        name = f"{message.play.purpose}/{episode_name(message.job.key)}"
         try:
+            if self.rolling is not None:
+                message = replace(message, pin=await self.rolling.place(name))
             found = await member.remote.call(message, deadline_s)
         except RoleLost as error:
             await self.workers.doubt(member, error)
             raise WorkerLost(error.message) from error
         finally:
+            if self.rolling is not None:
+                self.rolling.release(name)
             await self.workers.give_back(member)
         assert isinstance(found, Trajectory)
         return found if self.rewards is None else await self.rewards.scored(message.job.task, found)
@@ -155,6 +164,28 @@ class Crowd:
                     await self._tell_all()
 
         await self.ask(send)
+
+    async def roll(self, lag: int) -> Rolling:
+        """Have engines take weights one by one from now on."""
+        assert self.server is not None
+        self.rolling = await self.server.roll(lag, self._lives)
+        return self.rolling
+
+    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+        """Keep weights that each engine takes when its episodes have ended."""
+        assert self.rolling is not None
+        async with self._lock:
+            self._version = check.version
+            await self._tell_all()
+            await self.rolling.offer(check, state)
+
+    async def _lives(self, url: str) -> bool:
+        """Whether the engine at an address is there, now that it has failed at something."""
+        if self.plan.engine is None:
+            return True
+        await self.engines.check()
+        await asyncio.sleep(0)
+        return any(member.started.url == url for member in self.engines.members.values())
 
     async def ask(self, what: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
         """Ask the engines something; once more where one of them turns out to be dead."""

@@ -10,6 +10,7 @@ from ludus.cluster.said import Said
 from ludus.config.schema import Config
 from ludus.engines.base import EngineStats
 from ludus.engines.dialects import ServedAdapter
+from ludus.engines.rolling import Pin
 from ludus.errors import LudusError
 from ludus.rollout.scheduler import Job
 from ludus.rollout.setup import Play
@@ -81,10 +82,11 @@ class Follow:
 
 @dataclass(frozen=True, slots=True)
 class PlayJob:
-    """Play one attempt; the answer is its `Trajectory`."""
+    """Play one attempt; the answer is its `Trajectory`. It stays where `pin` says, if that says anything."""
 
     job: Job
     play: Play
+    pin: Pin | None = None
 
 
 @dataclass(frozen=True, slots=True)

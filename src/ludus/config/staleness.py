@@ -33,7 +33,8 @@ class StalenessConfig(Section):
     over_age: Literal["hold", "mask"] = "hold"
     """An episode that outlives the bound holds the learner back, or its tokens over age do not train."""
     interruptible: bool = True
-    """New weights take effect in the middle of episodes; off, they wait until the episodes in flight end."""
+    """New weights take effect in the middle of episodes; off, an engine takes them once its episodes have
+    ended, and of several engines each for itself."""
     cache: Literal["keep", "prefill"] = "keep"
     """With new weights an episode in flight goes on from its cache, or that is computed again."""
     oversample: int = Field(0, ge=0)

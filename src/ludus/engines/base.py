@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
@@ -170,6 +170,58 @@ class GivesUpCache(Protocol):
 
     async def give_up_cache(self) -> None:
         """Forget what is kept, and give its memory back until there is a request."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class WeightCheck:
+    """How an engine proves that it has taken the weights of a version, `deadline_s` after they are sent.
+
+    `check` takes its digest (None where it tells none) and its scores of `probe`, and raises SyncError.
+    """
+
+    version: int
+    probe: tuple[int, ...]
+    check: Callable[[str | None, Sequence[float]], None]
+    deadline_s: float
+
+
+class RollingUpdate(Protocol):
+    """Several engines that take weights one by one."""
+
+    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+        """Keep weights, that each engine takes and proves when its episodes have ended.
+
+        They may change once this has returned.
+        """
+        ...
+
+    async def served(self, beyond: int) -> int:
+        """The oldest version on which an episode may begin, once that is more than `beyond`.
+
+        Raises what engines met that should have taken weights.
+        """
+        ...
+
+    async def catch_up(self) -> None:
+        """Wait until episodes begin on the newest version. Raises as `served`."""
+        ...
+
+
+@runtime_checkable
+class Rolls(Protocol):
+    """Several engines, of which each may hold a version of its own."""
+
+    @property
+    def can_roll(self) -> bool:
+        """Whether there are several, and they can."""
+        ...
+
+    async def roll(self, lag: int) -> RollingUpdate:
+        """From now on an episode stays on an engine and a version, and weights are offered, not sent.
+
+        See `rolling.Placement` for `lag`. The engines have all been sent the same weights.
+        """
         ...
 
 

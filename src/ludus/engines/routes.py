@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from ludus.engines.rolling import Pin
 from ludus.engines.transport import Replica
 from ludus.errors import EngineError
 
@@ -16,12 +17,24 @@ class Routes:
     replicas: list[Replica]
     left: list[Replica] = field(default_factory=list)
     _by_episode: dict[str, Replica] = field(default_factory=dict)
+    _pins: dict[str, Pin] = field(default_factory=dict)
+
+    def pin(self, episode: str, pin: Pin) -> None:
+        """Have an episode stay at one replica and one version to its end."""
+        self._pins[episode] = pin
+
+    def pin_of(self, episode: str) -> Pin | None:
+        """Where the episode stays, if it does."""
+        return self._pins.get(episode)
 
     def of(self, episode: str) -> Replica:
         """The episode's replica: the one that it had, else the least busy of those in reach.
 
-        Raises EngineError where there is none.
+        Raises EngineError where there is none, or that at which it stays has left.
         """
+        pin = self._pins.get(episode)
+        if pin is not None:
+            return self._at(pin)
         known = self._by_episode.get(episode)
         if known is not None and not known.is_down:
             return known
@@ -41,6 +54,7 @@ class Routes:
     def release(self, episode: str) -> None:
         """Forget where an episode is."""
         self._by_episode.pop(episode, None)
+        self._pins.pop(episode, None)
 
     def leave(self, url: str) -> None:
         """Send nothing more to a replica; what waits for it to come back fails, episodes move on."""
@@ -49,6 +63,12 @@ class Routes:
             self.replicas.remove(replica)
             self.left.append(replica)
             self._by_episode = {e: r for e, r in self._by_episode.items() if r is not replica}
+
+    def _at(self, pin: Pin) -> Replica:
+        for replica in self.replicas:
+            if replica.url == pin.url:
+                return replica
+        raise EngineError(f"{pin.url} has left, and with it the weights {pin.version} of its episodes.")
 
     def urls(self) -> Sequence[str]:
         """The addresses of the replicas."""

@@ -74,17 +74,19 @@ class Broadcaster:
         if self.delta or self.keeps:
             self._last, self._version = {n: t.clone() for n, t in plain.items()}, version
 
+    def keep(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Keep a copy of weights, for servers to be brought one by one."""
+        self._last, self._version = {n: t.detach().cpu().clone() for n, t in state.items()}, version
+
     async def bring(self, replica: Replica) -> Mapping[str, torch.Tensor]:
         """Send the last weights to a server that is not on the line, and give them; there may be none.
 
         The next ones go over a new line.
         """
-        self._line = None
-        if self._last:
-            await Broadcaster([replica], self.dialect, self.host, self.timeout_s).send(
-                self._version, self._last
-            )
-        return self._last
+        self._line, last = None, self._last
+        if last:
+            await Broadcaster([replica], self.dialect, self.host, self.timeout_s).send(self._version, last)
+        return last
 
     def relay(self) -> None:
         """Lay the line anew before the next weights: the servers are others."""

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_num_top
 from ludus.engines.calls import Call, Calls
 from ludus.engines.dialects import (
     Dialect,
@@ -33,6 +33,7 @@ from ludus.engines.dialects import (
     SglangDialect,
     VllmDialect,
 )
+from ludus.engines.rolling import Pin, Placement, Rolling
 from ludus.engines.routes import Routes
 from ludus.engines.server_stats import ServerStats
 from ludus.engines.server_weights import SentWeights
@@ -89,6 +90,7 @@ class ServerEngine:
         )
         self._mode: LogprobMode | None = self._facts.logprobs
         self._stats = ServerStats(lambda: [replica.url for replica in self._replicas])
+        self._rolling: Rolling | None = None
 
     @property
     def context_tokens(self) -> int:
@@ -108,6 +110,8 @@ class ServerEngine:
     async def generate(self, request: Request) -> Completion:
         """Sample one action on the episode's replica."""
         _check_fits(request, self.context_tokens)
+        if self._rolling is not None and self._routes.pin_of(request.episode) is None:
+            self._routes.pin(request.episode, await self._rolling.place(request.episode))
         replica = self._routes.of(request.episode)
         with self._calls.under_way(replica, request) as call:
             await self._check_logprobs(replica, request.params)
@@ -138,6 +142,8 @@ class ServerEngine:
     def release(self, episode: str) -> None:
         """Forget the episode's replica; what it cached goes when it needs the room."""
         self._routes.release(episode)
+        if self._rolling is not None:
+            self._rolling.release(episode)
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Write the weights, or the adapter alone, and have every replica take them.
@@ -148,7 +154,30 @@ class ServerEngine:
         if self._lora_scaling is not None:
             await self.load_adapter(DEFAULT, version, state, self._lora_scaling)
             return
-        await self._weights.send(version, state)
+        if self._rolling is None:
+            await self._weights.send(version, state)
+            return
+        async with self._rolling.quiet():
+            await self._weights.send(version, state)
+            self._rolling.placement.publish(version)
+
+    @property
+    def can_roll(self) -> bool:
+        """Whether there are several replicas, and whole weights go to them."""
+        return len(self._replicas) > 1 and self._lora_scaling is None
+
+    async def roll(self, lag: int, lives: Callable[[str], Awaitable[bool]] | None = None) -> Rolling:
+        """From now on each episode stays at a replica and a version; see `Placement` for `lag`."""
+        placement = Placement(self._replicas, self.version, lag)
+        self._rolling = Rolling(placement, self._weights.hold, self._give, lives or _always)
+        return self._rolling
+
+    def pin(self, episode: str, pin: Pin) -> None:
+        """Have an episode stay where the client that sends the weights has placed it."""
+        if pin.url not in self._routes.urls():  # it has joined just now
+            self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
+        self._weights.know(pin.version)
+        self._routes.pin(episode, pin)
 
     async def load_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
@@ -173,12 +202,16 @@ class ServerEngine:
         _agreed([self._facts, await asyncio.to_thread(self._dialect.describe, url)])
         await self._weights.bring(replica)
         self._replicas.append(replica)
+        if self._rolling is not None:
+            self._rolling.change()
 
     def leave(self, url: str) -> None:
         """Send nothing more to a replica; its episodes move on to others."""
         self._routes.leave(url)
         if self._weights.line is not None:
             self._weights.line.relay()
+        if self._rolling is not None:
+            self._rolling.change()
 
     def follow(self, urls: Sequence[str], version: int | None, adapter: ServedAdapter | None) -> None:
         """Sample from these replicas under weights that another client sends, `version` the last of them.
@@ -243,21 +276,25 @@ class ServerEngine:
         """Close the connections; the servers go on."""
         await self._stats.close()
         self._calls.close()
+        if self._rolling is not None:
+            self._rolling.close()
         await self._weights.close()
         for replica in (*self._replicas, *self._routes.left):
             await replica.close()
 
     async def _generate(self, call: Call, request: Request, adapter: ServedAdapter | None) -> Completion:
         """Sample from the weights that were sent; once more where the server had others."""
-        replica = call.replica
+        replica, pin = call.replica, self._routes.pin_of(request.episode)
+        stays = None if pin is None else pin.version
         for _ in range(2):
-            await self._weights.ready(replica, first_turn=self._routes.is_new(request.episode))
+            first = self._routes.is_new(request.episode)
+            await self._weights.ready(replica, first_turn=first, stays=stays)
             if call.aborted:
                 return Completion((), (), (), "abort")
             self._routes.keep(request.episode, replica)
-            before = self._weights.before(adapter)
+            before = self._weights.before(adapter, stays)
             sampled = await self._under(replica, adapter, partial(self._sample, call, request))
-            if self._weights.knows(sampled, adapter):
+            if self._weights.knows(sampled, adapter, stays):
                 return _completion(sampled, before)
             replica.holds = None
             log.warning("%s sampled from weights that were not sent to it", replica.url)
@@ -265,6 +302,12 @@ class ServerEngine:
             f"{replica.url} samples from weights {_labels(sampled)}, and was sent {before}.",
             "Has it been restarted, or does someone else update it?",
         )
+
+    async def _give(self, replica: Replica, check: WeightCheck) -> None:
+        """Have one replica take the weights that are held, and prove them."""
+        await self._weights.give(replica)
+        theirs = await self._dialect.fingerprint(replica, BASE)
+        check.check(theirs, await self._score(replica, check.probe, BASE))
 
     async def _sample(self, call: Call, request: Request, adapter: str) -> Sampled:
         call.name = self._calls.new_name()
@@ -307,6 +350,11 @@ class ServerEngine:
             name = self._calls.new_name()
             self._mode = await _find_mode(self._dialect, replica, self._facts, name)
         _check_mode(replica.url, self._mode, params)
+
+
+async def _always(url: str) -> bool:
+    """Nobody else runs the servers."""
+    return True
 
 
 async def _find_mode(dialect: Dialect, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:

@@ -72,24 +72,64 @@ class SentWeights:
             await self._broadcast(version, state)
             return
         state = with_head(state)
+        before = await self._save(version, state)
+        await asyncio.gather(*(self._update_locked(replica, state) for replica in self._replicas))
+        await self._remove(before)
+
+    async def hold(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Keep whole weights for `give`; each replica stays at the version that it has until then.
+
+        Not while a replica is given any. Raises StorageError.
+        """
+        before, old = None, self.version
+        if self.line is not None:
+            await asyncio.to_thread(self.line.keep, version, state)
+            self._announce(version, None)
+        else:
+            before = await self._save(version, with_head(state))
+        for replica in self._replicas:
+            replica.behind = old if replica.behind is None else replica.behind
+        await self._remove(before)
+
+    async def give(self, replica: Replica) -> None:
+        """Have one replica take what is held, and prove it. Raises as `ServerEngine.load_weights`."""
+        async with replica.lock:
+            if self.line is not None:
+                await self._prove(replica, await self.line.bring(replica))
+            else:
+                assert self._sent.folder is not None
+                await self._update(replica, await asyncio.to_thread(read_weights, self._sent.folder))
+            replica.holds, replica.behind = self.version, None
+
+    async def _save(self, version: int, state: Mapping[str, torch.Tensor]) -> Path | None:
+        """Write weights as those that were sent last; gives the folder of those before."""
         folder = self._shelf.folder(f"{self._name}-{version}", num_bytes(state))
         await asyncio.to_thread(save_weights, folder, state)
         before = self._sent.folder
+        self._announce(version, folder)
+        return None if before == folder else before
+
+    def _announce(self, version: int, folder: Path | None) -> None:
+        """These are the weights that replicas are to have."""
         self._sent = _Sent(version, folder, self._sent.labels | {str(version)})
         self.version = version
-        await asyncio.gather(*(self._update_locked(replica, state) for replica in self._replicas))
-        if before is not None and before != folder:
-            await asyncio.to_thread(shutil.rmtree, before, ignore_errors=True)
+
+    async def _remove(self, folder: Path | None) -> None:
+        """Remove a folder that nobody reads any more, once no replica is looked at."""
+        if folder is not None:
+            for replica in tuple(self._replicas):
+                async with replica.lock:
+                    pass
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
 
     async def _broadcast(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Send the weights over a line; no file is left to send them from again."""
         assert self.line is not None
         await self.line.send(version, state)
-        self._sent = _Sent(version, None, self._sent.labels | {str(version)})
-        self.version = version
+        self._announce(version, None)
         for replica in tuple(self._replicas):
             await self._prove(replica, state)
-            replica.holds = version
+            replica.holds, replica.behind = version, None
 
     async def send_adapter(
         self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
@@ -115,6 +155,10 @@ class SentWeights:
         self._sent = _Sent(version, None, labels)
         self.version = version
 
+    def know(self, version: int) -> None:
+        """Know of weights that another client has sent, though they are not the last."""
+        self._sent.labels.add(str(version))
+
     async def bring(self, replica: Replica) -> None:
         """Have a replica that is not in the list yet take what was sent last, and prove it."""
         if self.line is not None:
@@ -123,39 +167,58 @@ class SentWeights:
                 await self._prove(replica, last)
         await self.ready(replica, first_turn=True)
 
-    async def ready(self, replica: Replica, *, first_turn: bool) -> None:
-        """Make sure that a replica holds the weights that were sent last, as far as it tells.
+    async def ready(self, replica: Replica, *, first_turn: bool, stays: int | None = None) -> None:
+        """Make sure that a replica holds the weights that it is to have, as far as it tells.
 
-        One that reports versions with its tokens is asked only when in doubt, others once an episode.
+        One that reports versions with its tokens is asked only when in doubt, others once an episode. Raises
+        EngineError where it has other ones than the version at which an episode `stays`.
         """
-        folder = self._sent.folder
-        in_doubt, tells = replica.holds != self.version, self._tells_versions or folder is None
         if self._follows:
-            if in_doubt or (first_turn and not self._tells_versions):
-                await self._check_label(replica)
+            if replica.holds != self.version or (first_turn and not self._tells_versions):
+                await self._check_label(replica, stays)
             return
-        if folder is None and not self.adapters:
+        if self._sent.folder is None and not self.adapters:
             await self._check_broadcast(replica)
-            return
+        else:
+            await self._make_ready(replica, first_turn)
+        if stays is not None and stays != self._due(replica):
+            raise EngineError(f"{replica.url} has lost the weights {stays}, at which an episode was to stay.")
+
+    async def _make_ready(self, replica: Replica, first_turn: bool) -> None:
+        """Send the weights that were sent last again where they are gone."""
+        in_doubt = replica.holds != self._due(replica)
+        tells = self._tells_versions or self._sent.folder is None
         if not in_doubt and (tells or not first_turn):
             return
         async with replica.lock:
-            if replica.holds == self.version and in_doubt:
+            if replica.holds == self._due(replica) and in_doubt:
                 return
-            version = self._sent.version
-            if folder is not None and await self._dialect.version(replica) != str(version):
-                log.warning("%s has lost the weights of version %d; sending them again", replica.url, version)
+            folder, version = self._sent.folder, self._sent.version
+            label = str(version if replica.behind is None else replica.behind)
+            if folder is not None and await self._dialect.version(replica) != label:
+                log.warning("%s has lost the weights of version %s; sending %d", replica.url, label, version)
                 await self._update(replica, await asyncio.to_thread(read_weights, folder))
             await self.adapters.restore(replica)
-            replica.holds = self.version
+            replica.holds = self._due(replica)
 
-    def before(self, adapter: ServedAdapter | None) -> int:
+    def _due(self, replica: Replica) -> int:
+        """The version that a replica is to have."""
+        return self.version if replica.behind is None else replica.behind
+
+    def before(self, adapter: ServedAdapter | None, stays: int | None = None) -> int:
         """The version that a request begins under."""
-        return self._sent.version if adapter is None else adapter.version
+        if adapter is not None:
+            return adapter.version
+        return self._sent.version if stays is None else stays
 
-    def knows(self, sampled: Sampled, adapter: ServedAdapter | None) -> bool:
-        """Whether all tokens are of versions that were sent; true where the server does not tell."""
+    def knows(self, sampled: Sampled, adapter: ServedAdapter | None, stays: int | None = None) -> bool:
+        """Whether all tokens are of versions that were sent; true where the server does not tell.
+
+        Those of an episode that `stays` at a version are to be of that alone.
+        """
         labels = self._sent.labels if adapter is None else {str(adapter.version)}
+        if stays is not None:
+            labels = {str(stays)}
         return not labels or all(span.version in labels for span in sampled.spans or ())
 
     async def close(self) -> None:
@@ -167,24 +230,26 @@ class SentWeights:
         if self.line is not None:
             self.line.close()
 
-    async def _check_label(self, replica: Replica) -> None:
+    async def _check_label(self, replica: Replica, stays: int | None) -> None:
         """Raise EngineError where a replica holds other weights than were sent by the client that sends."""
-        if self._sent.labels:
+        labels = self._sent.labels if stays is None else {str(stays)}
+        if labels:
             label = await self._dialect.version(replica)
-            if label not in self._sent.labels:
+            if label not in labels:
                 raise EngineError(f"{replica.url} holds the weights {label}, which were not sent to it.")
         replica.holds = self.version
 
     async def _check_broadcast(self, replica: Replica) -> None:
         """Raise EngineError where a replica, after it was out of reach, has not what was broadcast last."""
-        if self.line is None or not self._sent.labels or replica.holds == self.version:
+        due = self._due(replica)
+        if self.line is None or not self._sent.labels or replica.holds == due:
             return
-        if await self._dialect.version(replica) != str(self._sent.version):
+        if await self._dialect.version(replica) != str(due):
             raise EngineError(
-                f"{replica.url} has lost the weights of version {self._sent.version}, which were broadcast.",
+                f"{replica.url} has lost the weights of version {due}, which were broadcast.",
                 "Resume the run: it sends them anew. Weights in a folder are sent again by themselves.",
             )
-        replica.holds = self.version
+        replica.holds = due
 
     async def _update_locked(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
         async with replica.lock:
@@ -194,7 +259,7 @@ class SentWeights:
         """Have one replica take the weights in the folder, and hold its digests against `state`."""
         await self._dialect.update(replica, str(self._sent.folder), self._sent.version)
         await self._prove(replica, state)
-        replica.holds = self.version
+        replica.holds, replica.behind = self.version, None
 
     async def _prove(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
         """Hold the digests of a replica's tensors against `state`."""

@@ -72,6 +72,8 @@ class _Line:
 class Replica:
     """One server. `load` counts the calls under way; `holds` is its weights' version, None if unknown.
 
+    `behind` is an older version that it stays at while its episodes end; None where it is to have the newest.
+
     `restore` makes sure of its weights; it comes before what samples is sent again, for the server may have
     been started anew. One that is `gone` is not asked again.
     """
@@ -80,6 +82,7 @@ class Replica:
     settings: ServerSettings
     load: int = 0
     holds: int | None = None
+    behind: int | None = None
     gone: bool = False
     restore: Callable[[Replica], Awaitable[None]] | None = None
     _down_since: float | None = field(init=False, default=None)

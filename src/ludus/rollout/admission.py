@@ -5,11 +5,11 @@ new groups, and the groups of the next batch. Knows no clock, no engine and no e
 simulation runs the same code as training. Never throws a slow group away: what is admitted is taken, unless
 it is discarded by name.
 
-A group that is admitted while the engine has version `v` holds no token older than `v`, and step `s` trains
-the weights of version `s - 1`. With the bound `k` the group is therefore due at step `v + k + 1`. A step
-takes a fixed number of groups, those that are due first; so it is enough that for every step `d` from the
-next one on, no more groups are due until `d` than the steps until `d` take. Admission never breaks that, and
-`take` waits for a group that would.
+A group that is admitted while episodes begin on version `v` holds no token older than `v`, and step `s`
+trains the weights of version `s - 1`. With the bound `k` the group is therefore due at step `v + k + 1`. A
+step takes a fixed number of groups, those that are due first; so it is enough that for every step `d` from
+the next one on, no more groups are due until `d` than the steps until `d` take. Admission never breaks that,
+and `take` waits for a group that would.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Pace:
 
 @dataclass(slots=True)
 class Ticket:
-    """A group that is on its way. `version` is the engine's when it was admitted."""
+    """A group that is on its way. `version` is the oldest on which its episodes began."""
 
     number: int
     version: int
@@ -44,12 +44,19 @@ class Ticket:
 
 @dataclass
 class Admission:
-    """The groups on their way. `version` is that of the engine, and of the last step that is done."""
+    """The groups on their way. `version` is that of the last step that is done.
+
+    `begins` is the version of the engine; of several, the oldest one on which an episode may begin.
+    """
 
     pace: Pace
     version: int = 0
+    begins: int = field(init=False)
     learning: bool = field(default=False, init=False)
     _tickets: dict[int, Ticket] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.begins = self.version
 
     @property
     def next_step(self) -> int:
@@ -69,7 +76,7 @@ class Admission:
     @property
     def room(self) -> int:
         """Groups that may be admitted now."""
-        steps = self._due(self.version) - self.next_step + 1
+        steps = self._due(self.begins) - self.next_step + 1
         return max(0, self.pace.groups_per_step * steps - len(self._tickets))
 
     def admit(self, number: int) -> Ticket:
@@ -78,7 +85,7 @@ class Admission:
             raise ValueError(f"group {number} is on its way already")
         if not self.room:
             raise ValueError(f"there is no room for group {number}")
-        ticket = self._tickets[number] = Ticket(number, self.version)
+        ticket = self._tickets[number] = Ticket(number, self.begins)
         return ticket
 
     def admit_again(self, number: int, version: int) -> bool:
@@ -122,11 +129,22 @@ class Admission:
         """Whether a batch is there, and the learner waits for a group that is due."""
         return not self.learning and self.num_ready >= self.pace.groups_per_step
 
-    def published(self, version: int) -> None:
-        """The engine has the weights of the step that was taken."""
+    def published(self, version: int, *, everywhere: bool = True) -> None:
+        """The engine has the weights of the step that was taken; of several engines not yet all need to."""
         if version != self.version + 1 or not self.learning:
             raise ValueError(f"version {version} follows {self.version}, learning: {self.learning}")
         self.version, self.learning = version, False
+        if everywhere:
+            self.begins = version
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether episodes may still begin on an older version than the newest."""
+        return self.begins < self.version
+
+    def serves(self, version: int) -> None:
+        """No episode begins on a version older than this from now on."""
+        self.begins = max(self.begins, version)
 
     def _due(self, version: int) -> int:
         """The last step that may train a group of this version."""

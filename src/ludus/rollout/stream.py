@@ -109,7 +109,7 @@ class Stream:
             numbers = self.admission.take()
             if numbers is not None:
                 break
-            if not self._running:
+            if not self._running and not self.admission.is_behind:
                 raise LudusError("No episode is in flight, and no batch is complete: a fault of Ludus.")
             self.held = self.held or self.admission.is_held
             self._changed.clear()
@@ -119,11 +119,22 @@ class Stream:
         self._fill()
         return Batch(groups, others)
 
-    def published(self, version: int) -> None:
-        """The engine has the weights of the batch that was taken."""
-        self.admission.published(version)
+    def published(self, version: int, *, everywhere: bool = True) -> None:
+        """The engine has the weights of the batch that was taken; of several engines not yet all need to."""
+        self.admission.published(version, everywhere=everywhere)
         self._draining = False
         self._fill()
+
+    def serves(self, version: int) -> None:
+        """No episode begins on a version older than this from now on."""
+        self.admission.serves(version)
+        self._fill()
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Start nothing more, and raise this in `take`."""
+        self._failure = self._failure or error
+        self._changed.set()
 
     async def drain(self) -> None:
         """Start nothing more until `published`, and wait until nothing runs."""

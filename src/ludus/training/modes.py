@@ -3,8 +3,9 @@
 `run_one_step` samples the next batch while it learns on this one. Each batch is of one version, that of the
 step before its own; so it repeats bit for bit where synchronous training does. `AsyncRun` lets episodes
 stream: the learner takes a batch when the admission lets one go, and new weights reach the engine between two
-of its passes. Both learn on a thread of their own; the event loop, the ledger and the episodes stay on the
-caller's.
+of its passes, or, where an episode is to stay with the weights that it began on, each engine of several once
+its episodes have ended. Both learn on a thread of their own; the event loop, the ledger and the episodes stay
+on the caller's.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from dataclasses import dataclass, field
 import torch
 
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import counted
+from ludus.engines.base import Engine, RollingUpdate, Rolls, counted
+from ludus.errors import LudusError
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import InFlight, first_in_flight
 from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler
@@ -27,6 +29,7 @@ from ludus.training.rl import RlLoop, Verdict, proof_metrics, task_order
 from ludus.training.sampling import max_action_tokens
 from ludus.training.staleness import EssGuard, staleness_metrics
 from ludus.training.stream_state import StreamState
+from ludus.training.sync import SyncProof
 from ludus.training.task_stream import TaskStream
 
 
@@ -73,7 +76,7 @@ async def run_one_step(loop: RlLoop, done: int) -> None:
         thread.close()
 
 
-async def _end(task: asyncio.Task[list[Credit]] | None) -> None:
+async def _end(task: asyncio.Task[list[Credit]] | asyncio.Task[None] | None) -> None:
     """Cancel a task and wait for its end; what it says then is of no use to anyone."""
     if task is not None:
         task.cancel()
@@ -112,6 +115,11 @@ class AsyncRun:
     player: Player
     thread: LearnerThread
     limit: InFlight
+    several: Rolls | None = None
+    """The engines, where an episode stays with the weights that it began on and each can take them alone."""
+    rolling: RollingUpdate | None = field(default=None, init=False)
+    proofs: list[SyncProof] = field(default_factory=list)
+    """Of the engines that took weights since the last step."""
     guard: EssGuard = field(init=False)
     replay: ReplayBuffer = field(init=False)
 
@@ -146,20 +154,36 @@ class AsyncRun:
             kept=before.groups,
             on_done=loop.reporter.episode,
         )
-        return cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()), limit)
+        several = None if staleness.interruptible else rolling_engines(loop.engine)
+        thread = LearnerThread(torch.get_num_threads())
+        return cls(loop, stream, source, player, thread, limit, several)
 
     async def run(self, done: int) -> None:
         """Train from step `done` to the last."""
         loop = self.loop
         await loop.sync.publish(done)
+        following: asyncio.Task[None] | None = None
         try:
+            if self.several is not None:
+                self.rolling = await self.several.roll(self.stream.admission.pace.max_staleness // 2)
+                following = asyncio.create_task(self._follow(self.rolling, done))
             for episode in self.stream.start():  # the ledger of a resumed run has them as running
                 loop.sampler.ledger.start(episode.key)
             for step in range(done + 1, loop.session.config.training.steps + 1):
                 await self.step(step)
         finally:
+            await _end(following)
             await self.stream.close()
             self.thread.close()
+
+    async def _follow(self, engines: RollingUpdate, version: int) -> None:
+        """Have the stream know the version on which episodes begin."""
+        try:
+            while True:
+                version = await engines.served(version)
+                self.stream.serves(version)
+        except LudusError as error:
+            self.stream.fail(error)
 
     async def step(self, step: int) -> None:
         """One batch: wait for it, learn, send the weights."""
@@ -178,6 +202,8 @@ class AsyncRun:
         learned |= self._staleness(step, credits) | self.replay.metrics(credits)
         clock.engine = (await counted(loop.engine)).metrics() | self._queues()
         self._adjust(clock, ahead)
+        if self.rolling is not None and step % loop.session.config.evaluation.every == 0:
+            await self.rolling.catch_up()
         metrics = await loop.report(step, credits, learned, clock, self.thread)
         verdict = self._guarded(step, metrics)
         loop.sampled = loop.sampler.state
@@ -198,13 +224,25 @@ class AsyncRun:
         return credits + self.replay.draw(step, sampler.algorithm, limit, len(groups))
 
     async def _publish(self, step: int) -> dict[str, float]:
-        sync = self.loop.sync
-        if not self.loop.session.config.staleness.interruptible:
+        sync, config = self.loop.sync, self.loop.session.config
+        if self.rolling is not None and step < config.training.steps:
+            await sync.offer(step, self.rolling, self.thread, self.proofs.append)
+            self.stream.published(step, everywhere=False)
+            return self._proved()
+        if not config.staleness.interruptible:
             await self.stream.drain()
         received = await sync.send(step)
         proof = await self.thread(lambda: sync.compare(received))
         self.stream.published(step)
         return proof_metrics(proof)
+
+    def _proved(self) -> dict[str, float]:
+        """How many engines have taken weights since the last step, and the largest gap of their probes."""
+        proofs, self.proofs[:] = tuple(self.proofs), ()
+        found = {"sync/engines": float(len(proofs))}
+        if proofs:
+            found["sync/probe_gap"] = max(proof.probe_gap for proof in proofs)
+        return found
 
     def _staleness(self, step: int, credits: list[Credit]) -> dict[str, float]:
         session = self.loop.session
@@ -236,3 +274,8 @@ class AsyncRun:
             self.loop.alarm(step, warning)
         way = "a lower staleness.max_staleness or training.learning_rate, or another staleness.min_ess"
         return Verdict(self.guard.verdict, way) if self.guard.verdict else Verdict()
+
+
+def rolling_engines(engine: Engine) -> Rolls | None:
+    """The engines, where they are several that can take weights one by one."""
+    return engine if isinstance(engine, Rolls) and engine.can_roll else None

@@ -8,7 +8,7 @@ transfer that outlives its deadline, or that the engine refuses, with the engine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ludus.engines.base import Engine
+from ludus.engines.base import Engine, RollingUpdate, WeightCheck
 from ludus.engines.fingerprint import fingerprint_gathered
 from ludus.errors import EngineError, SyncError
 from ludus.training.crew import Gather, Probe
@@ -26,6 +26,8 @@ from ludus.training.sharding import gathered, is_sharded
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from ludus.training.learning import Work
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +52,38 @@ class Received:
     scores: Sequence[float]
 
 
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What an engine has to say once it holds the weights of a version: their digest, and the probe's scores.
+
+    `logprobs` `[T]`; `tolerance` in nats.
+    """
+
+    version: int
+    fingerprint: str
+    logprobs: Tensor
+    tolerance: float
+
+    def compare(self, theirs: str | None, scores: Sequence[float]) -> SyncProof:
+        """Hold what an engine says against it. Raises SyncError where they differ."""
+        if theirs is not None and self.fingerprint != theirs:
+            raise SyncError(
+                f"The engine's weights are not those of version {self.version}: digest {theirs[:12]} there, "
+                f"{self.fingerprint[:12]} here.",
+                "The rollouts would come from another policy; nothing was trained on them. "
+                "A server that another run has trained is to be started anew.",
+            )
+        own = self.logprobs
+        found = torch.tensor(scores, dtype=own.dtype, device=own.device)
+        gap = float((own[1:] - found[1:]).abs().max())
+        if not gap <= self.tolerance:
+            raise SyncError(
+                f"Engine and learner disagree on the probe by {gap:.3g} nats (tolerance {self.tolerance:g}).",
+                "See training.sync_tolerance.",
+            )
+        return SyncProof(self.version, theirs, gap)
+
+
 @dataclass(frozen=True)
 class WeightSync:
     """Publishes a model's trainable weights to an engine. `probe` is a fixed sequence of token ids."""
@@ -68,7 +102,7 @@ class WeightSync:
     async def send(self, version: int) -> Received:
         """Send the weights as `version`; they must not change until this has ended."""
         weights = self._gathered()
-        state = {name: weights[name] for name, p in self.model.named_parameters() if p.requires_grad}
+        state = self._trainable(weights)
         try:
             async with asyncio.timeout(self.deadline_s):
                 await self.engine.load_weights(version, state)
@@ -80,6 +114,30 @@ class WeightSync:
             raise SyncError(f"The engine refused weights {version}: {error}") from error
         return Received(version, weights, theirs, scores)
 
+    async def offer(
+        self, version: int, engines: RollingUpdate, work: Work, on_proof: Callable[[SyncProof], None]
+    ) -> None:
+        """Leave the weights as `version` with engines that take them one by one; `on_proof` hears of each.
+
+        What has to be computed for the proof is `work`. The weights may change once this has returned.
+        """
+        weights = self._gathered()
+        expected = await work(lambda: self._expected(version, weights))
+
+        def check(theirs: str | None, scores: Sequence[float]) -> None:
+            on_proof(expected.compare(theirs, scores))
+
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                await engines.offer(
+                    WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights)
+                )
+        except TimeoutError as error:
+            raise SyncError(f"Keeping weights {version} took longer than {self.deadline_s:g} s.") from error
+
+    def _trainable(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: weights[name] for name, p in self.model.named_parameters() if p.requires_grad}
+
     def _gathered(self) -> dict[str, Tensor]:
         """All weights in one piece, as they are in this moment where they are not split."""
         if not is_sharded(self.model):
@@ -89,32 +147,18 @@ class WeightSync:
 
     def compare(self, received: Received) -> SyncProof:
         """Compare what the engine said with the learner's weights. Raises SyncError where they differ."""
-        version, theirs = received.version, received.theirs
-        ours = fingerprint_gathered(self.model, received.weights)
-        if theirs is not None and ours != theirs:
-            raise SyncError(
-                f"The engine's weights are not those of version {version}: digest {theirs[:12]} there, "
-                f"{ours[:12]} here.",
-                "The rollouts would come from another policy; nothing was trained on them. "
-                "A server that another run has trained is to be started anew.",
-            )
-        gap = self._probe_gap(received.scores)
-        if not gap <= self.tolerance:
-            raise SyncError(
-                f"Engine and learner disagree on the probe by {gap:.3g} nats (tolerance {self.tolerance:g}).",
-                "See training.sync_tolerance.",
-            )
-        return SyncProof(version, theirs, gap)
+        return self._expected(received.version, received.weights).compare(received.theirs, received.scores)
 
     @torch.no_grad()
-    def _probe_gap(self, scores: Sequence[float]) -> float:
+    def _expected(self, version: int, weights: Mapping[str, Tensor]) -> Expected:
+        """What an engine with these weights, the model's own, has to say."""
+        ours = fingerprint_gathered(self.model, weights)
         if is_sharded(self.model):
             with self.ranks.together(Probe(self.probe)):
                 own = probe_logprobs(Scorer(self.model), self.probe)
         else:
             own = probe_logprobs(self._scorer, self.probe)
-        theirs = torch.tensor(scores, dtype=own.dtype, device=own.device)
-        return float((own[1:] - theirs[1:]).abs().max())
+        return Expected(version, ours, own, self.tolerance)
 
     @cached_property
     def _scorer(self) -> Scorer:
