@@ -448,6 +448,10 @@ class PreferenceConfig(OptimiserSection):
     action against the worst, by the mean reward of what came of it."""
     data: str | None = None
     """A file of pairs instead (docs/data.md)."""
+    tasks: int = Field(64, ge=1)
+    """Without `run` and `data` the model plays this many training tasks itself, or all if there are fewer."""
+    samples: int = Field(8, ge=2)
+    """Attempts at each of them, at rollout.temperature."""
     checkpoint_every: int = Field(50, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(1, ge=1)
