@@ -44,7 +44,7 @@ from ludus.training.dry_run import dry_run_of
 from ludus.training.experts import check_experts, make_experts
 from ludus.training.full_kl import States
 from ludus.training.head import Entropy
-from ludus.training.judges import Judge, make_judge, part_name
+from ludus.training.judges import Judge, check_critic, make_judge, part_name
 from ludus.training.learner import Learner, LearnerSettings, TokenScorer
 from ludus.training.learning import Learning
 from ludus.training.memory import Memory
@@ -115,6 +115,7 @@ def check(config: Config, world: World) -> None:
     check_roles(algorithm, world)
     control_of(config, algorithm)
     check_teacher(config, algorithm)
+    check_critic(config, algorithm)
     check_experts(config, algorithm, world)
     check_old_logprobs(config, algorithm)
     check_observations(algorithm, config.training.mask_observations)
@@ -225,9 +226,7 @@ def doubts(config: Config) -> list[str]:
     if not config.training.mask_observations:
         found.append("Observations are in the loss (training.mask_observations is off): for comparison only.")
     if config.algorithm.preset == "vapo" and config.critic.warmup_steps == 0:
-        found.append(
-            "The preset vapo trains its critic first, and critic.warmup_steps is 0."
-        )
+        found.append("VAPO pre-trains its critic on a fixed policy, and critic.warmup_steps is 0.")
     if config.training.mode == "async" and config.rollout.reproducible:
         found.append(
             "An asynchronous run does not repeat bit for bit (training.mode = async): rollout.reproducible "
