@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,21 +13,27 @@ from ludus.algorithms import advantages
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import algorithm_of
 from ludus.cli.main import main
+from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError, UserError
 from ludus.rollout.ledger import Outcome
+from ludus.rollout.scheduler import Episode
+from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training.credit import assign_credit
 from ludus.training.critic import Critic, CriticSettings
 from ludus.training.judges import check_critic, train_judge, warmup_steps
-from ludus.training.optimiser import OptimiserSettings
+from ludus.training.learner import Learner, LearnerSettings
+from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.refine import refine
 from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.scoring import Scorer
 from ludus.training.session import open_session
 from ludus.training.start import train
 from ludus.training.state_model import StateSettings
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group, real_group
 from test_learner import random_rows, tiny_model
+from tiny_run import cold_start, ludus, make_recipe
 
 PPO = SMALLEST | {"algorithm__preset": "ppo"}
 
@@ -146,6 +153,52 @@ def test_vapo_trains_its_critic_first_unless_it_is_told_otherwise():
     assert steps("vapo", warmup_steps=0) == 0
     assert steps("ppo") == 0
     assert steps("ppo", warmup_steps=2) == 2
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_run, tmp_path_factory) -> Path:
+    """A run of one step of PPO, with rewards that differ."""
+    folder = tmp_path_factory.mktemp("sampled")
+    settings = {
+        "model.path": cold_start(tiny_run),
+        "run.folder": folder / "run",
+        "algorithm.preset": "ppo",
+        "training.steps": "1",
+        "training.tasks_per_step": "6",
+        "rollout.temperature": "0.7",
+        "env.settings.well_formed_weight": "0.45",
+        "evaluation.tasks": "1",
+        "evaluation.every": "9",
+    }
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    assert ludus("train", make_recipe(folder), *words).code == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("preset", ["ppo", "vapo"])
+def test_its_loss_falls_on_what_a_run_sampled(preset, sampled):
+    session = open_session(load_config(sampled / "config.toml"))
+    algorithm = PRESETS[preset]
+    groups: dict[str, list[Episode]] = {}
+    tasks = {task.id: task for task in session.world.tasks("train")}
+    for record in read_rollouts(rollouts_path(sampled, 1)):
+        episode = Episode(record.key, tasks[record.group], record.trajectory)
+        groups.setdefault(record.group, []).append(episode)
+    rewards = [episode.trajectory.reward for group in groups.values() for episode in group]
+    assert len(set(rewards)) > 1
+    learner = Learner(
+        Scorer(session.model, 0.7),
+        Optimiser(session.model, OptimiserSettings(learning_rate=1e-3, total_steps=1)),
+        algorithm,
+        LearnerSettings(),
+    )
+    one = critic(session.model, rate=3e-3)
+    losses = []
+    for _ in range(36):
+        credits = refine(assign_credit(list(groups.values()), algorithm), learner, 300, one, check=False)
+        losses.append(train_judge(one, credits)["critic/loss"])
+    print([round(x, 4) for x in losses])
+    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
 
 def test_a_model_without_states_to_read_gets_no_critic():
