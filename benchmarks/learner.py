@@ -5,7 +5,9 @@
     python benchmarks/learner.py --page docs/performance.md
 
 speed   64 ragged sequences of 100 to 2,000 tokens, nothing shared: the gradient of the whole batch against
-        bare passes over the same tokens (each sequence alone, forward and backward, a plain log-likelihood)
+        bare passes over the same tokens (each sequence alone, forward and backward, a plain log-likelihood);
+        and a step with two updates, `old` scored and a reference in the loss, against those passes and a bare
+        forward pass for each of the two
 shapes  what computing shared prefixes once gives: a long prompt with short answers, a multi-turn chain sent
         again at each turn, a branching tree; against the same rows without sharing, and padded
 memory  the peak above the model at a vocabulary of 150,000: chunks of the output layer against all logits
@@ -15,6 +17,7 @@ Every part runs with one thread; memory in processes of their own.
 from __future__ import annotations
 
 import argparse
+import copy
 import random
 import subprocess
 import sys
@@ -57,6 +60,15 @@ def learner(policy: Qwen3ForCausalLM) -> Learner:
     """GRPO, one optimiser step a batch."""
     optimiser = Optimiser(policy, OptimiserSettings(learning_rate=1e-4, total_steps=1))
     return Learner(Scorer(policy), optimiser, PRESETS["grpo"], LearnerSettings(microbatch_tokens=8192))
+
+
+def learner_with_reference(policy: Qwen3ForCausalLM) -> Learner:
+    """GRPO with a KL to a copy, and two optimiser steps a batch, so that `old` is scored before them."""
+    optimiser = Optimiser(policy, OptimiserSettings(learning_rate=1e-6, total_steps=1))
+    settings = LearnerSettings(microbatch_tokens=8192, minibatches=2)
+    reference = Scorer(copy.deepcopy(policy).requires_grad_(False).eval())
+    scorers = {"reference": reference}
+    return Learner(Scorer(policy), optimiser, PRESETS["grpo_paper"], settings, scorers)
 
 
 def row(tokens: Sequence[int], prompt: int, sign: float) -> Row:
@@ -137,6 +149,23 @@ def bare(policy: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
     policy.zero_grad()
 
 
+@torch.no_grad()
+def bare_forward(policy: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
+    """Each sequence alone, without a gradient."""
+    for one in rows:
+        first = one.trains.index(True)
+        tokens = torch.tensor([one.tokens])
+        logits = policy(input_ids=tokens[:, :-1], logits_to_keep=len(one.tokens) - first).logits[0]
+        torch.nn.functional.cross_entropy(logits, tokens[0, first:])
+
+
+def bare_step(policy: Qwen3ForCausalLM, rows: Sequence[Row]) -> None:
+    """The passes that a step with `old` and a reference needs."""
+    bare_forward(policy, rows)
+    bare_forward(policy, rows)
+    bare(policy, rows)
+
+
 def gradient(one: Learner, rows: Sequence[Row]) -> None:
     one.gradient(rows)
     one.scorer.model.zero_grad()
@@ -160,22 +189,36 @@ def ratios(over: Sequence[float], under: Sequence[float]) -> str:
 
 
 def speed(repeats: int) -> list[str]:
-    """The learner's gradient against bare passes."""
-    policy, rows = model(), ragged()
-    one, plain = learner(policy), model()
+    """The learner's gradient, and its step with all that can be on, against bare passes."""
+    rows = ragged()
+    one, whole, plain = learner(model()), learner_with_reference(model()), model()
     plain.train()
-    found = compare({"learner": lambda: gradient(one, rows), "bare": lambda: bare(plain, rows)}, repeats)
+    ways = {
+        "learner": lambda: gradient(one, rows),
+        "bare": lambda: bare(plain, rows),
+        "step": lambda: whole.train(rows, seed=0),
+        "bare step": lambda: bare_step(plain, rows),
+    }
+    found = compare(ways, repeats)
     tokens = sum(len(r.tokens) for r in rows)
-    over = ratios(found["learner"], found["bare"])
-    per_s = {name: tokens / median(times) for name, times in found.items()}
-    return [
+    under = {"bare": "bare", "learner": "bare", "bare step": "bare step", "step": "bare step"}
+    said = {
+        "bare": "bare forward and backward passes",
+        "learner": "the learner's gradient",
+        "bare step": "those bare passes, and two forward ones",
+        "step": "a step of two updates with `old` and a reference",
+    }
+    lines = [
         f"64 sequences, {tokens:,} tokens, nothing shared; median of {repeats}, processor seconds.",
         "",
         "| way | tokens/s | seconds | times the bare passes (least to most) |",
         "|---|---:|---:|---:|",
-        f"| bare forward and backward passes | {per_s['bare']:,.0f} | {median(found['bare']):.2f} | 1.00 |",
-        f"| the learner's gradient | {per_s['learner']:,.0f} | {median(found['learner']):.2f} | {over} |",
     ]
+    for way, words in said.items():
+        taken = median(found[way])
+        over = "1.00" if way == under[way] else ratios(found[way], found[under[way]])
+        lines.append(f"| {words} | {tokens / taken:,.0f} | {taken:.2f} | {over} |")
+    return lines
 
 
 def shapes(repeats: int) -> list[str]:

@@ -26,6 +26,7 @@ from ludus.training.ranks import Alone, SharedBatch
 from ludus.training.scoring import Scorer
 from ludus.training.sharding import is_sharded, whole
 from ludus.training.shards import SHARDS, save_shards
+from ludus.training.state_model import StateSettings
 from rank_processes import work
 from served import COLD_START
 from test_learner import WITH_ALL_TERMS, random_rows, tiny_model
@@ -93,7 +94,7 @@ def critic_results(dtype):
     """Values before and after two steps of a critic, its metrics and its weights."""
     ranks, rows, found = ranks_here(), random_rows(), {}
     how = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
-    critic = Critic(tiny_model(dtype), how, CriticSettings(microbatch_tokens=60, epochs=2), ranks)
+    critic = Critic(tiny_model(dtype), how, CriticSettings(epochs=2, states=StateSettings(60)), ranks)
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
     old = critic.values(rows)
     found |= {f"metrics/{n}": torch.tensor(v) for n, v in critic.train(rows, targets, old).items()}
@@ -116,7 +117,7 @@ def parts_of_run(kind, ranks, resumed=None):
     """A learner and a critic, brought to a checkpoint where there is one; float64."""
     model, reference = policy(kind, torch.float64), tiny_model(seed=1).requires_grad_(False)
     how = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
-    critic = Critic(tiny_model(seed=2), how, CriticSettings(microbatch_tokens=60), ranks)
+    critic = Critic(tiny_model(seed=2), how, CriticSettings(states=StateSettings(60)), ranks)
     if resumed is not None:
         load_weights(resumed, model)
     ranks.split(model)

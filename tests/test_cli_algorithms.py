@@ -24,7 +24,7 @@ def test_one_of_them_is_shown_with_what_its_parts_take():
     assert said.code == 0
     assert "arXiv:2602.04879" in said.out
     assert "algorithm.loss = dppo" in said.out
-    assert "algorithm.options.loss.bound = the function's default" in said.out
+    assert "algorithm.options.loss.bound = 0.2" in said.out
     assert "algorithm.options.advantage.k = 4" in ludus("algorithms", "pass_at_k").out
 
 

@@ -4,35 +4,45 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.resolve import algorithm_of
 from ludus.cli.main import main
-from ludus.errors import LearnerError, UserError
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.errors import ConfigError, LearnerError, UserError
 from ludus.rollout.ledger import Outcome
+from ludus.rollout.scheduler import Episode
+from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training.credit import assign_credit
 from ludus.training.critic import Critic, CriticSettings
-from ludus.training.judges import train_judge
-from ludus.training.optimiser import OptimiserSettings
+from ludus.training.judges import check_critic, train_judge, warmup_steps
+from ludus.training.learner import Learner, LearnerSettings
+from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.refine import refine
 from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.scoring import Scorer
 from ludus.training.session import open_session
 from ludus.training.start import train
+from ludus.training.state_model import StateSettings
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group, real_group
 from test_learner import random_rows, tiny_model
+from tiny_run import cold_start, ludus, make_recipe
 
 PPO = SMALLEST | {"algorithm__preset": "ppo"}
 
 
-def critic(model=None, rate=6e-3, **settings):
+def critic(model=None, rate=6e-3, states=None, **settings):
     return Critic(
         model or tiny_model(),
         OptimiserSettings(learning_rate=rate, total_steps=100),
-        CriticSettings(**settings),
+        CriticSettings(states=states or StateSettings(), **settings),
     )
 
 
@@ -80,7 +90,7 @@ def test_it_learns_and_leaves_the_policy_alone():
 
 def test_microbatches_do_not_change_what_it_learns():
     rows = random_rows(12)
-    whole, parts = critic(), critic(microbatch_tokens=20)
+    whole, parts = critic(), critic(states=StateSettings(20))
     for one in (whole, parts):
         one.train(rows, targets_of(rows), one.values(rows))
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):
@@ -107,6 +117,88 @@ def test_its_state_comes_back_bit_for_bit():
         assert torch.equal(a, b)
     with pytest.raises(LearnerError, match="does not fit"):
         other.load_state({}, 1)
+
+
+def test_a_head_alone_learns_on_the_policys_states_and_leaves_it_alone():
+    model, rows = tiny_model(), random_rows(16)
+    before = copy.deepcopy(model.state_dict())
+    one = critic(model, rate=0.05, clip=None, states=StateSettings(on_policy=True))
+    assert {name for name, _ in one.model.named_parameters()} == {"head.weight", "head.bias"}
+    reports = [one.train(rows, targets_of(rows), one.values(rows)) for _ in range(30)]
+    assert reports[-1]["critic/loss"] < 0.7 * reports[0]["critic/loss"]
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert all(p.grad is None and p.requires_grad for p in model.parameters())
+    values = one.values(rows)[0]
+    with torch.no_grad():
+        next(model.parameters()).mul_(1.5)
+    assert not torch.equal(values, one.values(rows)[0])
+
+
+def test_a_value_head_is_refused_without_a_critic_and_on_split_weights():
+    for settings, words in (
+        ({"algorithm": {"preset": "grpo"}}, "has no critic"),
+        ({"algorithm": {"preset": "ppo"}, "training": {"learner": {"shard": True, "ranks": 2}}}, "splits"),
+    ):
+        one = Config.model_validate(settings | {"critic": {"model": "head"}})
+        with pytest.raises(ConfigError, match=words):
+            check_critic(one, algorithm_of(one))
+
+
+def test_vapo_trains_its_critic_first_unless_it_is_told_otherwise():
+    def steps(preset, **settings):
+        one = {"algorithm": {"preset": preset}, "training": {"steps": 25}, "critic": settings}
+        return warmup_steps(critic(), Config.model_validate(one))
+
+    assert steps("vapo") == 3
+    assert steps("vapo", warmup_steps=0) == 0
+    assert steps("ppo") == 0
+    assert steps("ppo", warmup_steps=2) == 2
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_run, tmp_path_factory) -> Path:
+    """A run of one step of PPO, with rewards that differ."""
+    folder = tmp_path_factory.mktemp("sampled")
+    settings = {
+        "model.path": cold_start(tiny_run),
+        "run.folder": folder / "run",
+        "algorithm.preset": "ppo",
+        "training.steps": "1",
+        "training.tasks_per_step": "6",
+        "rollout.temperature": "0.7",
+        "env.settings.well_formed_weight": "0.45",
+        "evaluation.tasks": "1",
+        "evaluation.every": "9",
+    }
+    words = [word for key, value in settings.items() for word in (f"--{key}", value)]
+    assert ludus("train", make_recipe(folder), *words).code == 0
+    return folder / "run"
+
+
+@pytest.mark.parametrize("preset", ["ppo", "vapo"])
+def test_its_loss_falls_on_what_a_run_sampled(preset, sampled):
+    session = open_session(load_config(sampled / "config.toml"))
+    algorithm = PRESETS[preset]
+    groups: dict[str, list[Episode]] = {}
+    tasks = {task.id: task for task in session.world.tasks("train")}
+    for record in read_rollouts(rollouts_path(sampled, 1)):
+        episode = Episode(record.key, tasks[record.group], record.trajectory)
+        groups.setdefault(record.group, []).append(episode)
+    rewards = [episode.trajectory.reward for group in groups.values() for episode in group]
+    assert len(set(rewards)) > 1
+    learner = Learner(
+        Scorer(session.model, 0.7),
+        Optimiser(session.model, OptimiserSettings(learning_rate=1e-3, total_steps=1)),
+        algorithm,
+        LearnerSettings(),
+    )
+    one = critic(session.model, rate=3e-3)
+    losses = []
+    for _ in range(36):
+        credits = refine(assign_credit(list(groups.values()), algorithm), learner, 300, one, check=False)
+        losses.append(train_judge(one, credits)["critic/loss"])
+    print([round(x, 4) for x in losses])
+    assert sum(losses[-5:]) / 5 < 0.6 * losses[0]
 
 
 def test_a_model_without_states_to_read_gets_no_critic():
@@ -156,12 +248,13 @@ def run(folder, **changes):
 
 
 @pytest.mark.fault
-def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(tmp_path):
+@pytest.mark.parametrize("model", ["separate", "head"])
+def test_a_run_of_ppo_that_is_cut_and_resumed_equals_the_uninterrupted_one(model, tmp_path):
     whole, cut = tmp_path / "whole", tmp_path / "cut"
-    reporter = run(whole)
+    reporter = run(whole, critic__model=model)
     assert {"critic/loss", "critic/explained_variance", "policy/ratio_mean"} <= set(reporter.steps[-1][1])
 
-    settings = config(cut, **PPO)
+    settings = config(cut, **PPO, critic__model=model)
     with locked(new_run(settings, "search", "rl")), pytest.raises(Cut):
         train(open_session(settings), RunFolder(cut), Cutting(2))
     assert main(["train", "--resume", str(cut)]) == 0

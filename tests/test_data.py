@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,10 @@ from ludus.config import load_config
 from ludus.engines.loading import load_tokenizer
 from ludus.rollout.store import rollouts_path
 from ludus.training.data import FileDialogue, FilePair, check_file, parse_record, read_dialogues, read_pairs
-from ludus.training.session import model_path
-from ludus.training.sft import dialogue_row
-from tiny_run import ludus, make_recipe, refused
+from ludus.training.session import model_path, open_session
+from ludus.training.sft import batches, dialogue_row
+from small_runs import lasting_files
+from tiny_run import cold_start, ludus, make_recipe, refused
 
 ASK = {"role": "user", "content": "What does a fig cost?"}
 SAY = {"role": "assistant", "content": "4"}
@@ -199,3 +201,36 @@ def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_pat
         *base, "--run.folder", tmp_path / "b", "--sft.dialogues", write(tmp_path / "p.jsonl", PAIR)
     )
     assert not (tmp_path / "b").exists()
+
+
+def numbered(path: Path) -> Path:
+    """A file of seven dialogues that differ."""
+    said = [messages(ASK, {"role": "assistant", "content": str(n)}) for n in range(7)]
+    return write(path, *said)
+
+
+def test_a_file_is_passed_over_in_another_order_each_time_and_for_each_seed(tmp_path, tiny_run):
+    file, recipe = numbered(tmp_path / "seven.jsonl"), make_recipe(tmp_path)
+    orders = []
+    for seed in ("0", "0", "1"):
+        words = ["--model.path", str(cold_start(tiny_run)), "--sft.dialogues", str(file), "--run.seed", seed]
+        session = open_session(load_config(recipe, [*words, "--sft.batch_size", "1"]))
+        rows = [row.tokens for batch in islice(batches(session, session.config.sft), 14) for row in batch]
+        orders.append([rows[:7], rows[7:]])
+    (first, second), again, (other, _) = orders
+    assert len(set(first)) == 7
+    assert sorted(first) == sorted(second) == sorted(other)
+    assert again == [first, second]
+    assert first != second
+    assert first != other
+
+
+def test_fine_tuning_on_a_file_resumes_in_the_middle_of_a_pass(tmp_path, tiny_run):
+    file = numbered(tmp_path / "seven.jsonl")
+    words = ("--model", cold_start(tiny_run), "--sft.batch_size", "2", "--sft.warmup_steps", "0")
+    base = ("sft", make_recipe(tmp_path), *words, "--sft.dialogues", file, "--sft.schedule", "constant")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    assert ludus(*base, "--sft.steps", "5", "--run.folder", whole).code == 0
+    assert ludus(*base, "--sft.steps", "2", "--run.folder", cut).code == 0
+    assert ludus("sft", "--resume", cut, "--sft.steps", "5").code == 0
+    assert lasting_files(cut) == lasting_files(whole)

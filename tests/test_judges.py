@@ -25,6 +25,7 @@ from ludus.training.refine import refine
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import open_session, with_adapters
 from ludus.training.start import train
+from ludus.training.state_model import StateSettings
 from small_runs import SMALLEST, Cut, Cutting, config, lasting_files
 from test_baselines import run
 from test_credit import REWARDS, real_group, same, table
@@ -111,7 +112,8 @@ def test_it_learns_and_leaves_the_policy_alone(make):
 @pytest.mark.parametrize("make", [process_reward, outcome_critic])
 def test_microbatches_do_not_change_what_it_learns(make):
     rows = random_rows(10)
-    whole, parts = make(), make(microbatch_tokens=20)
+    small = {"microbatch_tokens": 20} if make is process_reward else {"states": StateSettings(20)}
+    whole, parts = make(), make(**small)
     for one in (whole, parts):
         learn(one, rows)
     for a, b in zip(whole.model.parameters(), parts.model.parameters(), strict=True):

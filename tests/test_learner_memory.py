@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -236,3 +239,16 @@ def test_several_updates_end_at_the_same_weights():
         one.train(random_rows(), seed=1)
         results.append({name: p.detach() for name, p in model.named_parameters()})
     assert largest_difference(*results) < 1e-10
+
+
+@pytest.mark.scale
+def test_the_peak_at_a_wide_vocabulary_is_a_fifth_of_that_of_all_logits():
+    """4 sequences of 512 tokens and a vocabulary of 150,000, each way in a process of its own."""
+    script = Path(__file__).parent.parent / "benchmarks" / "learner.py"
+    peaks = {}
+    for way in ("chunks", "whole"):
+        command = [sys.executable, str(script), "--memory-of", way]
+        said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=900)
+        peaks[way] = float(said.stdout.split()[-1])
+    assert peaks["whole"] > 4 * 512 * 150_000 * 4 / 2**20
+    assert peaks["chunks"] <= peaks["whole"] / 5

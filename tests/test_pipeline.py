@@ -10,6 +10,7 @@ from ludus.cli.pipeline import stage_config
 from ludus.config import load_config
 from ludus.config.pipeline import load_pipeline
 from ludus.errors import LearnerError
+from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training import preference
 from ludus.training.run import RunFolder, kind_of
 from small_runs import lasting_files
@@ -105,6 +106,38 @@ def check_chain(folder: Path) -> None:
     assert configs[3].env.settings == {"well_formed_weight": 0.2}
 
 
+OWN_PAIRS = """
+[[stage]]
+kind = "sft"
+recipe = "{recipe}"
+settings.model.from_scratch = true
+settings.sft.steps = 30
+
+[[stage]]
+kind = "preference"
+recipe = "{recipe}"
+[stage.settings]
+preference = {{batch_size = 2, tasks = 6, samples = 4}}
+env.settings.well_formed_weight = 0.2
+
+[[stage]]
+kind = "rl"
+recipe = "{recipe}"
+settings.training.steps = 1
+"""
+
+
+def test_sft_then_preferences_then_rl_needs_no_stage_that_samples_for_the_second(tmp_path):
+    file, folder = pipeline(tmp_path, OWN_PAIRS), tmp_path / "run"
+    said = ludus("pipeline", file, "--folder", folder, "--evaluation.tasks", "2", *WORDS)
+    assert said.code == 0, said
+    model = load_config(folder / "02-preference" / "config.toml").model
+    assert model.path == str(folder / "01-sft" / "checkpoints" / "step-000030")
+    sampled = list(read_rollouts(rollouts_path(folder / "02-preference", 0)))
+    assert len(sampled) == 24
+    assert (folder / "03-rl" / "checkpoints" / "step-000001").is_dir()
+
+
 def test_a_reward_model_learns_from_the_rollouts_before_it_and_judges_the_stage_after_it(tmp_path):
     kinds = ("rft", "reward-model", "rl")
     stages = load_pipeline(pipeline(tmp_path, "".join(stage(kind) for kind in kinds)))
@@ -132,7 +165,6 @@ BAD = {
     "settings that are no table": stage("rl", "settings = 3"),
     "Stage 2 sets model.path": stage("rl") + stage("rl", 'settings.model.path = "x"'),
     "Stage 2 (rl): training.step": stage("rl") + stage("rl", "settings.training.step = 3"),
-    "Stage 2 (preference) has nothing to make pairs of": stage("sft") + stage("preference"),
     "Stage 1 (reward-model) has nothing to learn rewards from": stage("reward-model"),
 }
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,7 +16,8 @@ from ludus.config import load_config
 from ludus.config.schema import PreferenceConfig
 from ludus.diagnostics.trackers import read_metrics
 from ludus.rollout.ledger import Outcome
-from ludus.rollout.store import RolloutRecord, rollouts_path, write_rollouts
+from ludus.rollout.store import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
+from ludus.training.laps import batch_of_step, num_steps
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.pairs import (
     Arm,
@@ -26,7 +28,7 @@ from ludus.training.pairs import (
     with_others,
     with_reference,
 )
-from ludus.training.preference import batch_of_step, num_steps, preference_step
+from ludus.training.preference import preference_step
 from ludus.training.scoring import Scorer
 from ludus.training.session import open_session
 from ludus.types import Failure, Segment, StopReason, Trajectory
@@ -318,12 +320,40 @@ def test_pairs_of_a_file_train_only_what_follows_the_prompt(source, tmp_path):
     assert session.tokenizer.decode(pair.chosen.tokens).count("4") == 2
 
 
+OWN = ("--preference.tasks", "6", "--preference.samples", "4")
+"""Attempts that the model samples where no file and no run is named."""
+
+
+def test_without_a_file_or_a_run_the_model_samples_its_own_pairs(tiny_run, tmp_path):
+    words = ("--model", cold_start(tiny_run), *TINY, *OWN, "--env.settings.well_formed_weight", "0.2")
+    folders = [tmp_path / name for name in ("whole", "again")]
+    for folder, steps in zip(folders, (2, 1), strict=True):
+        given = (*words, "--preference.steps", steps, "--preference.checkpoint_every", 1)
+        said = ludus("preference", make_recipe(tmp_path), *given, "--run.folder", folder)
+        assert said.code == 0, said
+    file = rollouts_path(folders[0], 0)
+    records = list(read_rollouts(file))
+    assert len(records) == 24
+    assert len({record.group for record in records}) == 6
+    pairs = load_pairs(folders[0] / "pairs.jsonl.gz")
+    expected = pairs_of_rollouts([file], 0.0, 320)
+    assert [(p.source, p.chosen.tokens, p.rejected.tokens) for p in pairs] == [
+        (p.source, p.chosen.tokens, p.rejected.tokens) for p in expected
+    ]
+    trained = [record for record in records if record.outcome is Outcome.TRAINED]
+    assert len(trained) >= 2 * len(pairs) > 0
+    (folders[1] / "pairs.jsonl.gz").unlink()  # as if killed before they were written
+    shutil.rmtree(folders[1] / "checkpoints")
+    assert ludus("preference", "--resume", folders[1], "--preference.steps", 2).code == 0
+    assert lasting_files(folders[1]) == lasting_files(folders[0])
+
+
 def test_bad_input_is_one_sentence_and_nothing_is_written(source, tiny_run, tmp_path, trained):
     recipe, folder = make_recipe(tmp_path), tmp_path / "run"
     base = ("preference", recipe, *model_words(source), "--run.folder", folder)
-    assert "nothing to make pairs of" in refused(*base)
     assert "no rollouts" in refused(*base, "--run", trained)
     assert "is not a run folder" in refused(*base, "--run", tmp_path)
+    assert "No task has two attempts" in refused(*base, "--preference.min_reward_gap", "100", *OWN)
     assert "exclude each other" in refused(*base, "--run", source, "--preference.data", "x")
     assert "different rewards" in refused(*base, "--run", source, "--preference.min_reward_gap", "100")
     assert "preference.gamma" in refused(*base, "--run", source, "--preference.gamma", "1")

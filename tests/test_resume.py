@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import shlex
+import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from ludus.config import load_config
 from ludus.errors import EngineError
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.training import sampling
-from tiny_run import WORLD, copy_run, ludus, make_recipe, refused
+from ludus.training.origins import check_origins, origins_of
+from ludus.training.session import open_session
+from small_runs import lasting_files
+from tiny_run import WORLD, cold_start, copy_run, ludus, make_recipe, refused
 
 
 def contents(folder: Path) -> dict[str, bytes]:
@@ -158,3 +163,45 @@ def test_a_fine_tuning_goes_on_with_more_steps(sft_run, tmp_path):
     assert said.code == 0, said
     assert (run / "checkpoints" / "step-000003" / "model.safetensors").is_file()
     assert load_config(run / "config.toml").sft.steps == 3
+
+
+def shifted(weights: Path) -> bytes:
+    """Move one number of a file of weights; gives what was there."""
+    before, tensors = weights.read_bytes(), load_file(weights)
+    next(iter(tensors.values())).view(-1)[0] += 0.5
+    save_file(tensors, weights, metadata={"format": "pt"})
+    return before
+
+
+CHANGED = {
+    "reference": ("--algorithm.kl_coef", "0.1"),
+    "adapters": ("--model.lora.rank", "2", "--algorithm.kl_coef", "0", "--training.report_kl", "false"),
+    "teacher": ("--algorithm.preset", "distill", "--training.report_kl", "false"),
+}
+
+
+@pytest.mark.parametrize("kind", CHANGED)
+def test_a_run_whose_reference_base_or_teacher_has_changed_is_not_resumed(kind, tiny_run, tmp_path):
+    model = Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))
+    begin = cold_start(tiny_run) if kind == "teacher" else model
+    words = (*CHANGED[kind], *(("--teacher.path", model) if kind == "teacher" else ()))
+    run = tmp_path / "run"
+    few = ("--training.steps", "1", "--evaluation.tasks", "1", "--evaluation.temperatures", "[0.0]")
+    given = (make_recipe(tmp_path), "--model", begin, "--run.folder", run, *few, "--evaluation.every", "9")
+    said = ludus("train", *given, *words)
+    assert said.code == 0, said
+    before, plain = lasting_files(run), shifted(model / "model.safetensors")
+    error = refused("train", "--resume", run, "--training.steps", "2")
+    assert f"The {'teacher' if kind == 'teacher' else 'model that the run began with'} ({model})" in error
+    assert "has changed" in error
+    assert lasting_files(run) == before
+    (model / "model.safetensors").write_bytes(plain)
+    assert ludus("train", "--resume", run, "--training.steps", "2").code == 0
+
+
+def test_a_model_that_nothing_is_compared_with_may_change(tiny_run, tmp_path):
+    model = Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))
+    session = open_session(load_config(make_recipe(tmp_path), ["--model.path", str(model)]))
+    assert origins_of(session, {}) == {}
+    check_origins({"start": "another"}, {}, session)
+    check_origins({}, {"start": "of an earlier version, which kept none"}, session)

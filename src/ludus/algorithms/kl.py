@@ -135,6 +135,9 @@ class KLFn(Protocol):
     def __call__(self, *, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor: ...
 
 
+abs = absolute
+"""The name of the field; within this module nothing else is called so."""
+
 KLS: dict[str, KLFn] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "k3_k2grad": k3_k2grad}
 FULL_KLS = {"full_reverse": full_reverse, "full_forward": full_forward}
 """Those of whole distributions: the learner computes them in chunks (`training.full_kl`)."""

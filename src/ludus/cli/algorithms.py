@@ -20,6 +20,7 @@ from ludus.algorithms.algorithm import (
     TERM_NAMES,
     Algorithm,
 )
+from ludus.algorithms.defaults import default_of
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
 from ludus.cli.arguments import no_settings
@@ -74,13 +75,14 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
         if name not in ("name", "summary", "source", "options"):
             yield f"  algorithm.{name} = {value}"
     parts = (
-        ("advantage", ADVANTAGE_OPTIONS[algorithm.advantage], algorithm.options.advantage),
-        ("loss", LOSS_OPTIONS[algorithm.loss], algorithm.options.loss),
-        ("correction", CORRECTION_OPTIONS[algorithm.correction], algorithm.options.correction),
-        ("kl", KL_OPTIONS[algorithm.kl], algorithm.options.kl),
-        ("terms", TERM_NAMES, dict.fromkeys(TERM_NAMES, 0.0) | algorithm.options.terms),
+        ("advantage", algorithm.advantage, ADVANTAGE_OPTIONS, algorithm.options.advantage),
+        ("loss", algorithm.loss, LOSS_OPTIONS, algorithm.options.loss),
+        ("correction", algorithm.correction, CORRECTION_OPTIONS, algorithm.options.correction),
+        ("kl", algorithm.kl, KL_OPTIONS, algorithm.options.kl),
+        ("terms", "", {"": TERM_NAMES}, algorithm.options.terms),
     )
-    for part, known, given in parts:
-        for option in known:
-            value = given.get(option, "the function's default")
-            yield f"  algorithm.options.{part}.{option} = {value}"
+    for part, name, known, given in parts:
+        for option in known[name]:
+            value = given.get(option, default_of(part, name, option))
+            shown = value if isinstance(value, str) else f"{value:g}"
+            yield f"  algorithm.options.{part}.{option} = {shown}"

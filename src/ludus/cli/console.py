@@ -35,17 +35,15 @@ if TYPE_CHECKING:
     from ludus.cluster.cluster import Cluster
 
 
-class ProgressReporter:
-    """Two bars: the steps of the run with the numbers that matter, and the episodes of the phase."""
+class EpisodeBar:
+    """A bar of the episodes of the phase at hand."""
 
-    def __init__(self, progress: Progress, steps: int, done: int = 0) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
-        self._steps = progress.add_task("training", total=steps, completed=done, numbers="")
         self._phase: TaskID | None = None
         self._engine: Engine | None = None
         self._before = EngineStats()
         self._model_s = self._tools_s = 0.0
-        self._held_out = ""
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
         """Start the bar of a phase anew; without a total it moves until the next phase."""
@@ -68,6 +66,24 @@ class ProgressReporter:
             share = self._tools_s / total_s
             numbers += f"  time in tools {share:.0%}, with the model {1 - share:.0%}"
         self._progress.update(self._phase, advance=1, numbers=numbers.strip())
+
+
+class ProgressReporter:
+    """Two bars: the steps of the run with the numbers that matter, and the episodes of the phase."""
+
+    def __init__(self, progress: Progress, steps: int, done: int = 0) -> None:
+        self._progress = progress
+        self._steps = progress.add_task("training", total=steps, completed=done, numbers="")
+        self._episodes = EpisodeBar(progress)
+        self._held_out = ""
+
+    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
+        """Start the bar of a phase anew; without a total it moves until the next phase."""
+        self._episodes.phase(name, total, engine)
+
+    def episode(self, episode: Episode) -> None:
+        """One episode further."""
+        self._episodes.episode(episode)
 
     def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
         """One step further, with its reward, success and speed."""

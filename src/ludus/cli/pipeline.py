@@ -3,8 +3,8 @@
 A stage is a run folder of its own below the pipeline's (runs/NAME of the file, or --folder): 01-sft, 02-rl.
 The same command goes on where the pipeline stopped. Settings on the command line hold for every stage.
 Preference training and reward models learn from the last stage before them that sampled, unless they are told
-otherwise. The stage after a reward model starts from the checkpoint of the stage before that; one of rl uses
-the model.
+otherwise; preference training without one samples attempts of its own. The stage after a reward model starts
+from the checkpoint of the stage before that; one of rl uses the model.
 """
 
 from __future__ import annotations
@@ -31,11 +31,8 @@ STAGES: Mapping[StageKind, TrainingStage] = {
 }
 SAMPLES: frozenset[StageKind] = frozenset({"rft", "rl"})
 """Stages that leave rollouts, of which pairs can be made."""
-LEARNS: Mapping[StageKind, tuple[str, str]] = {
-    "preference": ("preference", "make pairs of"),
-    "reward-model": ("reward_model", "learn rewards from"),
-}
-"""Stages that learn from rollouts: their section, and what they do with them."""
+LEARNS: Mapping[StageKind, str] = {"preference": "preference", "reward-model": "reward_model"}
+"""Stages that learn from rollouts, and their section."""
 _FREE = ("model.device", "run.threads")
 _COPY = "pipeline.toml"
 
@@ -72,11 +69,10 @@ def check_stages(stages: Sequence[Stage], overrides: Sequence[str]) -> None:
         except ConfigError as error:
             raise ConfigError(f"Stage {stage.number} ({stage.kind}): {error.message}", error.hint) from error
         sampled = any(before.kind in SAMPLES for before in stages[: stage.number - 1])
-        if stage.kind in LEARNS and not sampled and not has_source(stage, config):
-            section, what = LEARNS[stage.kind]
+        if stage.kind == "reward-model" and not sampled and not has_source(stage, config):
             raise ConfigError(
-                f"Stage {stage.number} ({stage.kind}) has nothing to {what}.",
-                f"Put a stage of rft or rl before it, or set {section}.run or {section}.data.",
+                f"Stage {stage.number} ({stage.kind}) has nothing to learn rewards from.",
+                "Put a stage of rft or rl before it, or set reward_model.run or reward_model.data.",
             )
 
 
@@ -128,7 +124,7 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
     if stage.kind == "rl" and judges and config.rewards.model is None:
         config = load_config(stage.recipe, [*words, "--rewards.model", str(folder / judges[-1].name)])
     if stage.kind in LEARNS and sampled and not has_source(stage, config):
-        name = f"--{LEARNS[stage.kind][0]}.run"
+        name = f"--{LEARNS[stage.kind]}.run"
         config = load_config(stage.recipe, [*words, name, str(folder / sampled[-1].name)])
     return config
 

@@ -2,7 +2,8 @@
 
 The pairs come from the rollouts of a run (--run RUN), the best attempt at a task against the worst or step by
 step (--preference.pairs), as the token ids that were sampled; or from a file (--preference.data FILE, see
-docs/data.md). The model is that of the recipe, or --model; what it is before the first step is the reference.
+docs/data.md); or from attempts of the model itself, --preference.samples at each of --preference.tasks tasks.
+The model is that of the recipe, or --model; what it is before the first step is the reference.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ if TYPE_CHECKING:
 
 def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Load the model and, in a new run, gather the pairs: what can be wrong with them is found here."""
-    from ludus.training.preference import gather_pairs, open_training
+    from ludus.cli.console import EpisodeBar
+    from ludus.cli.terminal import bars, make_console
+    from ludus.training.pair_sources import gather_pairs
+    from ludus.training.preference import open_training
     from ludus.training.session import open_session
     from ludus.training.start import check_trackers
 
@@ -38,8 +42,9 @@ def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
         )
     check_trackers(config)
     session = open_session(config)
-    pairs = gather_pairs(session)
-    return lambda folder: train(open_training(session, folder, pairs))
+    with bars(make_console()) as progress:
+        gathered = gather_pairs(session, EpisodeBar(progress))
+    return lambda folder: train(open_training(session, folder, gathered))
 
 
 def say_complete(folder: RunFolder, config: Config) -> None:

@@ -378,14 +378,17 @@ class PrimeConfig(Section):
 class CriticConfig(Section):
     """The critic of the algorithms that have one (ppo and its kin, starpo, coderl)."""
 
+    model: Literal["separate", "head"] = "separate"
+    """`separate`: a copy of the policy's body that learns with its head. `head`: a head alone, on the states
+    of the policy itself; it needs no second model, and its loss does not move the policy."""
     learning_rate: float = Field(1e-3, gt=0)
     """Of its own AdamW."""
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of one step."""
     clip: float = Field(0.2, ge=0)
     """How far a value may move in one step; 0 is not bounded. The critic of coderl has no values."""
-    warmup_steps: int = Field(0, ge=0)
-    """First steps in which the critic alone learns."""
+    warmup_steps: int | None = Field(None, ge=0)
+    """First steps in which the critic alone learns. None is 0, and a tenth of training.steps for vapo."""
     prime: PrimeConfig = PrimeConfig()
     """Of the algorithm prime, which has it in the place of a critic."""
 
@@ -448,6 +451,10 @@ class PreferenceConfig(OptimiserSection):
     action against the worst, by the mean reward of what came of it."""
     data: str | None = None
     """A file of pairs instead (docs/data.md)."""
+    tasks: int = Field(64, ge=1)
+    """Without `run` and `data` the model plays this many training tasks itself, or all if there are fewer."""
+    samples: int = Field(8, ge=2)
+    """Attempts at each of them, at rollout.temperature."""
     checkpoint_every: int = Field(50, ge=1)
     """Steps between checkpoints."""
     keep_checkpoints: int = Field(1, ge=1)

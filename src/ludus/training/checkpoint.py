@@ -42,6 +42,7 @@ class TrainerState:
 
     Everything random is a function of seed and step, so no generator state is kept. `judge_steps` are the
     optimiser steps of the critic or process reward model, `memory` is that of the algorithm, as text.
+    `origins` are digests of models that are not here (`training.origins`).
     """
 
     step: int
@@ -51,6 +52,7 @@ class TrainerState:
     memory: str = ""
     reward_moments: str = ""
     kl: KlState = field(default_factory=KlState)
+    origins: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +143,7 @@ def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
         memory=data.get("memory", ""),
         reward_moments=data.get("reward_moments", ""),
         kl=KlState(**data.get("kl", {})),
+        origins=data.get("origins", {}),
     )
 
 

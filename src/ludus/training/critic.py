@@ -1,13 +1,14 @@
-"""The critic: a model of its own, with one number per state in place of the output layer.
+"""The critic: one number per state in place of the output layer.
 
 `values[t]` is V of the state before token `t`: read from the hidden state at `t - 1`. It begins as a copy of
 the policy's body with a head of zeros, so that its first values are 0, and learns by the clipped value loss.
+Or it is a head alone, on the hidden states of the policy as it is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +18,15 @@ from ludus.algorithms.losses import value_loss
 from ludus.training.batch import Row
 from ludus.training.optimiser import OptimiserSettings
 from ludus.training.ranks import ONE_PROCESS, Ranks, merged
-from ludus.training.state_model import StateModel, blank_state_of, load_state_of, padded, scored, state_of
+from ludus.training.state_model import (
+    StateModel,
+    StateSettings,
+    blank_state_of,
+    load_state_of,
+    padded,
+    scored,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -25,13 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """How the critic learns. `clip` bounds how far a value moves in one step (None: not bounded); `recompute`
-    is activation checkpointing."""
+    """How the critic learns. `clip` bounds how far a value moves in one step (None: not bounded)."""
 
-    microbatch_tokens: int = 4096
     epochs: int = 1
     clip: float | None = 0.2
-    recompute: bool = False
+    states: StateSettings = field(default_factory=StateSettings)
 
 
 class Critic:
@@ -46,8 +53,7 @@ class Critic:
     ) -> None:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
         self.settings = settings
-        size, again = settings.microbatch_tokens, settings.recompute
-        self.states = StateModel(policy, 1, optimiser, size, recompute=again, ranks=ranks)
+        self.states = StateModel(policy, 1, optimiser, settings.states, ranks)
         self.model, self.optimiser = self.states.model, self.states.optimiser
 
     @torch.no_grad()

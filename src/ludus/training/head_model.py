@@ -57,10 +57,19 @@ class HeadModel:
         """The format of what `read` gives: float32, or float64 where the weights are."""
         return torch.float64 if self.head.weight.dtype == torch.float64 else torch.float32
 
-    def read(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-        """The numbers `[A, outputs]` after the positions `at` (rows, columns) of `tokens` `[B, L]`."""
-        values: Tensor = within(self.model, lambda: self.head(self._scorer.states(tokens, at)))
-        return values.to(self.dtype)
+    def read(self, tokens: Tensor, at: tuple[Tensor, Tensor], *, frozen: bool = False) -> Tensor:
+        """The numbers `[A, outputs]` after the positions `at` (rows, columns) of `tokens` `[B, L]`.
+
+        `frozen`: no gradient reaches the body.
+        """
+
+        def numbers() -> Tensor:
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not frozen):
+                states = self._scorer.states(tokens, at)
+            values: Tensor = self.head(states)
+            return values
+
+        return within(self.model, numbers).to(self.dtype)
 
     def idle(self) -> Tensor:
         """0, after a pass of one token, which processes that share the weights make together."""

@@ -5,6 +5,7 @@ Which one an algorithm has, what it says before the step, and what it learns in 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -13,7 +14,9 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.algorithm import CRITIC_ADVANTAGES, Algorithm, number
+from ludus.algorithms.resolve import resolve
 from ludus.config.schema import Config
+from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory
 from ludus.training.branches import last_actions
@@ -25,6 +28,7 @@ from ludus.training.optimiser import OptimiserSettings
 from ludus.training.outcome_critic import OutcomeCritic, OutcomeCriticSettings
 from ludus.training.process_reward import ProcessReward, ProcessRewardSettings
 from ludus.training.ranks import ONE_PROCESS, Ranks
+from ludus.training.state_model import StateSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -54,15 +58,28 @@ def make_judge(
     optimiser = OptimiserSettings(
         learning_rate=critic.learning_rate, total_steps=training.steps * critic.epochs
     )
+    states = StateSettings(size, again, on_policy=critic.model == "head")
     if algorithm.advantage == "coderl":
-        return OutcomeCritic(
-            model, optimiser, OutcomeCriticSettings(size, critic.epochs, success, again), ranks
-        )
+        return OutcomeCritic(model, optimiser, OutcomeCriticSettings(critic.epochs, success, states), ranks)
     if algorithm.advantage in CRITIC_ADVANTAGES:
-        return Critic(
-            model, optimiser, CriticSettings(size, critic.epochs, critic.clip or None, again), ranks
-        )
+        return Critic(model, optimiser, CriticSettings(critic.epochs, critic.clip or None, states), ranks)
     return None
+
+
+def check_critic(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError for a value head where there is no critic, or on states of split weights."""
+    if config.critic.model == "separate":
+        return
+    if algorithm.advantage not in (*CRITIC_ADVANTAGES, "coderl"):
+        raise ConfigError(
+            f"critic.model = head would have no effect: the advantage {algorithm.advantage} has no critic.",
+            "Leave it out, or choose an algorithm with a critic (ludus algorithms).",
+        )
+    if config.training.learner.shard:
+        raise ConfigError(
+            "critic.model = head reads the policy's states, and training.learner.shard splits its weights.",
+            "Leave one of them out.",
+        )
 
 
 def part_name(judge: Judge) -> str:
@@ -71,8 +88,14 @@ def part_name(judge: Judge) -> str:
 
 
 def warmup_steps(judge: Judge | None, config: Config) -> int:
-    """First steps in which it alone learns."""
-    return config.critic.warmup_steps if isinstance(judge, Critic | OutcomeCritic) else 0
+    """First steps in which it alone learns: as set, and else a tenth of the run where vapo asks for some."""
+    given = config.critic.warmup_steps
+    if not isinstance(judge, Critic | OutcomeCritic):
+        return 0
+    if given is None:
+        wanted = resolve(config.algorithm).advantage == "vapo"
+        return math.ceil(config.training.steps / 10) if wanted else 0
+    return given
 
 
 def judged(judge: Judge, credits: Sequence[Credit], rows: Sequence[Row], learner: Learner) -> Estimates:

@@ -7,7 +7,7 @@ A world gives one number for the outcome, so that two classes are left: solved o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,7 +17,14 @@ from torch.nn.functional import cross_entropy
 from ludus.training.batch import Row
 from ludus.training.optimiser import OptimiserSettings
 from ludus.training.ranks import ONE_PROCESS, Ranks, merged
-from ludus.training.state_model import StateModel, blank_state_of, load_state_of, scored, state_of
+from ludus.training.state_model import (
+    StateModel,
+    StateSettings,
+    blank_state_of,
+    load_state_of,
+    scored,
+    state_of,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -28,13 +35,11 @@ CLASSES = 2
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCriticSettings:
-    """How it learns. `success` is the reward part that says whether a task was solved: 1 is; `recompute` is
-    activation checkpointing."""
+    """How it learns. `success` is the reward part that says whether a task was solved: 1 is."""
 
-    microbatch_tokens: int = 4096
     epochs: int = 1
     success: str = ""
-    recompute: bool = False
+    states: StateSettings = field(default_factory=StateSettings)
 
 
 class OutcomeCritic:
@@ -49,8 +54,7 @@ class OutcomeCritic:
     ) -> None:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
         self.settings = settings
-        size, again = settings.microbatch_tokens, settings.recompute
-        self.states = StateModel(policy, CLASSES, optimiser, size, recompute=again, ranks=ranks)
+        self.states = StateModel(policy, CLASSES, optimiser, settings.states, ranks)
         self.model, self.optimiser = self.states.model, self.states.optimiser
 
     @torch.no_grad()

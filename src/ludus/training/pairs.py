@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,11 +75,19 @@ def pairs_of_rollouts(files: Sequence[Path], min_gap: float, max_tokens: int) ->
     are best (or worst) the first counts. Attempts that the infrastructure failed, that sampled nothing, that
     branch or that are longer than `max_tokens` stay out of it.
     """
+    return [
+        pair
+        for file in files
+        for pair in pairs_of_attempts(_name(file), read_rollouts(file), min_gap, max_tokens)
+    ]
+
+
+def pairs_of_attempts(
+    name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
+) -> list[Pair]:
+    """`pairs_of_rollouts` of one file, which is called `name`."""
     pairs = []
-    for source, records in _groups(files):
-        group = [record for record in records if is_usable(record, max_tokens)]
-        if not group:
-            continue
+    for source, group in _groups(name, (r for r in records if is_usable(r, max_tokens))):
         best = max(group, key=lambda r: r.trajectory.reward)
         worst = min(group, key=lambda r: r.trajectory.reward)
         gap = best.trajectory.reward - worst.trajectory.reward
@@ -96,9 +104,20 @@ def pairs_of_steps(files: Sequence[Path], min_gap: float, max_tokens: int) -> li
     each path counted once. Both arms are the shared history and that one action, which alone trains
     (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_rollouts`.
     """
+    return [
+        pair
+        for file in files
+        for pair in pairs_of_branches(_name(file), read_rollouts(file), min_gap, max_tokens)
+    ]
+
+
+def pairs_of_branches(
+    name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
+) -> list[Pair]:
+    """`pairs_of_steps` of one file, which is called `name`."""
     pairs = []
-    for source, records in _groups(files):
-        for history, branches in _steps(records, max_tokens).items():
+    for source, group in _groups(name, records):
+        for history, branches in _steps(group, max_tokens).items():
             worth = {action: math.fsum(rewards) / len(rewards) for action, rewards in branches.items()}
             best, worst = max(worth, key=lambda a: worth[a]), min(worth, key=lambda a: worth[a])
             gap = worth[best] - worth[worst]
@@ -134,14 +153,17 @@ def _step(history: tuple[int, ...], action: tuple[int, ...]) -> Arm:
     return Arm(history + action, (False,) * len(history) + (True,) * len(action))
 
 
-def _groups(files: Sequence[Path]) -> Iterator[tuple[str, list[RolloutRecord]]]:
-    """The groups of each file, named by file and task."""
-    for file in files:
-        groups: dict[str, list[RolloutRecord]] = {}
-        for record in read_rollouts(file):
-            groups.setdefault(record.group, []).append(record)
-        for name, group in groups.items():
-            yield f"{file.name.removesuffix('.jsonl.gz')}/{name}", group
+def _groups(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, list[RolloutRecord]]]:
+    """The groups of a file, named by file and task."""
+    groups: dict[str, list[RolloutRecord]] = {}
+    for record in records:
+        groups.setdefault(record.group, []).append(record)
+    for task, group in groups.items():
+        yield f"{name}/{task}", group
+
+
+def _name(file: Path) -> str:
+    return file.name.removesuffix(".jsonl.gz")
 
 
 def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int) -> list[Pair]:

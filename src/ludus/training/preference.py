@@ -8,25 +8,21 @@ and the step alone, so that a resumed run repeats the uninterrupted one bit for 
 from __future__ import annotations
 
 import logging
-import math
-import random
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ludus.algorithms import preference as losses
-from ludus.config.rewards import RewardModelConfig
 from ludus.config.schema import PreferenceConfig
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.loading import load_tokenizer
-from ludus.errors import LearnerError, UserError
+from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
+from ludus.rollout.store import rollouts_path, write_rollouts
 from ludus.training.batch import microbatches
 from ludus.training.checkpoint import (
     TrainerState,
@@ -36,18 +32,15 @@ from ludus.training.checkpoint import (
     prune,
     save_checkpoint,
 )
+from ludus.training.laps import batch_of_step, num_steps
 from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.pair_sources import Gathered, gather_pairs
 from ludus.training.pairs import (
     PAIRS_FILE,
     Arm,
     Pair,
     arms_of,
     load_pairs,
-    pairs_of_file,
-    pairs_of_rollouts,
-    pairs_of_steps,
-    rollout_files,
-    with_others,
     with_reference,
 )
 from ludus.training.records import write_records
@@ -90,40 +83,20 @@ class PreferenceTraining:
     last: Path
 
 
-def gather_pairs(session: Session) -> list[Pair]:
-    """The pairs that the settings name, before anything is written. Raises UserError where there are none."""
-    settings, limit = session.config.preference, session.config.rollout.max_tokens
-    if settings.data is not None:
-        pairs = pairs_of_file(Path(settings.data), session.renderer, limit)
-        where = f"No pair of {settings.data} fits into rollout.max_tokens = {limit}."
-    elif settings.run is not None:
-        run = RunFolder(Path(settings.run))
-        files = rollout_files(run.path)
-        check_tokenizer(run, session)
-        made = pairs_of_steps if settings.pairs == "steps" else pairs_of_rollouts
-        pairs = made(files, settings.min_reward_gap, limit)
-        where = f"No group of {settings.run} has two attempts with different rewards that make a pair."
-    else:
-        raise UserError(
-            "There is nothing to make pairs of.", "Give --run RUN (its rollouts) or --preference.data FILE."
-        )
-    if not pairs:
-        raise UserError(where, "See docs/stages.md, or lower preference.min_reward_gap.")
-    check_vocabulary(max(max(arm.tokens) for pair in pairs for arm in pair.arms), session)
-    return with_others(pairs, limit) if settings.loss == "kto" else pairs
-
-
-def open_training(session: Session, folder: RunFolder, pairs: Sequence[Pair] | None) -> PreferenceTraining:
+def open_training(session: Session, folder: RunFolder, gathered: Gathered | None) -> PreferenceTraining:
     """Bring session and optimiser to the newest checkpoint in `folder`, if there is one.
 
-    The reference scores the pairs unless the folder holds them already. `pairs` None: those of the settings.
+    The reference scores the pairs unless the folder holds them already. `gathered` None: as the settings say.
     """
     settings = session.config.preference
     file = folder.path / PAIRS_FILE
     if file.is_file():
-        pairs = load_pairs(file)
+        pairs: Sequence[Pair] = load_pairs(file)
     else:
-        pairs = gather_pairs(session) if pairs is None else pairs
+        gathered = gather_pairs(session) if gathered is None else gathered
+        pairs = gathered.pairs
+        if gathered.sampled and session.config.run.save_rollouts:
+            write_rollouts(rollouts_path(folder.path, 0), gathered.sampled)
         if settings.loss != "simpo":
             pairs = with_reference(pairs, Scorer(session.model), settings.microbatch_tokens)
         write_records(file, pairs)
@@ -141,11 +114,6 @@ def open_training(session: Session, folder: RunFolder, pairs: Sequence[Pair] | N
         load_trainer(last, optimiser)
         log.info("resumed from %s", last)
     return PreferenceTraining(session, folder, optimiser, pairs, steps, done, last)
-
-
-def num_steps(settings: PreferenceConfig | RewardModelConfig, num_pairs: int) -> int:
-    """Optimiser steps of the whole run."""
-    return settings.steps or math.ceil(num_pairs * settings.epochs / min(settings.batch_size, num_pairs))
 
 
 def steps_of_run(folder: RunFolder, settings: PreferenceConfig) -> int | None:
@@ -171,20 +139,6 @@ def run_preference(training: PreferenceTraining, trackers: Sequence[Tracker], on
             last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimiser, state)
             prune(folder.checkpoints, settings.keep_checkpoints)
     return last
-
-
-def batch_of_step(step: int, num_pairs: int, batch_size: int, seed: int) -> list[int]:
-    """The places of a step's pairs: lap after lap over all of them, each lap in an order of its own."""
-    size = min(batch_size, num_pairs)
-    places = range((step - 1) * size, step * size)
-    return [_lap(num_pairs, seed, place // num_pairs)[place % num_pairs] for place in places]
-
-
-@lru_cache(maxsize=4)
-def _lap(num_pairs: int, seed: int, lap: int) -> tuple[int, ...]:
-    order = list(range(num_pairs))
-    random.Random(f"pairs:{seed}:{lap}").shuffle(order)
-    return tuple(order)
 
 
 def preference_step(
@@ -359,26 +313,3 @@ def _sums(pairs: PairTensors, settings: PreferenceConfig) -> dict[str, float]:
         "preference/chosen_logprob": float((chosen / chosen_tokens).sum()),
         "preference/rejected_logprob": float((rejected / rejected_tokens).sum()),
     }
-
-
-def check_tokenizer(run: RunFolder, session: Session) -> None:
-    """Raise UserError where a run sampled the ids of another vocabulary, as far as its checkpoints tell."""
-    found = list_checkpoints(run.checkpoints)
-    if not found:
-        return
-    theirs = load_tokenizer(str(found[-1][1]), needs_template=False).get_vocab()
-    if theirs != session.tokenizer.get_vocab():
-        raise UserError(
-            f"The run {run.path} sampled with another vocabulary than this model has.",
-            f"Train the model that it sampled with, for example --model {found[-1][1]}.",
-        )
-
-
-def check_vocabulary(largest: int, session: Session) -> None:
-    """Raise UserError where the model does not know the token `largest`."""
-    size = session.model.get_input_embeddings().weight.shape[0]
-    if largest >= size:
-        raise UserError(
-            f"The data hold the token {largest}, and the model knows {size} tokens.",
-            "Train the model that sampled them.",
-        )

@@ -21,6 +21,8 @@ _KEPT_BY_KIND: Mapping[Kind, tuple[str, ...]] = {
         "preference.run",
         "preference.data",
         "preference.min_reward_gap",
+        "preference.tasks",
+        "preference.samples",
     ),
     "reward-model": (
         "reward_model.kind",

@@ -19,10 +19,10 @@ from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.data import read_rollout_file
 from ludus.training.pairs import Arm, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
 from ludus.training.play_on import play_on
-from ludus.training.preference import check_tokenizer, check_vocabulary
 from ludus.training.records import load_records
 from ludus.training.run import RunFolder
 from ludus.training.session import Session
+from ludus.training.vocabulary import check_tokenizer, check_vocabulary
 from ludus.types import Trajectory
 
 EXAMPLES_FILE = "examples.jsonl.gz"

@@ -32,8 +32,8 @@ from ludus.training.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.head_model import HeadModel
+from ludus.training.laps import batch_of_step, num_steps
 from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.preference import batch_of_step, num_steps
 from ludus.training.records import write_records
 from ludus.training.reward_data import (
     EXAMPLES_FILE,

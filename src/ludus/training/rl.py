@@ -79,6 +79,7 @@ class RlLoop:
     trackers: Sequence[Tracker]
     reporter: Reporter
     history: list[Mapping[str, float]] = field(default_factory=list)
+    origins: Mapping[str, str] = field(default_factory=dict)
     sampled: SamplerState = field(init=False)
     """Of the sampler, as it was when the step at hand had been sampled."""
 
@@ -228,6 +229,7 @@ class RlLoop:
             memory=self.sampled.memory.to_json(),
             reward_moments=self.sampled.moments,
             kl=learning.kl.state,
+            origins=dict(self.origins),
         )
 
     def save(self, state: TrainerState, stream: StreamState | None = None) -> None:

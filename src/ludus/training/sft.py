@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,7 @@ from ludus.envs.base import Demonstrates, World
 from ludus.envs.registry import build_world
 from ludus.errors import LearnerError, UserError
 from ludus.rollout.ledger import Ledger
+from ludus.tasks.order import permutation
 from ludus.training.batch import Row, microbatches, row_of_segments
 from ludus.training.checkpoint import (
     TrainerState,
@@ -87,11 +89,11 @@ def run_sft(tuning: FineTuning, trackers: list[Tracker], on_step: OnStep) -> Pat
     session, folder, optimiser, last = tuning.session, tuning.folder, tuning.optimiser, tuning.last
     settings = session.config.sft
     session.model.train()
-    batches = islice(_batches(session, settings), tuning.done, None)
+    rows = islice(batches(session, settings), tuning.done, None)
     scorer = Scorer(session.model, recompute=session.config.model.activation_checkpointing)
     for step in range(tuning.done + 1, settings.steps + 1):
         clock = time.perf_counter()
-        metrics = sft_step(scorer, optimiser, next(batches), settings.microbatch_tokens)
+        metrics = sft_step(scorer, optimiser, next(rows), settings.microbatch_tokens)
         for tracker in trackers:
             tracker.log(step, metrics)
         on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
@@ -138,8 +140,11 @@ def _restore(session: Session, optimiser: Optimiser, folder: RunFolder) -> tuple
     return step, path
 
 
-def _batches(session: Session, settings: SftConfig) -> Iterator[list[Row]]:
-    """Batches in an order that depends on the seed alone."""
+def batches(session: Session, settings: SftConfig) -> Iterator[list[Row]]:
+    """The rows of each step, without end, in an order that depends on the seed alone.
+
+    A file of dialogues is passed over again and again, each time in another order.
+    """
     budget = session.config.rollout.max_tokens
     rows = _rows(_dialogues(session, settings), session.renderer, budget)
     while batch := list(islice(rows, settings.batch_size)):
@@ -171,8 +176,9 @@ def _dialogues(session: Session, settings: SftConfig) -> Iterator[Demonstration]
         yield from _demonstrating(session.world).demonstrations(session.config.run.seed + 1)
         return
     dialogues = read_dialogues(Path(settings.dialogues))
-    while True:
-        yield from dialogues
+    for epoch in itertools.count():
+        order = permutation(len(dialogues), f"sft:{session.config.run.seed}", epoch)
+        yield from (dialogues[i] for i in order)
 
 
 def _checked(session: Session) -> Session:

@@ -7,7 +7,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -44,12 +44,13 @@ from ludus.training.dry_run import dry_run_of
 from ludus.training.experts import check_experts, make_experts
 from ludus.training.full_kl import States
 from ludus.training.head import Entropy
-from ludus.training.judges import Judge, make_judge, part_name
+from ludus.training.judges import Judge, check_critic, make_judge, part_name
 from ludus.training.learner import Learner, LearnerSettings
 from ludus.training.learning import Learning
 from ludus.training.memory import Memory
 from ludus.training.old_logprobs import check_old_logprobs
 from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.origins import check_origins, origins_of
 from ludus.training.others import TokenScorer
 from ludus.training.ranks import ONE_PROCESS, Ranks, same_weights
 from ludus.training.rl import Reporter, RlLoop, task_order
@@ -115,6 +116,7 @@ def check(config: Config, world: World) -> None:
     check_roles(algorithm, world)
     control_of(config, algorithm)
     check_teacher(config, algorithm)
+    check_critic(config, algorithm)
     check_experts(config, algorithm, world)
     check_old_logprobs(config, algorithm)
     check_observations(algorithm, config.training.mask_observations)
@@ -225,7 +227,7 @@ def doubts(config: Config) -> list[str]:
     if not config.training.mask_observations:
         found.append("Observations are in the loss (training.mask_observations is off): for comparison only.")
     if config.algorithm.preset == "vapo" and config.critic.warmup_steps == 0:
-        found.append("The preset vapo trains its critic first, and critic.warmup_steps is 0.")
+        found.append("VAPO pre-trains its critic on a fixed policy, and critic.warmup_steps is 0.")
     if config.training.mode == "async" and config.rollout.reproducible:
         found.append(
             "An asynchronous run does not repeat bit for bit (training.mode = async): rollout.reproducible "
@@ -270,6 +272,7 @@ def build_loop(
     stored = parts.stored
     if stored is not None:
         done, path = found[-1]
+        check_origins(stored.origins, parts.origins, session)
         ledger = Ledger.restore(stored.ledger, spanning=spanning)
         memory = Memory.start(algorithm, stored.memory)
         control = control.restored(stored.kl)
@@ -286,6 +289,7 @@ def build_loop(
         folder=folder,
         sampler=sampler,
         learning=Learning(session, parts.learner, control, ledger, parts.judge, over_age_bound(config)),
+        origins=parts.origins,
         sync=WeightSync(model, engine, probe, config.training.sync_tolerance, ranks=ranks),
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
@@ -307,6 +311,8 @@ class LearnerParts:
     learner: Learner
     judge: Judge | None
     stored: TrainerState | None
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Of the leader: the digests of what is not in the checkpoint."""
 
 
 def make_parts(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Path | None) -> LearnerParts:
@@ -317,6 +323,7 @@ def make_parts(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Pa
     config, model = session.config, session.model
     same_weights(model, ranks)
     scorers = _scorers(session, algorithm, control_of(config, algorithm))
+    origins = origins_of(session, scorers) if ranks.rank == 0 else {}
     judge = make_judge(config, algorithm, model, session.world.rewards[0].name, ranks)
     if resumed is not None:
         load_weights(resumed, model)
@@ -333,7 +340,7 @@ def make_parts(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Pa
         if judge is not None:
             part = load_part(resumed, part_name(judge), judge.blank_state())
             judge.load_state(part, stored.judge_steps)
-    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), judge, stored)
+    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), judge, stored, origins)
 
 
 def make_learner(

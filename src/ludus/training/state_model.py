@@ -1,4 +1,4 @@
-"""A model of states: the policy's body with a few numbers per state in place of the output layer.
+"""A model of states: a body with a few numbers per state in place of the output layer.
 
 What a critic is made of, whatever its numbers mean; and what every model that trains beside the policy leaves
 in a checkpoint.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,28 +26,47 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+@dataclass(frozen=True, slots=True)
+class StateSettings:
+    """How states are read: in passes of `microbatch_tokens`; `recompute` is activation checkpointing.
+
+    `on_policy`: the states are the policy's own as it is in that moment, and the head alone learns.
+    """
+
+    microbatch_tokens: int = 4096
+    recompute: bool = False
+    on_policy: bool = False
+
+
 class StateModel:
-    """A copy of the policy's body, a head of `outputs` numbers that begins at zero, and their optimiser."""
+    """A body, a head of `outputs` numbers that begins at zero, and the optimiser of what learns.
+
+    The body is a copy of the policy's that learns with the head, or the policy's own, which it leaves alone.
+    """
 
     def __init__(
         self,
         policy: PreTrainedModel,
         outputs: int,
         optimiser: OptimiserSettings,
-        microbatch_tokens: int,
-        *,
-        recompute: bool = False,
+        settings: StateSettings = StateSettings(),
         ranks: Ranks = ONE_PROCESS,
     ) -> None:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
-        hint = "Choose an algorithm without a critic."
-        self._states = HeadModel(copy.deepcopy(policy), "critic", hint, outputs, recompute=recompute)
-        self.head, self.model = self._states.head, self._states.model
-        self.model.requires_grad_(True)
-        ranks.split(self.model)
+        hint, again = "Choose an algorithm without a critic.", settings.recompute
+        body = policy if settings.on_policy else copy.deepcopy(policy)
+        self._states = HeadModel(body, "critic", hint, outputs, recompute=again)
+        self.head = self._states.head
+        self.model: nn.Module = self._states.model
+        if settings.on_policy:
+            self.model = nn.ModuleDict({"head": self.head})
+        else:
+            self.model.requires_grad_(True)
+            ranks.split(self.model)
         self.ranks = ranks
         self.optimiser = Optimiser(self.model, optimiser, ranks=ranks)
-        self._dealer = Dealer(ranks, self.model, microbatch_tokens)
+        self._on_policy = settings.on_policy
+        self._dealer = Dealer(ranks, self.model, settings.microbatch_tokens)
 
     def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
         """This process's part of the rows in microbatches; `index` tells the places among all rows."""
@@ -61,7 +81,7 @@ class StateModel:
         if not rows.numel():
             nothing = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
             return nothing + self._states.idle() if is_sharded(self.model) else nothing
-        wide = self._states.read(part.tokens, (rows, columns + after))
+        wide = self._states.read(part.tokens, (rows, columns + after), frozen=self._on_policy)
         empty = torch.zeros(*part.tokens.shape, wide.shape[1], dtype=wide.dtype, device=wide.device)
         return empty.index_put((rows, columns + 1), wide)
 

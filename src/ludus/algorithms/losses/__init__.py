@@ -6,6 +6,8 @@ masked positions never matters, NaN and infinity included. What needs the whole 
 weights, a count) is an argument, computed once for the batch, so that microbatches add up to the same
 gradient.
 
+Those on pairs (`dpo`, `simpo`, `ipo`, `kto`) are in `algorithms.preference` and have its shapes.
+
 To add one: write the function, and its line in `LOSSES`, which says where its arguments come from.
 """
 
@@ -49,6 +51,7 @@ from ludus.algorithms.losses.plain import (
 )
 from ludus.algorithms.losses.sequence import gmpo, gspo, gspo_token, trajectory_mean
 from ludus.algorithms.masking import select
+from ludus.algorithms.preference import dpo, ipo, kto, simpo
 
 __all__ = [
     "LOSSES",
@@ -67,19 +70,23 @@ __all__ = [
     "conflict_weights",
     "distill",
     "distill_full",
+    "dpo",
     "dppo",
     "echo",
     "gmpo",
     "gspo",
     "gspo_token",
     "gtpo",
+    "ipo",
     "kl_cov",
+    "kto",
     "mixed_policy",
     "positive_nll",
     "ppo_clip",
     "reinforce",
     "sapo",
     "sft",
+    "simpo",
     "token_covariance",
     "token_ratio",
     "trajectory_mean",

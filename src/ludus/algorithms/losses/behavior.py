@@ -19,14 +19,15 @@ def dppo(
     mask: Tensor,
     bound: float = 0.2,
     divergence: Literal["tv", "kl"] = "tv",
+    old_logprobs: Tensor | None = None,
 ) -> Tensor:
     """`-rho A` with `rho = exp(logprobs - behavior)`, 0 where a step would leave the trust region, [N, L].
 
     A token has weight 0 where `A > 0, rho > 1` or `A < 0, rho < 1`, and its divergence passes `bound`: of
     the two distributions "this token or another", `tv` is `|exp(logprobs) - exp(behavior)|`, `kl` is
-    `KL(behavior || current)`. arXiv:2602.04879. Two policies only: no `old_logprobs`, and no other
-    correction beside it. `bound` 0.2 as verl's default; for `kl` it is in nats. verl truncates a detached
-    `rho` at 20 and multiplies `logprobs`, which has the same gradient below 20.
+    `KL(behavior || current)`. arXiv:2602.04879. Two policies only: `old_logprobs` are not read,
+    and there is no other correction beside it. `bound` 0.2 as verl's default; for `kl` it is in nats. verl
+    truncates a detached `rho` at 20 and multiplies `logprobs`, which has the same gradient below 20.
     """
     check_shapes(mask, logprobs=logprobs, behavior_logprobs=behavior_logprobs, advantages=advantages)
     if divergence not in ("tv", "kl"):

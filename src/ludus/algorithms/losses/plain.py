@@ -14,8 +14,10 @@ from ludus.algorithms.losses.clipped import token_ratio
 from ludus.algorithms.masking import check_shapes, select
 
 
-def reinforce(*, logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
-    """`-A logprobs`, [N, L] (Williams 1992)."""
+def reinforce(
+    *, logprobs: Tensor, advantages: Tensor, mask: Tensor, old_logprobs: Tensor | None = None
+) -> Tensor:
+    """`-A logprobs`, [N, L] (Williams 1992). `old_logprobs` are not read: it has no ratio."""
     check_shapes(mask, logprobs=logprobs, advantages=advantages)
     return -select(advantages, mask).detach() * select(logprobs, mask)
 
@@ -87,6 +89,7 @@ def distill(
     teacher_logprobs: Tensor,
     mask: Tensor,
     old_logprobs: Tensor | None = None,
+    advantages: Tensor | None = None,
 ) -> Tensor:
     """`ratio stop_grad(logprobs - teacher_logprobs)`, [N, L]: on-policy distillation, the reverse KL as cost.
 
@@ -94,7 +97,7 @@ def distill(
     `logprobs - teacher_logprobs`. The gradient is `ratio (logprobs - teacher) d logprobs`, that of the
     reverse KL at each token; the plain gradient of the difference has expectation 0 and would teach nothing.
     Sources: arXiv:2306.13649 (GKD), https://thinkingmachines.ai/blog/on-policy-distillation. No reward is
-    needed; the teacher scores the student's own tokens in one forward pass.
+    needed, and `advantages` are not read; the teacher scores the student's own tokens in one forward pass.
     """
     check_shapes(mask, logprobs=logprobs, teacher_logprobs=teacher_logprobs)
     old = logprobs.detach() if old_logprobs is None else old_logprobs

@@ -1,0 +1,179 @@
+"""What is said of the algorithms: defaults that are those of the code, a page that names every part."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+
+from ludus.algorithms import advantages, corrections, kl, losses
+from ludus.algorithms.advantages.registry import FUNCTIONS
+from ludus.algorithms.algorithm import (
+    ADVANTAGE_OPTIONS,
+    CLIPPING_LOSSES,
+    CORRECTION_OPTIONS,
+    KL_OPTIONS,
+    LOSS_OPTIONS,
+    OPTION_WORDS,
+    TERM_NAMES,
+)
+from ludus.algorithms.defaults import DEFAULTS, default_of
+from ludus.algorithms.presets import PRESETS
+from tiny_run import ludus
+
+ROOT = Path(__file__).parent.parent
+PAGE = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
+
+
+def test_every_option_has_a_default_and_no_other():
+    for part, known in (
+        ("advantage", ADVANTAGE_OPTIONS),
+        ("loss", LOSS_OPTIONS),
+        ("correction", CORRECTION_OPTIONS),
+    ):
+        options = {n: {o for o in names if o not in OPTION_WORDS} for n, names in known.items()}
+        assert {n: set(own) for n, own in DEFAULTS[part].items()} == {n: o for n, o in options.items() if o}
+    assert {default_of("kl", name, option) for name in KL_OPTIONS for option in KL_OPTIONS[name]} == {"token"}
+    assert {default_of("terms", name, name) for name in TERM_NAMES} == {0.0}
+
+
+def read_in_code() -> set[tuple[str, float]]:
+    """Option and default of every `number(options, "name", 0.5)` of the package."""
+    found = set()
+    folders = (ROOT / "src/ludus/algorithms", ROOT / "src/ludus/training")
+    for file in (file for folder in folders for file in folder.rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text("utf-8"))):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "number" and len(node.args) == 3:
+                option, default = node.args[1:]
+                if isinstance(option, ast.Constant) and isinstance(default, ast.Constant):
+                    found.add((option.value, float(default.value)))
+    return found
+
+
+def test_defaults_are_those_of_the_code():
+    said = {(o, float(v)) for known in DEFAULTS.values() for own in known.values() for o, v in own.items()}
+    given = read_in_code()
+    assert len(given) > 20
+    assert given - said <= {("echo", 0.0), ("positive_nll", 0.0)}
+
+
+@pytest.mark.parametrize("part", ["advantage", "loss", "correction"])
+def test_defaults_are_those_of_the_functions(part):
+    functions = {"advantage": FUNCTIONS, "loss": vars(losses), "correction": vars(corrections)}[part]
+    chosen = {"clip_cov": losses.choose_between, "kl_cov": losses.choose_highest}
+    compared = 0
+    for name, options in DEFAULTS[part].items():
+        for one in (functions[name], chosen.get(name, functions[name])):
+            parameters = inspect.signature(one).parameters
+            for option in options.keys() & parameters.keys():
+                if parameters[option].default is inspect.Parameter.empty:
+                    continue
+                assert parameters[option].default == pytest.approx(options[option]), (name, option)
+                compared += 1
+    assert compared > 1
+
+
+def test_the_command_prints_numbers():
+    lines = {name: ludus("algorithms", name).out for name in PRESETS}
+    assert not [name for name, text in lines.items() if "default" in text]
+    assert "algorithm.options.loss.bound = 0.2" in lines["dppo"]
+    assert "algorithm.options.loss.divergence = tv" in lines["dppo"]
+    assert "algorithm.options.advantage.lam = 0.95" in lines["ppo"]
+    assert "algorithm.options.advantage.gamma = 1" in lines["ppo"]
+    assert "algorithm.options.loss.entropy_bound = 0.693147" in lines["gtpo"]
+
+
+def table_rows() -> dict[str, list[str]]:
+    """The cells of the table of presets, by preset."""
+    head = PAGE.index("| preset | on or off policy |")
+    rows = [line for line in PAGE[head:].split("\n\n")[0].splitlines()[2:] if line.startswith("|")]
+    cells = [[cell.strip() for cell in row.strip("|").split("|")] for row in rows]
+    return {
+        name.strip("`"): row[1:]
+        for row in cells
+        if " " not in row[0].replace(", ", "")
+        for name in row[0].split(", ")
+    }
+
+
+def test_the_table_has_every_preset_and_says_where_its_rollouts_may_come_from():
+    rows = table_rows()
+    assert rows.keys() == PRESETS.keys()
+    for name, (policy, *_) in rows.items():
+        loss = PRESETS[name].loss
+        expected = {"reinforce": "on", "dppo": "off", "mixed_policy": "near, experts off"}.get(loss, "near")
+        assert policy == expected, name
+
+
+FORMULAS = {
+    "gspo": "s_i = exp((1/n_i) sum_t (lp - old))",
+    "gspo_token": "sg(s_i) exp(lp - sg(lp))",
+    "gmpo": "min(g d, g clip(d, -eps_low, eps_high))",
+    "cispo": "-sg(clip(ratio, 1 - eps_low, 1 + eps_high)) A lp",
+    "sapo": "-A (4/tau) sigmoid(tau (ratio - 1))",
+    "dppo": "|exp(lp) - exp(beh)|",
+    "gtpo": "-w ratio A",
+    "clip_cov": "(old - mean old) (A - mean A)",
+    "kl_cov": "coef |lp - old|",
+    "step_gae": "A_k = delta_k + gamma lam A_{k+1}",
+    "turn_gae": "A_t = gamma_token V_{t+1} - V_t + gamma_token lam_token A_{t+1}",
+    "turn_grpo": "w_turn norm_g(r[.,k])_i + w_outcome norm_g(r)_i",
+    "turn_return": "R[i,k] = sum_{j>=k} gamma^(j-k) r[i,j]",
+    "ppo_clip": "-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)",
+    "opo": "sum_j n_j r_j / sum_j n_j",
+    "maxrl": "(r_i - mean_g) / mean_g",
+    "pass_at_k": "1 - C(G_neg, k)/C(G, k)",
+    "best_of_group": "max - second max",
+    "remax": "r_i - r(greedy)",
+    "rae": "b = decay b + (1 - decay) r",
+}
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_the_page_has_the_formula(name):
+    assert FORMULAS[name] in " ".join(PAGE.split())
+
+
+N, L = 3, 4
+BATCH = {
+    "logprobs": -torch.rand(N, L, generator=torch.Generator().manual_seed(0)),
+    "old_logprobs": -torch.rand(N, L, generator=torch.Generator().manual_seed(1)),
+    "advantages": torch.linspace(-1, 1, N * L).view(N, L),
+    "mask": torch.ones(N, L, dtype=torch.bool),
+}
+MORE = {
+    "dppo": {"behavior_logprobs": BATCH["old_logprobs"]},
+    "distill": {"teacher_logprobs": BATCH["old_logprobs"]},
+    "gtpo": {"weights": torch.ones(N, L)},
+    "clip_cov": {"chosen": torch.zeros(N, L, dtype=torch.bool)},
+    "kl_cov": {"chosen": torch.zeros(N, L, dtype=torch.bool)},
+    "mixed_policy": {"expert": torch.zeros(N, dtype=torch.bool)},
+}
+
+
+@pytest.mark.parametrize("name", [name for name in LOSS_OPTIONS if name != "distill_full"])
+def test_every_policy_loss_takes_the_same_call(name):
+    clip = {"eps_low": 0.2, "eps_high": 0.2} if name in CLIPPING_LOSSES else {}
+    given = getattr(losses, name)(**BATCH, **clip, **MORE.get(name, {}))
+    assert given.shape in ((N, L), (N,))
+    assert torch.isfinite(given).all()
+
+
+def test_what_a_loss_does_not_read_does_not_change_it():
+    for name, unread in (("reinforce", "old_logprobs"), ("dppo", "old_logprobs"), ("distill", "advantages")):
+        function, more = getattr(losses, name), MORE.get(name, {})
+        without = {key: value for key, value in BATCH.items() if key != unread}
+        assert torch.equal(function(**without, **more), function(**BATCH, **more))
+
+
+def test_the_names_of_the_field_are_where_they_are_looked_for():
+    for name in ("sft", "dpo", "simpo", "ipo", "kto", "value_loss", "echo", "positive_nll"):
+        assert callable(getattr(losses, name))
+        assert name in losses.__all__
+    for name in FUNCTIONS:
+        assert callable(getattr(advantages, name))
+    for name in ("k1", "k2", "k3", "abs", "k3_k2grad", "full_reverse", "full_forward"):
+        assert callable(vars(kl)[name])
