@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from ludus.engines.fingerprint import fingerprint_adapted
 from ludus.errors import UserError
-from ludus.training.learner import TokenScorer
+from ludus.training.others import TokenScorer
 from ludus.training.scoring import Scorer
 from ludus.training.session import Session
 
