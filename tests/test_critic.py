@@ -236,7 +236,7 @@ def test_ppo_takes_its_advantages_and_targets_from_the_values():
         n = len(credit.advantages)
         assert credit.outcome is Outcome.TRAINED
         assert credit.advantages == pytest.approx(whitened[i, :n].tolist(), abs=1e-10)
-        assert credit.targets == pytest.approx((raw + values)[i, :n].tolist(), abs=1e-6)
+        assert credit.targets == pytest.approx((raw + values)[i, :n].tolist(), abs=1e-10)
 
 
 def run(folder, **changes):

@@ -172,9 +172,11 @@ def with_estimates(
         ]
     if estimates.values is not None:
         raw = _advantages(compared, _of_critic(algorithm), max_action_tokens, estimates)
+        values = [v.double().cpu() for v in estimates.values]
+        targets = [torch.tensor(a, dtype=v.dtype) + v for a, v in zip(raw, values, strict=True)]
         found = [
-            replace(credit, values=tuple(v.tolist()), targets=tuple((torch.tensor(a).to(v) + v).tolist()))
-            for credit, v, a in zip(found, estimates.values, raw, strict=True)
+            replace(credit, values=tuple(v.tolist()), targets=tuple(t.tolist()))
+            for credit, v, t in zip(found, values, targets, strict=True)
         ]
     following = iter(found)
     return [credit if credit.advantages is None else next(following) for credit in credits]
