@@ -45,3 +45,15 @@ def check(credits, wanted):
 def test_targets_are_exact_in_float64_whatever_the_critic_computes_in(dtype):
     credits, values, _ = estimated(GAE, dtype=dtype)
     check(credits, expected(credits, values.double()))
+
+
+def test_a_kl_in_the_advantage_is_no_part_of_the_targets():
+    plain, values, _ = estimated(GAE)
+    placed, _, _ = estimated(replace(GAE, kl_coef=1.0, kl_placement="advantage"), kl_scale=6.0)
+    assert placed[0].advantages != plain[0].advantages
+    check(placed, expected(placed, values))
+
+
+def test_a_kl_in_the_reward_is_part_of_the_targets():
+    placed, values, kl = estimated(replace(GAE, kl="k1", kl_coef=0.3, kl_placement="reward"))
+    check(placed, expected(placed, values, kl=kl, kl_coef=0.3))

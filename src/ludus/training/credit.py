@@ -183,13 +183,18 @@ def with_estimates(
 
 
 def _of_critic(algorithm: Algorithm) -> Algorithm:
-    """The algorithm whose advantages plus values are the critic's targets: not whitened, with its own lam."""
+    """The algorithm whose advantages plus values are the critic's targets: not whitened, with its own lam.
+
+    A KL in the reward is part of what the critic predicts; one in the advantage is not.
+    """
     own = algorithm.options.advantage | {"whiten": 0.0}
     if algorithm.advantage == "vapo":
         own = {"gamma": own.get("gamma", 1.0), "lam": own.get("lam_critic", 1.0), "whiten": 0.0}
         algorithm = replace(algorithm, advantage="gae")
     if algorithm.advantage == "vtrace":
         algorithm = replace(algorithm, advantage="vtrace_error")
+    if algorithm.kl_placement == "advantage":
+        algorithm = replace(algorithm, kl_coef=0.0)
     return replace(algorithm, options=replace(algorithm.options, advantage=own))
 
 
