@@ -10,8 +10,12 @@ import torch
 from ludus.algorithms import advantages
 from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.resolve import algorithm_of
+from ludus.config.load import load_config
 from ludus.training.credit import Estimates, assign_credit, with_estimates
-from test_credit import REWARDS, group, inputs
+from ludus.training.judges import make_judge, train_judge
+from ludus.training.refine import refine
+from test_credit import REWARDS, group, inputs, real_group
 
 GAE = replace(PRESETS["ppo"], options=PartOptions(advantage={"lam": 0.9}))
 
@@ -57,3 +61,24 @@ def test_a_kl_in_the_advantage_is_no_part_of_the_targets():
 def test_a_kl_in_the_reward_is_part_of_the_targets():
     placed, values, kl = estimated(replace(GAE, kl="k1", kl_coef=0.3, kl_placement="reward"))
     check(placed, expected(placed, values, kl=kl, kl_coef=0.3))
+
+
+def judge_of(preset, model):
+    config = load_config("search", ["--algorithm.preset", preset, "--critic.clip", "0"])
+    return make_judge(config, algorithm_of(config), model, "success")
+
+
+@pytest.mark.parametrize(("preset", "tokens"), [("step_ppo", 10), ("turn_ppo", 38), ("ppo", 38)])
+def test_a_critic_of_turns_learns_at_their_first_tokens_alone(preset, tokens):
+    """Its loss is the mean over those: the targets of other tokens would be their own values, and move."""
+    episodes, one = real_group()
+    one.algorithm = replace(PRESETS[preset])
+    judge = judge_of(preset, one.scorer.model)
+    train_judge(judge, refine(assign_credit([episodes], one.algorithm), one, 0, judge))
+    credits = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
+    errors = []
+    for i, credit in enumerate(credits):
+        first = [0, 3, 7][: 2 + i % 2] if preset == "step_ppo" else range(len(credit.values))
+        errors += [0.5 * (credit.values[t] - credit.targets[t]) ** 2 for t in first]
+    assert len(errors) == tokens
+    assert train_judge(judge, credits)["critic/loss"] == pytest.approx(sum(errors) / tokens, abs=1e-9)

@@ -116,7 +116,7 @@ def test_vapo_has_a_lam_for_the_policy_and_one_for_the_critic():
         to_go = [sum(given.turn_rewards[k:]) for k in range(len(given.turn_rewards))]
         turns = [turn for turn in range(len(given.turn_rewards)) for _ in range(3 + turn)]
         expected = torch.tensor([to_go[turn] + given.reward for turn in turns], dtype=torch.float64)
-        torch.testing.assert_close(ended, expected, atol=1e-6, rtol=0)
+        torch.testing.assert_close(ended, expected, atol=1e-12, rtol=0)
         assert 1 - 1 / (0.2 * n) < 1
     bare = replace(one.algorithm, options=PartOptions(advantage={"alpha": 0.2, "whiten": 0.0}))
     one.algorithm = bare

@@ -119,6 +119,8 @@ BEHAVIOUR_ADVANTAGES = ("vtrace", "retrace")
 """Advantages that contain the ratio to the behaviour policy."""
 CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGES)
 """Advantages that read the values of a critic."""
+TURN_VALUE_ADVANTAGES = ("step_gae",)
+"""Those that read one value a turn, at its first action token."""
 TOKEN_ADVANTAGES = ("reinforce_pp", *CRITIC_ADVANTAGES)
 """Advantages that take the KL of a reward token by token."""
 

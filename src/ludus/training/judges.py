@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ludus.algorithms.algorithm import CRITIC_ADVANTAGES, Algorithm, number
+from ludus.algorithms.algorithm import CRITIC_ADVANTAGES, TURN_VALUE_ADVANTAGES, Algorithm, number
 from ludus.algorithms.resolve import resolve
 from ludus.config.schema import Config
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory
-from ludus.training.branches import last_actions
+from ludus.training.branches import laid, last_actions
 from ludus.training.credit import CUT_OFF, Credit, Estimates
 from ludus.training.crew import JudgeLearns, JudgeSays
 from ludus.training.critic import Critic, CriticSettings
@@ -29,6 +29,7 @@ from ludus.training.outcome_critic import OutcomeCritic, OutcomeCriticSettings
 from ludus.training.process_reward import ProcessReward, ProcessRewardSettings
 from ludus.training.ranks import ONE_PROCESS, Ranks
 from ludus.training.state_model import StateSettings
+from ludus.types import Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -62,7 +63,9 @@ def make_judge(
     if algorithm.advantage == "coderl":
         return OutcomeCritic(model, optimiser, OutcomeCriticSettings(critic.epochs, success, states), ranks)
     if algorithm.advantage in CRITIC_ADVANTAGES:
-        return Critic(model, optimiser, CriticSettings(critic.epochs, critic.clip or None, states), ranks)
+        turns = algorithm.advantage in TURN_VALUE_ADVANTAGES
+        settings = CriticSettings(critic.epochs, critic.clip or None, states, turns)
+        return Critic(model, optimiser, settings, ranks)
     return None
 
 
@@ -155,6 +158,9 @@ def train_judge(judge: Judge, credits: Sequence[Credit]) -> dict[str, float]:
     rows = [row_of_trajectory(credit.episode.trajectory, 0.0) for credit in trained]
     if not rows:
         return {}
+    if isinstance(judge, Critic) and judge.settings.turns:
+        trajectories = [credit.episode.trajectory for credit in trained]
+        rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
     solved = [] if isinstance(judge, Critic) else _solved(trained, judge.settings.success)
     given: list[list[tuple[float, ...] | None]] = []
     if isinstance(judge, Critic):
@@ -184,6 +190,20 @@ def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
     return [
         each[torch.tensor(row.trains, device=each.device)] for each, row in zip(values, rows, strict=True)
     ]
+
+
+def at_openings(row: Row, trajectory: Trajectory) -> Row:
+    """The row of a trajectory, in which the first action token of each turn alone trains."""
+    opens: list[bool] = []
+    turn: int | None = None
+    for segment, new in laid(trajectory):
+        action = segment.kind == "action" and bool(segment.tokens)
+        opens += [new and action and segment.turn != turn and i == 0 for i in range(len(segment.tokens))]
+        if action:
+            turn = segment.turn
+        elif segment.kind == "prompt":  # another path
+            turn = None
+    return replace(row, trains=tuple(opens))
 
 
 def _solved(credits: Sequence[Credit], success: str) -> list[bool]:
