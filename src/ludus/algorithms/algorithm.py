@@ -121,6 +121,8 @@ CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGE
 """Advantages that read the values of a critic."""
 TURN_VALUE_ADVANTAGES = ("step_gae",)
 """Those that read one value a turn, at its first action token."""
+WHITENED_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", *CRITIC_ADVANTAGES)
+"""Advantages with a mean and a deviation over the whole batch."""
 TOKEN_ADVANTAGES = ("reinforce_pp", *CRITIC_ADVANTAGES)
 """Advantages that take the KL of a reward token by token."""
 

@@ -14,14 +14,15 @@ class Outcomes:
     """The whole batch of one optimiser step, as advantages see it.
 
     `rewards` [N] (float64 is best); `group` [N] integer ids; `mask` [N, L], set on action tokens. All
-    finished members of a group belong here, also those that a filter then keeps from training. Where they are
-    known: `turn` [N, L] the turn of each action token, counted from 0 without gaps, `turn_rewards` [N, K],
-    `kl` [N, L] per token to the reference, for the placement `reward` of advantages that work on tokens,
-    `values` [N, L] of a critic, V of the state before each token (None: 0), `bootstrap_values` [N], V
-    of the state after the last token of rows that were cut off (0 for others; None: all), and `baselines`
-    [N], what the reward of each row is compared with where that is not its group: the greedy episode of its
-    task, or the moving average of its role. `anchors` [N, K] integers are equal where turns began in the
-    same state;
+    finished members of a group belong here, also those that a filter keeps from training: statistics of a
+    group count them, those of the batch are over `trains` [N, L] alone, the action tokens that train (None:
+    all). Where they are known: `turn` [N, L] the turn of each action token, counted from 0 without gaps,
+    `turn_rewards` [N, K], `kl` [N, L] per token to the reference, for the placement `reward` of advantages
+    that work on tokens, `values` [N, L] of a critic, V of the state before each token (None: 0),
+    `bootstrap_values` [N], V of the state after the last token of rows that were cut off (0 for others; None:
+    all), and `baselines` [N], what the reward of each row is compared with where that is not its group: the
+    greedy episode of its task, or the moving average of its role. `anchors` [N, K] integers are equal where
+    turns began in the same state;
     `proposer` [N] bool and `proposals` [N] integers say whether a row proposed a task, and which one it
     worked on otherwise. `outcome_probs` [N, L] is a critic's probability of the outcome that came,
     `prm_logprobs` and `ref_logprobs` [N, L] are those of a process reward model and of its reference.
@@ -45,6 +46,7 @@ class Outcomes:
     ref_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None
     behavior_logprobs: Tensor | None = None
+    trains: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)

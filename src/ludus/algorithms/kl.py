@@ -102,17 +102,20 @@ def penalised_advantages(
     mask: Tensor,
     coef: float,
     granularity: Literal["token", "trajectory"] = "token",
+    trains: Tensor | None = None,
 ) -> Tensor:
     """`A - coef (kl - mean of kl over the action tokens)`, [N, L]: placement `advantage`.
 
-    All tensors [N, L], of the whole batch (the mean is global). With `trajectory` each token carries the sum
-    of `kl` over its trajectory. 0 where the mask is 0; no gradient flows.
+    All tensors [N, L], of the whole batch: the mean is global, over those action tokens that are set in
+    `trains` (None: all). With `trajectory` each token carries the sum of `kl` over its trajectory. 0 where
+    the mask is 0; no gradient flows.
     """
     check_shapes(mask, advantages=advantages, kl=kl)
     penalty = select(kl.detach(), mask)
     if granularity == "trajectory":
         penalty = select(penalty.sum(1, keepdim=True).expand(mask.shape), mask)
-    centred = penalty - penalty.sum() / mask.bool().sum().clamp(min=1)
+    counted = mask.bool() if trains is None else mask.bool() & trains.bool()
+    centred = penalty - select(penalty, counted).sum() / counted.sum().clamp(min=1)
     return select(advantages.detach() - coef * centred, mask)
 
 

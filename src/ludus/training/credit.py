@@ -96,7 +96,8 @@ def assign_credit(
 
     A group with a failed member is dropped whole: a partial group is never trained. A greedy episode is the
     baseline of its group: it is no member, and never trains. Statistics of a group
-    run over all its members; those that a filter takes out keep their advantage on record and do not train.
+    run over all its members, those of the batch over what trains; what a filter takes out keeps its advantage
+    on record and does not train.
     `max_action_tokens` is the most that an episode may have, which the soft overlong punishment counts from.
     """
     credits: list[Credit] = []
@@ -215,12 +216,12 @@ def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens:
     kept = dict(zip(index.tolist(), zero_variance(rewards=rewards, group=index).tolist(), strict=True))
     varied = [kept[credit.group] for credit in credits]
     whole = overlong_mask(truncated=[t.stop_reason in CUT_OFF for t in trajectories])
-    advantages = _advantages(credits, algorithm, max_action_tokens)
     found = []
     for i, credit in enumerate(credits):
         outcome, reason = _fate(credit.episode, bool(varied[i]), bool(whole[i]), algorithm)
-        found.append(replace(credit, outcome=outcome, reason=reason, advantages=advantages[i]))
-    return found
+        found.append(replace(credit, outcome=outcome, reason=reason))
+    advantages = _advantages(found, algorithm, max_action_tokens)
+    return [replace(credit, advantages=a) for credit, a in zip(found, advantages, strict=True)]
 
 
 def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[Outcome, str]:
@@ -285,6 +286,7 @@ def _of_chains(
             mask=outcomes.mask,
             coef=algorithm.kl_coef,
             granularity=word(algorithm.options.kl, "granularity", GRANULARITIES),
+            trains=outcomes.trains,
         )
     if algorithm.loss == "gtpo":
         found = found * _spared(credits, outcomes, found, algorithm)
@@ -319,10 +321,13 @@ def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
         turn[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
         given = trajectories[i].turn_rewards[:most]
         turn_rewards[i, : len(given)] = torch.tensor(given, dtype=torch.float64)
+    mask = torch.arange(width)[None, :] < lengths[:, None]
+    trained = torch.tensor([credit.outcome is Outcome.TRAINED for credit in credits])
     return Outcomes(
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
         group=torch.tensor([credit.group for credit in credits]),
-        mask=torch.arange(width)[None, :] < lengths[:, None],
+        mask=mask,
+        trains=mask & trained[:, None] if trained.any() else None,
         turn=turn,
         turn_rewards=turn_rewards,
         kl=_table(estimates.kl, width),

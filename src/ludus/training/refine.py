@@ -13,7 +13,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ludus.algorithms.algorithm import BEHAVIOUR_ADVANTAGES, CRITERIA, FULL_KL_NAMES, number, word
+from ludus.algorithms.algorithm import (
+    BEHAVIOUR_ADVANTAGES,
+    CRITERIA,
+    FULL_KL_NAMES,
+    WHITENED_ADVANTAGES,
+    number,
+    word,
+)
 from ludus.algorithms.corrections import MismatchByLength, mismatch_by_length, reject_sequence
 from ludus.algorithms.filters import entropy_bound
 from ludus.errors import SyncError
@@ -50,12 +57,14 @@ def refine(
         trained = [c for c in found if c.outcome is Outcome.TRAINED and not c.expert]
         check_parity([_row(credit) for credit in trained if _is_of(credit, version)], learner)
     algorithm = learner.algorithm
-    if judge is not None or (algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"):
-        found = _estimated(found, learner, judge, max_action_tokens)
     if algorithm.correction == "reject_sequence":
         found = _rejected(found, learner)
     if algorithm.loss == "gtpo":
         found = _without_the_uncertain(found, learner)
+    # Last: a mean over the batch is over what is left.
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    if judge is not None or penalised or algorithm.advantage in WHITENED_ADVANTAGES:
+        found = _estimated(found, learner, judge, max_action_tokens)
     return found
 
 

@@ -67,14 +67,16 @@ def opo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     return on_actions(grouped.minus(baseline), mask, float_dtype(rewards))
 
 
-def reinforce_pp_baseline(*, rewards: Tensor, group: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
+def reinforce_pp_baseline(
+    *, rewards: Tensor, group: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: int = 1
+) -> Tensor:
     """`r - mean_g`, whitened over the action tokens of the batch, arXiv:2501.03262 (REINFORCE++-baseline).
 
-    `ddof` 1 as in verl, 0 as in OpenRLHF.
+    `ddof` 1 as in verl, 0 as in OpenRLHF. `trains` as in `whiten`; the mean is over all members of a group.
     """
     grouped = groups_to_compare(rewards, group, mask)
-    centred = grouped.minus(grouped.mean()).to(mask.device)
-    return whiten(values=centred[:, None].expand(mask.shape), mask=mask, ddof=ddof).to(float_dtype(rewards))
+    centred = grouped.minus(grouped.mean()).to(mask.device)[:, None].expand(mask.shape)
+    return whiten(values=centred, mask=mask, trains=trains, ddof=ddof).to(float_dtype(rewards))
 
 
 def raw(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
@@ -84,16 +86,19 @@ def raw(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     return on_actions(grouped.rewards, mask, float_dtype(rewards))
 
 
-def whiten(*, values: Tensor, mask: Tensor, ddof: int = 1) -> Tensor:
-    """`(x - mean) / sqrt(var + 1e-8)` over the masked positions of `values` [N, L] alone, 0 elsewhere.
+def whiten(*, values: Tensor, mask: Tensor, trains: Tensor | None = None, ddof: int = 1) -> Tensor:
+    """`(x - mean) / sqrt(var + 1e-8)` on the masked positions of `values` [N, L], 0 elsewhere.
 
-    With no more than `ddof` positions set the variance counts as 0.
+    Mean and variance are over those masked positions that are set in `trains` [N, L] as well (None: all):
+    what a filter keeps from training is in neither. With no more than `ddof` of them the variance is 0.
     """
-    check_shapes(mask, values=values)
-    count = mask.bool().sum()
+    trains = mask if trains is None else trains
+    check_shapes(mask, values=values, trains=trains)
+    counted = mask.bool() & trains.bool()
+    count = counted.sum()
     kept = select(values, mask)
-    centred = select(kept - kept.sum() / count.clamp(min=1), mask)
-    variance = centred.square().sum() / (count - ddof).clamp(min=1)
+    centred = select(kept - select(kept, counted).sum() / count.clamp(min=1), mask)
+    variance = select(centred, counted).square().sum() / (count - ddof).clamp(min=1)
     return centred / (variance + WHITEN_EPS).sqrt()
 
 

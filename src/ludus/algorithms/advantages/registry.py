@@ -155,10 +155,10 @@ def _kl_coef(o: Outcomes, a: Algorithm) -> float:
 
 
 def _whitened(found: Tensor, o: Outcomes, a: Algorithm) -> Tensor:
-    """Over the batch, as PPO does, unless `whiten` is 0."""
+    """Over what trains of the batch, as PPO does, unless `whiten` is 0."""
     if number(a.options.advantage, "whiten", 1.0) == 0:
         return found
-    return whiten(values=found, mask=o.mask, ddof=a.std_ddof)
+    return whiten(values=found, mask=o.mask, trains=o.trains, ddof=a.std_ddof)
 
 
 def _gae(o: Outcomes, a: Algorithm) -> Tensor:
@@ -304,10 +304,11 @@ ADVANTAGES: dict[str, AdvantageFn] = {
         kl=o.kl,
         kl_coef=a.kl_coef if o.kl is not None else 0.0,
         gamma=number(a.options.advantage, "gamma", 1.0),
+        trains=o.trains,
         ddof=a.std_ddof,
     ),
     "reinforce_pp_baseline": lambda o, a: reinforce_pp_baseline(
-        rewards=o.rewards, group=o.group, mask=o.mask, ddof=a.std_ddof
+        rewards=o.rewards, group=o.group, mask=o.mask, trains=o.trains, ddof=a.std_ddof
     ),
     "turn_grpo": _turn_grpo,
     "turn_return": _turn_return,

@@ -34,13 +34,15 @@ def reinforce_pp(
     kl: Tensor | None = None,
     kl_coef: float = 0.0,
     gamma: float = 1.0,
+    trains: Tensor | None = None,
     ddof: int = 1,
 ) -> Tensor:
     """`R_t = r_t + gamma R_next` over the action tokens, whitened over the batch, arXiv:2501.03262
     (REINFORCE++).
 
-    `gamma` 1 as in the paper, verl and OpenRLHF; `ddof` 1 as in verl, 0 as in OpenRLHF. An observation
-    neither discounts nor resets the return. Returns that are equal up to rounding give exactly 0.
+    `gamma` 1 as in the paper, verl and OpenRLHF; `ddof` 1 as in verl, 0 as in OpenRLHF; `trains` as in
+    `whiten`. An observation neither discounts nor resets the return. Where the returns that train are equal
+    up to rounding, all are exactly 0.
     """
     check_group(group, mask)
     placed = token_rewards(
@@ -50,12 +52,12 @@ def reinforce_pp(
     terms = tokens.take("rewards", placed)
     dtype = float_dtype(rewards, turn_rewards)
     returns = tokens.spread(scan_back(terms, torch.full_like(terms, gamma)), torch.float64)
-    kept = returns[tokens.mask]
+    kept = returns[tokens.mask if trains is None else tokens.mask & trains.bool()]
     if kept.numel():
         scale = max(1.0, float(kept.abs().max()))
         if float(kept.max() - kept.min()) <= rounding(dtype) * scale:
             return torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return whiten(values=returns, mask=mask, ddof=ddof).to(dtype)
+    return whiten(values=returns, mask=mask, trains=trains, ddof=ddof).to(dtype)
 
 
 def gae(
