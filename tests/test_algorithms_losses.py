@@ -287,7 +287,7 @@ def test_tis_and_mismatch_equal_the_loop(batch, cap):
     )
     torch.testing.assert_close(weights, loop, **oracle.TOLERANCE)
     gaps = (batch.old - batch.behavior)[batch.mask].tolist()
-    stats = corrections.mismatch(**pair, cap=cap)
+    stats = corrections.mismatch(**pair, weights=weights)
     ratios = [math.exp(g) for g in gaps]
     num = max(len(gaps), 1)
     assert stats.tokens == len(gaps)
@@ -307,7 +307,7 @@ def test_weights_carry_no_gradient_and_agreement_is_weight_one():
     weights = corrections.tis(**pair)
     assert weights.tolist() == [[1.0, 1.0]]
     assert not weights.requires_grad
-    stats = corrections.mismatch(**pair, cap=2.0)
+    stats = corrections.mismatch(**pair, weights=weights)
     assert (stats.gap_max, stats.k3, stats.effective_share, stats.truncated) == (0.0, 0.0, 1.0, 0)
 
 

@@ -12,7 +12,11 @@ import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import corrections, losses, preference
 from ludus.algorithms.aggregate import Normaliser, aggregate
+from ludus.algorithms.algorithm import PartOptions
+from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.combinations import BEHAVIOUR_RATIO, check_corrections
+from ludus.algorithms.objective import objective
+from ludus.algorithms.presets import PRESETS
 from ludus.errors import ConfigError
 
 quick = settings(max_examples=12, deadline=None, derandomize=True)
@@ -303,11 +307,11 @@ def test_mismatch_by_length_equals_the_parts(batch, seed):
     given = {"old_logprobs": batch.old, "behavior_logprobs": batch.behavior}
     places = torch.randint(0, 12, batch.mask.shape, generator=torch.Generator().manual_seed(seed))
     bounds = (2, 4, 8)
-    ours = corrections.mismatch_by_length(**given, mask=batch.mask, positions=places, bounds=bounds, cap=1.2)
+    ours = corrections.mismatch_by_length(**given, mask=batch.mask, positions=places, bounds=bounds)
     edges = [(0, 2), (2, 4), (4, 8), (8, 99)]
     for bucket, (low, high) in zip(ours.buckets, edges, strict=True):
         inside = batch.mask & (places + 1 > low) & (places + 1 <= high)
-        assert bucket == corrections.mismatch(**given, mask=inside, cap=1.2)
+        assert bucket == corrections.mismatch(**given, mask=inside)
     halves = [
         corrections.mismatch_by_length(
             old_logprobs=batch.old[rows],
@@ -315,7 +319,6 @@ def test_mismatch_by_length_equals_the_parts(batch, seed):
             mask=batch.mask[rows],
             positions=places[rows],
             bounds=bounds,
-            cap=1.2,
         )
         for rows in (slice(0, 1), slice(1, None))
     ]
@@ -341,3 +344,35 @@ def test_mismatch_by_length_counts_places_from_the_start_of_the_sequence():
         corrections.mismatch_by_length(**given, bounds=(6, 4))
     with pytest.raises(ValueError, match="add up"):
         replace(by_length) + default
+
+
+CORRECTED = [
+    ("tis", level, {"level": level}, lambda w: min(w, 1.1)) for level in ("token", "sequence", "geometric")
+]
+CORRECTED += [
+    ("icepop", level, {"level": level, "low": 0.6, "high": 2.0}, lambda w: w if 0.6 <= w <= 2.0 else 0.0)
+    for level in ("token", "sequence", "geometric")
+]
+CORRECTED += [
+    ("decoupled", "token", {"cap": 1.1}, lambda w: min(w, 1.1)),
+    ("none", "token", {}, lambda w: w),
+    ("reject_sequence", "token", {}, lambda w: w),
+]
+
+
+@pytest.mark.parametrize(("name", "level", "options", "limit"), CORRECTED)
+def test_what_a_correction_cuts_and_drops_is_counted_from_its_own_weights(name, level, options, limit):
+    batch = batch_of(12, seed=3)
+    algorithm = replace(
+        PRESETS["grpo"], correction=name, tis_cap=1.1, options=PartOptions(correction=options)
+    )
+    given = TokenBatch(batch.old, batch.old, batch.behavior, batch.advantages, batch.mask)
+    found = objective(given, algorithm, Normaliser.of(batch.mask))[1].mismatch
+    ratios = [float(slow.ratio_of(batch, i, t, level)) for i, t in batch.mask.nonzero().tolist()]
+    cut = sum(0 < limit(w) < w for w in ratios) / len(ratios)
+    gone = sum(limit(w) == 0 for w in ratios) / len(ratios)
+    if name in ("tis", "decoupled", "icepop"):
+        assert 0 < cut + gone < 1
+    assert (found.truncated_share, found.dropped_share) == pytest.approx((cut, gone), abs=1e-12)
+    ess = sum(ratios) ** 2 / (len(ratios) * sum(w * w for w in ratios))
+    assert found.effective_share == pytest.approx(ess, rel=1e-10)

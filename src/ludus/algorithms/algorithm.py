@@ -85,6 +85,8 @@ KL_NAMES = ("k1", "k2", "k3", "abs", "k3_k2grad", *FULL_KL_NAMES)
 KL_OPTIONS = dict.fromkeys(KL_NAMES, ("granularity",))
 TERM_NAMES = ("echo", "positive_nll")
 CORRECTION_NAMES = tuple(CORRECTION_OPTIONS)
+LIMITING_CORRECTIONS = ("tis", "icepop", "decoupled")
+"""Corrections that weigh the loss by a ratio within limits."""
 PLACEMENTS = ("loss", "reward", "advantage")
 
 CLIPPING_LOSSES = ("ppo_clip", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov", "mixed_policy")

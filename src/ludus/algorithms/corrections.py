@@ -31,6 +31,7 @@ __all__ = [
     "none",
     "reject_sequence",
     "tis",
+    "uncorrected",
 ]
 
 Level = Literal["token", "sequence", "geometric"]
@@ -136,6 +137,11 @@ def _check_bounds(low: float, high: float) -> None:
 
 
 CorrectionFn = Callable[[TokenBatch, Algorithm], Tensor]
+
+
+def uncorrected(batch: TokenBatch, algorithm: Algorithm) -> Tensor:
+    """The ratios [N, L] that the algorithm's correction limits, at its level."""
+    return _weights(batch.old_logprobs, batch.behavior_logprobs, batch.mask, _level(algorithm))
 
 
 def _level(algorithm: Algorithm) -> Level:

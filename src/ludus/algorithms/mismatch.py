@@ -18,7 +18,11 @@ LENGTH_BOUNDS = tuple(2**exponent for exponent in range(9, 18))
 
 @dataclass(frozen=True, slots=True)
 class Mismatch:
-    """Sums over action tokens, with `w = exp(old - behavior)` before truncation; `+` joins microbatches."""
+    """Sums over action tokens; `+` joins microbatches.
+
+    `w` is the ratio `exp(old - behavior)` over what the correction takes it (each token, unless it says
+    otherwise), before truncation; `truncated` and `dropped` count tokens by what the correction did to it.
+    """
 
     tokens: int
     gap_sum: float
@@ -27,6 +31,7 @@ class Mismatch:
     weight_square_sum: float
     k3_sum: float
     truncated: int
+    dropped: int
 
     @property
     def gap_mean(self) -> float:
@@ -45,8 +50,13 @@ class Mismatch:
 
     @property
     def truncated_share(self) -> float:
-        """Share of action tokens whose weight passes the cap; 0 without tokens."""
+        """Share of action tokens whose weight is smaller than `w`, and not 0; 0 without tokens."""
         return self.truncated / max(self.tokens, 1)
+
+    @property
+    def dropped_share(self) -> float:
+        """Share of action tokens whose weight is 0; 0 without tokens."""
+        return self.dropped / max(self.tokens, 1)
 
     def __add__(self, other: Mismatch) -> Mismatch:
         return Mismatch(
@@ -57,6 +67,7 @@ class Mismatch:
             weight_square_sum=self.weight_square_sum + other.weight_square_sum,
             k3_sum=self.k3_sum + other.k3_sum,
             truncated=self.truncated + other.truncated,
+            dropped=self.dropped + other.dropped,
         )
 
 
@@ -85,11 +96,24 @@ class MismatchByLength:
 
 
 def mismatch(
-    *, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float | None = None
+    *,
+    old_logprobs: Tensor,
+    behavior_logprobs: Tensor,
+    mask: Tensor,
+    ratios: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Mismatch:
-    """How far learner and engine are apart on the action tokens; `cap` None counts none as truncated."""
-    sums = _sums(old_logprobs, behavior_logprobs, mask, cap)
-    return _record(sums.tolist())
+    """How far learner and engine are apart on the action tokens, and what a correction does about it.
+
+    `ratios` and `weights` [N, L] are the correction's before and after its limits. None: the ratios of
+    tokens, and no limits.
+    """
+    check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+    if ratios is None:
+        ratios = clamped_ratio(select(old_logprobs, mask) - select(behavior_logprobs, mask))
+    weights = ratios if weights is None else weights
+    check_shapes(mask, ratios=ratios, weights=weights)
+    return _record(_sums(old_logprobs, behavior_logprobs, mask, ratios, weights).tolist())
 
 
 def mismatch_by_length(
@@ -99,7 +123,6 @@ def mismatch_by_length(
     mask: Tensor,
     positions: Tensor | None = None,
     bounds: Sequence[int] = LENGTH_BOUNDS,
-    cap: float | None = None,
 ) -> MismatchByLength:
     """`mismatch` by the token's place in its sequence, counted with prompt and observations.
 
@@ -119,33 +142,38 @@ def mismatch_by_length(
     bucket = torch.bucketize(
         places.contiguous(), torch.tensor(ends, device=mask.device, dtype=torch.long), right=True
     )
+    check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+    ratios = clamped_ratio(select(old_logprobs, mask) - select(behavior_logprobs, mask))
     rows = [
-        _sums(old_logprobs, behavior_logprobs, mask.bool() & (bucket == j), cap) for j in range(len(ends) + 1)
+        _sums(old_logprobs, behavior_logprobs, mask.bool() & (bucket == j), ratios, ratios)
+        for j in range(len(ends) + 1)
     ]
     return MismatchByLength(ends, tuple(_record(row) for row in torch.stack(rows).tolist()))
 
 
-def _sums(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float | None) -> Tensor:
-    """The fields of `Mismatch` in their order, [7] float64."""
-    check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+def _sums(
+    old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, ratios: Tensor, weights: Tensor
+) -> Tensor:
+    """The fields of `Mismatch` in their order, [8] float64."""
     old = select(old_logprobs, mask).detach().double()
     behavior = select(behavior_logprobs, mask).detach().double()
-    weights = select(clamped_ratio(old - behavior), mask)
+    before, after = select(ratios, mask).detach().double(), select(weights, mask).detach().double()
     gap = (old - behavior).abs()
     sums = [
         mask.bool().sum(),
         gap.sum(),
         gap.amax() if gap.numel() else gap.sum(),
-        weights.sum(),
-        weights.square().sum(),
+        before.sum(),
+        before.square().sum(),
         select(k3(logprobs=behavior, ref_logprobs=old), mask).sum(),
-        (weights > (torch.inf if cap is None else cap)).sum(),
+        ((after > 0) & (after < before)).sum(),
+        ((after == 0) & mask.bool()).sum(),
     ]
     return torch.stack([s.double() for s in sums])
 
 
 def _record(sums: list[float]) -> Mismatch:
-    tokens, gap_sum, gap_max, weight_sum, weight_square_sum, k3_sum, truncated = sums
+    tokens, gap_sum, gap_max, weight_sum, weight_square_sum, k3_sum, truncated, dropped = sums
     return Mismatch(
         tokens=int(tokens),
         gap_sum=gap_sum,
@@ -154,4 +182,5 @@ def _record(sums: list[float]) -> Mismatch:
         weight_square_sum=weight_square_sum,
         k3_sum=k3_sum,
         truncated=int(truncated),
+        dropped=int(dropped),
     )

@@ -12,7 +12,14 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.aggregate import Normaliser, aggregate
-from ludus.algorithms.algorithm import CLIPPING_LOSSES, FULL_KL_NAMES, GRANULARITIES, Algorithm, word
+from ludus.algorithms.algorithm import (
+    CLIPPING_LOSSES,
+    FULL_KL_NAMES,
+    GRANULARITIES,
+    LIMITING_CORRECTIONS,
+    Algorithm,
+    word,
+)
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.corrections import (
     CORRECTIONS,
@@ -20,6 +27,7 @@ from ludus.algorithms.corrections import (
     MismatchByLength,
     mismatch,
     mismatch_by_length,
+    uncorrected,
 )
 from ludus.algorithms.kl import KLS, trajectory_kl
 from ludus.algorithms.losses import LOSSES, ClipRange, ClipStats, clip_stats
@@ -83,7 +91,8 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
     placed in the reward or the advantage is not added here (`batch.advantages` has it already) but still
     reported. Raises ValueError where the algorithm needs `ref_logprobs` or `entropy` and the batch has none.
     """
-    policy = _policy_loss(batch, algorithm, normaliser)
+    weights = CORRECTIONS[algorithm.correction](batch, algorithm)
+    policy = _policy_loss(batch, weights, algorithm, normaliser)
     total = policy
     kl = _kl(batch, algorithm)
     if algorithm.kl_coef > 0 and algorithm.kl_placement == "loss":
@@ -104,12 +113,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
         loss=float(total.detach()),
         policy_loss=float(policy.detach()),
         clip=_clip_stats(batch, algorithm),
-        mismatch=mismatch(
-            old_logprobs=batch.old_logprobs,
-            behavior_logprobs=batch.behavior_logprobs,
-            mask=batch.mask,
-            cap=algorithm.tis_cap if algorithm.correction == "tis" else None,
-        ),
+        mismatch=_mismatch(batch, weights, algorithm),
         by_length=mismatch_by_length(
             old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask
         ),
@@ -121,9 +125,8 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
     return total, statistics
 
 
-def _policy_loss(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -> Tensor:
+def _policy_loss(batch: TokenBatch, weights: Tensor, algorithm: Algorithm, normaliser: Normaliser) -> Tensor:
     loss = LOSSES[algorithm.loss](batch, algorithm)
-    weights = CORRECTIONS[algorithm.correction](batch, algorithm)
     if loss.ndim == 1:  # one term a trajectory, and `presets` has seen to it that it has one weight
         weights = weights.amax(1)
     return _aggregated(loss * weights, batch, algorithm, normaliser)
@@ -141,6 +144,17 @@ def _kl(batch: TokenBatch, algorithm: Algorithm) -> Tensor | None:
     return KLS[algorithm.kl](
         logprobs=select(batch.logprobs, batch.mask),
         ref_logprobs=select(batch.ref_logprobs, batch.mask).detach(),
+    )
+
+
+def _mismatch(batch: TokenBatch, weights: Tensor, algorithm: Algorithm) -> Mismatch:
+    limits = algorithm.correction in LIMITING_CORRECTIONS
+    return mismatch(
+        old_logprobs=batch.old_logprobs,
+        behavior_logprobs=batch.behavior_logprobs,
+        mask=batch.mask,
+        ratios=uncorrected(batch, algorithm) if limits else None,
+        weights=weights if limits else None,
     )
 
 

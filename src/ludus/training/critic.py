@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """How the critic learns. `clip` bounds how far a value moves in one step (None: not bounded). With `turns`
-    it learns at the first action token of each turn alone: a step is a turn then, and the other tokens have no
-    value of their own."""
+    """How the critic learns. `clip` bounds how far a value moves in one step (None: not bounded).
+
+    With `turns` it learns at the first action token of each turn alone: a step is a turn then, and the other
+    tokens have no value of their own.
+    """
 
     epochs: int = 1
     clip: float | None = 0.2

@@ -433,6 +433,7 @@ def _metrics(statistics: Statistics) -> dict[str, float]:
         "policy/effective_sample_share": mismatch.effective_share,
         "policy/kl_engine": mismatch.k3,
         "policy/truncated_share": mismatch.truncated_share,
+        "policy/dropped_share": mismatch.dropped_share,
     }
     metrics |= {
         f"{LOGPROB_GAP}/{label}": bucket.gap_mean
