@@ -13,7 +13,7 @@ from ludus.algorithms import corrections
 from ludus.algorithms.aggregate import AGGREGATIONS, Normaliser, aggregate
 from ludus.algorithms.entropy import entropy
 from ludus.algorithms.kl import KLS, k1, k2, k3, k3_k2grad, penalised_advantages, penalised_rewards
-from ludus.algorithms.losses import ClipRange, clip_stats, ppo_clip, reinforce, sft
+from ludus.algorithms.losses import ClipRange, clip_stats, ppo_clip, ppo_cut, reinforce, sft
 
 quick = settings(max_examples=25, deadline=None, derandomize=True)
 CLIPS = st.sampled_from([(0.2, 0.2, None), (0.2, 0.28, None), (0.1, 0.3, 1.2), (0.0, 0.0, 3.0)])
@@ -116,7 +116,9 @@ def test_old_logprobs_and_advantages_are_constants():
 @given(batch=oracle.batches(), clip=CLIPS)
 def test_clip_stats_count_the_tokens_without_gradient(batch, clip):
     given = {"old_logprobs": batch.old, "advantages": batch.advantages, "mask": batch.mask}
-    stats = clip_stats(logprobs=batch.logprobs, **given, clip=ClipRange(*clip))
+    ratio = (batch.logprobs - batch.old).exp()
+    cut = ppo_cut(ratio=ratio, advantages=batch.advantages, mask=batch.mask, clip=ClipRange(*clip))
+    stats = clip_stats(logprobs=batch.logprobs, old_logprobs=batch.old, mask=batch.mask, cut=cut)
     leaf = batch.logprobs.clone().requires_grad_()
     low, high, dual = clip
     loss = ppo_clip(logprobs=leaf, **given, eps_low=low, eps_high=high, dual_clip=dual)
@@ -133,13 +135,14 @@ def test_clip_stats_count_the_tokens_without_gradient(batch, clip):
 def test_clip_stats_by_hand_over_the_mask_only():
     """Three of four action tokens are cut off; the padding would halve the share."""
     logprobs = rows([math.log(1.5), math.log(0.5), math.log(6), 0.0, 9.0, 9.0, 9.0, 9.0])
-    stats = clip_stats(
-        logprobs=logprobs,
-        old_logprobs=torch.zeros_like(logprobs),
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0]])
+    cut = ppo_cut(
+        ratio=logprobs.exp(),
         advantages=rows([1, -1, -1, 1, 1, 1, 1, 1]),
-        mask=torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0]]),
+        mask=mask,
         clip=ClipRange(0.2, 0.2, 3.0),
     )
+    stats = clip_stats(logprobs=logprobs, old_logprobs=torch.zeros_like(logprobs), mask=mask, cut=cut)
     assert (stats.clipped_high, stats.clipped_low, stats.clipped_dual) == (1, 1, 1)
     assert stats.fraction == 0.75
     assert stats.ratio_mean == pytest.approx((1.5 + 0.5 + 6 + 1) / 4)

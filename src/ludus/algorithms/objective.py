@@ -13,7 +13,6 @@ from torch import Tensor
 
 from ludus.algorithms.aggregate import Normaliser, aggregate
 from ludus.algorithms.algorithm import (
-    CLIPPING_LOSSES,
     FULL_KL_NAMES,
     GRANULARITIES,
     LIMITING_CORRECTIONS,
@@ -30,7 +29,7 @@ from ludus.algorithms.corrections import (
     uncorrected,
 )
 from ludus.algorithms.kl import KLS, trajectory_kl
-from ludus.algorithms.losses import LOSSES, ClipRange, ClipStats, clip_stats
+from ludus.algorithms.losses import LOSSES, ClipStats, clip_stats, cut_off
 from ludus.algorithms.masking import select
 from ludus.algorithms.terms import added_terms
 
@@ -41,7 +40,8 @@ class Statistics:
 
     `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch);
     `by_length` is `mismatch` by the place of the token; `kl_sum` and `entropy_sum` are plain sums over action
-    tokens, None where the batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`.
+    tokens, None where the batch has no reference or entropy; `teacher_sum` is that of `logprobs - teacher`,
+    `chosen_sum` counts the tokens that the loss treats apart.
     `terms` are the added terms as they enter the loss, normalised already.
     """
 
@@ -53,6 +53,7 @@ class Statistics:
     kl_sum: float | None
     entropy_sum: float | None
     teacher_sum: float | None = None
+    chosen_sum: float | None = None
     terms: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -70,6 +71,11 @@ class Statistics:
         """Mean of `logprobs - teacher` over action tokens: the reverse KL to the teacher, nats."""
         return None if self.teacher_sum is None else self.teacher_sum / max(self.clip.tokens, 1)
 
+    @property
+    def chosen_share(self) -> float | None:
+        """Share of action tokens that the loss treats apart."""
+        return None if self.chosen_sum is None else self.chosen_sum / max(self.clip.tokens, 1)
+
     def __add__(self, other: Statistics) -> Statistics:
         return Statistics(
             loss=self.loss + other.loss,
@@ -80,6 +86,7 @@ class Statistics:
             kl_sum=_add(self.kl_sum, other.kl_sum),
             entropy_sum=_add(self.entropy_sum, other.entropy_sum),
             teacher_sum=_add(self.teacher_sum, other.teacher_sum),
+            chosen_sum=_add(self.chosen_sum, other.chosen_sum),
             terms={name: value + other.terms[name] for name, value in self.terms.items()},
         )
 
@@ -112,7 +119,12 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
     statistics = Statistics(
         loss=float(total.detach()),
         policy_loss=float(policy.detach()),
-        clip=_clip_stats(batch, algorithm),
+        clip=clip_stats(
+            logprobs=batch.logprobs,
+            old_logprobs=batch.old_logprobs,
+            mask=batch.mask,
+            cut=cut_off(batch, algorithm),
+        ),
         mismatch=_mismatch(batch, weights, algorithm),
         by_length=mismatch_by_length(
             old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask
@@ -120,6 +132,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
         kl_sum=_sum(kl, batch.mask),
         entropy_sum=_sum(batch.entropy, batch.mask),
         teacher_sum=_sum(teacher, batch.mask),
+        chosen_sum=None if batch.chosen is None else float((batch.chosen.bool() & batch.mask.bool()).sum()),
         terms={name: float(value.detach()) for name, value in terms.items()},
     )
     return total, statistics
@@ -155,17 +168,6 @@ def _mismatch(batch: TokenBatch, weights: Tensor, algorithm: Algorithm) -> Misma
         mask=batch.mask,
         ratios=uncorrected(batch, algorithm) if limits else None,
         weights=weights if limits else None,
-    )
-
-
-def _clip_stats(batch: TokenBatch, algorithm: Algorithm) -> ClipStats:
-    clips = algorithm.loss in CLIPPING_LOSSES
-    return clip_stats(
-        logprobs=batch.logprobs,
-        old_logprobs=batch.old_logprobs,
-        advantages=batch.advantages,
-        mask=batch.mask,
-        clip=ClipRange(algorithm.eps_low, algorithm.eps_high, algorithm.dual_clip) if clips else None,
     )
 
 

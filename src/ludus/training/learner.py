@@ -444,6 +444,8 @@ def _metrics(statistics: Statistics) -> dict[str, float]:
         metrics[ENTROPY] = statistics.entropy_mean
     if statistics.kl_mean is not None:
         metrics["policy/kl_reference"] = statistics.kl_mean
+    if statistics.chosen_share is not None:
+        metrics["policy/chosen_share"] = statistics.chosen_share
     if statistics.teacher_mean is not None:
         metrics["distill/reverse_kl"] = statistics.teacher_mean
     return metrics | {f"loss/{name}": value for name, value in statistics.terms.items()}

@@ -8,7 +8,8 @@ gradient.
 
 Those on pairs (`dpo`, `simpo`, `ipo`, `kto`) are in `algorithms.preference` and have its shapes.
 
-To add one: write the function, and its line in `LOSSES`, which says where its arguments come from.
+To add one: write the function, and its line in `LOSSES`, which says where its arguments come from; where it
+clips, one in `cuts.CUTS` says what, for the statistics.
 """
 
 from __future__ import annotations
@@ -25,9 +26,11 @@ from ludus.algorithms.losses.clipped import (
     ClipOptions,
     ClipRange,
     ClipStats,
+    Cut,
     cispo,
     clip_stats,
     ppo_clip,
+    ppo_cut,
     sapo,
     token_ratio,
 )
@@ -40,6 +43,7 @@ from ludus.algorithms.losses.covariance import (
     kl_cov,
     token_covariance,
 )
+from ludus.algorithms.losses.cuts import cut_off
 from ludus.algorithms.losses.plain import (
     distill,
     distill_full,
@@ -59,6 +63,7 @@ __all__ = [
     "ClipRange",
     "ClipStats",
     "CovarianceMeans",
+    "Cut",
     "LossFn",
     "binary_kl",
     "binary_tv",
@@ -68,6 +73,7 @@ __all__ = [
     "clip_cov",
     "clip_stats",
     "conflict_weights",
+    "cut_off",
     "distill",
     "distill_full",
     "dpo",
@@ -83,6 +89,7 @@ __all__ = [
     "mixed_policy",
     "positive_nll",
     "ppo_clip",
+    "ppo_cut",
     "reinforce",
     "sapo",
     "sft",

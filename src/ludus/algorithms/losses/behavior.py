@@ -34,11 +34,18 @@ def dppo(
         raise ValueError(f"divergence = {divergence!r} is neither 'tv' nor 'kl'")
     scores = select(advantages, mask).detach()
     current, behavior = select(logprobs, mask), select(behavior_logprobs, mask).detach()
+    low, high = dppo_blocked(current.detach(), behavior, scores, bound, divergence)
+    return select(-token_ratio(logprobs, behavior_logprobs, mask) * scores, mask.bool() & ~(low | high))
+
+
+def dppo_blocked(
+    logprobs: Tensor, behavior_logprobs: Tensor, advantages: Tensor, bound: float, divergence: str
+) -> tuple[Tensor, Tensor]:
+    """Tokens beyond `bound` that a step would move further out, any shape: those with A < 0, with A > 0."""
     measure = binary_tv if divergence == "tv" else binary_kl
-    far = measure(current.detach(), behavior) > bound
-    apart = current.detach() - behavior
-    outward = ((scores > 0) & (apart > 0)) | ((scores < 0) & (apart < 0))
-    return select(-token_ratio(logprobs, behavior_logprobs, mask) * scores, mask.bool() & ~(far & outward))
+    far = measure(logprobs, behavior_logprobs) > bound
+    apart = logprobs - behavior_logprobs
+    return far & (advantages < 0) & (apart < 0), far & (advantages > 0) & (apart > 0)
 
 
 def binary_tv(logprobs: Tensor, behavior_logprobs: Tensor) -> Tensor:

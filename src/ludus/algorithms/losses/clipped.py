@@ -6,7 +6,7 @@ The gradient flows through `logprobs` alone; `old_logprobs` and `advantages` are
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypedDict, Unpack
+from typing import NamedTuple, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -106,9 +106,8 @@ def sapo(
 class ClipStats:
     """Counts and sums over action tokens; `+` joins microbatches.
 
-    A token is clipped where its policy gradient is cut off: `clipped_high` (A > 0 and the ratio above the
-    interval), `clipped_low` (A < 0 and the ratio below it), `clipped_dual` (A < 0 and the ratio above
-    `dual_clip`).
+    A token is clipped as `Cut` says, by the ratio that its loss takes. `ratio_sum` and `ratio_max` are of the
+    tokens' own ratios, whatever the loss.
     """
 
     tokens: int
@@ -139,19 +138,36 @@ class ClipStats:
         )
 
 
-def clip_stats(
-    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange | None
-) -> ClipStats:
-    """How far the policy moved from `old_logprobs` on action tokens; `clip` None counts none as clipped."""
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+class Cut(NamedTuple):
+    """The tokens [N, L] bool whose policy gradient a clip cuts off.
+
+    `high` (A > 0 and the ratio above the interval), `low` (A < 0 and the ratio below it), `dual` (A < 0 and
+    the ratio above `dual_clip`).
+    """
+
+    low: Tensor
+    high: Tensor
+    dual: Tensor
+
+
+def ppo_cut(*, ratio: Tensor, advantages: Tensor, mask: Tensor, clip: ClipRange) -> Cut:
+    """What the clip of PPO cuts off at these ratios, all [N, L]."""
+    check_shapes(mask, ratio=ratio, advantages=advantages)
+    positive, negative = mask.bool() & (advantages > 0), mask.bool() & (advantages < 0)
+    dual = torch.inf if clip.dual_clip is None else clip.dual_clip
+    return Cut(
+        negative & (ratio < 1 - clip.eps_low),
+        positive & (ratio > 1 + clip.eps_high),
+        negative & (ratio > dual),
+    )
+
+
+def clip_stats(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, cut: Cut | None) -> ClipStats:
+    """How far the policy moved from `old_logprobs` on action tokens; `cut` None counts none as clipped."""
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs)
     actions = mask.bool()
     ratio = select(token_ratio(logprobs.detach(), old_logprobs, mask), mask).double()
-    low, high, dual = torch.zeros_like(actions), torch.zeros_like(actions), torch.zeros_like(actions)
-    if clip is not None:
-        positive, negative = actions & (advantages > 0), actions & (advantages < 0)
-        low = negative & (ratio < 1 - clip.eps_low)
-        high = positive & (ratio > 1 + clip.eps_high)
-        dual = negative & (ratio > clip.dual_clip) if clip.dual_clip is not None else dual
+    low, high, dual = cut or (torch.zeros_like(actions),) * 3
     largest = ratio.amax() if ratio.numel() else ratio.sum()
     sums = [actions.sum(), low.sum(), high.sum(), dual.sum(), ratio.sum(), largest]
     tokens, num_low, num_high, num_dual, ratio_sum, ratio_max = torch.stack(

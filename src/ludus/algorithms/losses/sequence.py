@@ -29,7 +29,7 @@ def gspo(
     """
     bounds = ClipRange(eps_low, eps_high)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    ratio = clamped_ratio(_mean_log_ratio(logprobs, old_logprobs, mask))
+    ratio = sequence_ratio(logprobs, old_logprobs, mask)
     scores = trajectory_mean(advantages, mask).detach()
     clipped = ratio.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
     return -torch.minimum(ratio * scores, clipped * scores)
@@ -51,7 +51,7 @@ def gspo_token(
     """
     bounds = ClipRange(eps_low, eps_high)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    ratio = clamped_ratio(_mean_log_ratio(logprobs, old_logprobs, mask)).detach()
+    ratio = sequence_ratio(logprobs, old_logprobs, mask).detach()
     own = select(logprobs, mask)
     carried = ratio[:, None] * (own - own.detach()).exp()
     scores = select(advantages, mask).detach()
@@ -89,5 +89,6 @@ def trajectory_mean(values: Tensor, mask: Tensor) -> Tensor:
     return select(values, mask).sum(1) / mask.bool().sum(1).clamp(min=1)
 
 
-def _mean_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
-    return trajectory_mean(select(logprobs, mask) - select(old_logprobs, mask).detach(), mask)
+def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """`exp(mean_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
+    return clamped_ratio(trajectory_mean(select(logprobs, mask) - select(old_logprobs, mask).detach(), mask))
