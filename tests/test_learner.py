@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ludus.algorithms.algorithm import Algorithm
+from ludus.algorithms.algorithm import Algorithm, PartOptions
 from ludus.algorithms.presets import PRESETS
 from ludus.errors import LearnerError
 from ludus.training.batch import Row, microbatches, row_of_trajectory
-from ludus.training.learner import Known, Learner, LearnerSettings
+from ludus.training.learner import Known, Learner, LearnerSettings, choose_tokens
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.scoring import Scorer
 from ludus.types import Segment, StopReason, Trajectory
@@ -256,3 +256,23 @@ def test_the_optimiser_goes_on_exactly_where_it_was():
 def test_schedules(schedule, rates):
     settings = OptimiserSettings(1.0, total_steps=4, warmup_steps=2, schedule=schedule)
     assert [settings.rate(step) for step in range(4)] == pytest.approx(rates)
+
+
+@pytest.mark.parametrize("name", ["clip_cov", "kl_cov"])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_tokens_that_a_loss_chooses_do_not_depend_on_the_order_of_rows(name, seed):
+    rows = random_rows(24, seed)
+    rows += rows[:3]  # the same attempt twice: only what it earned can tell them apart
+    options = {"share": 0.1} | ({"low": -9.0, "high": 9.0} if name == "clip_cov" else {})
+    algorithm = replace(PRESETS[name], options=PartOptions(loss=options))
+    proximal = [torch.tensor(row.behavior, dtype=torch.float64) for row in rows]
+    chosen = choose_tokens(rows, proximal, algorithm, seed)
+    order = random.Random(seed).sample(range(len(rows)), len(rows))
+    moved = choose_tokens([rows[i] for i in order], [proximal[i] for i in order], algorithm, seed)
+    assert sum(int(c.sum()) for c in chosen) > 5
+    assert [c.tolist() for c in moved] != [c.tolist() for c in chosen]
+    found, expected = (
+        sorted((r.tokens, r.advantages, c.tolist()) for r, c in zip(given, marks, strict=True))
+        for given, marks in (([rows[i] for i in order], moved), (rows, chosen))
+    )
+    assert found == expected

@@ -25,7 +25,7 @@ class Row:
     `trains` marks the tokens that enter the loss, `behavior` holds the engine's log-probabilities (0 where
     there is none, with `sampled` False), `advantages` one value per token. `observed` marks what the
     environment wrote (empty: nothing), `positive` a trajectory that succeeded, `expert` one that an expert
-    made.
+    made. `name` says to a reader whose tokens they are.
     """
 
     tokens: tuple[int, ...]
@@ -36,6 +36,7 @@ class Row:
     observed: tuple[bool, ...] = ()
     positive: bool = False
     expert: bool = False
+    name: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,8 @@ def row_of_trajectory(
     observed = tuple(new and s.kind == "observation" for s, new in parts for _ in s.tokens)
     tokens = tuple(token for s, _ in parts for token in s.tokens)
     behavior = tuple(lp for s, _ in parts for lp in (s.logprobs or (0.0,) * len(s.tokens)))
-    return Row(tokens, trains, sampled, behavior, advantages, observed)
+    name = f"sample {trajectory.sample} of task {trajectory.task_id}"
+    return Row(tokens, trains, sampled, behavior, advantages, observed, name=name)
 
 
 def _spread(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:

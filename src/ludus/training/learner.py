@@ -396,17 +396,22 @@ def _scored(trains: Tensor) -> Tensor:
 def choose_tokens(
     rows: Sequence[Row], proximal: Sequence[Tensor], algorithm: Algorithm, seed: int
 ) -> list[Tensor] | None:
-    """The tokens `[T]` of each row that a loss of covariances treats apart, chosen over all rows."""
+    """The tokens `[T]` of each row that a loss of covariances treats apart, chosen over all rows.
+
+    The choice depends on which rows there are and not on their order.
+    """
     if algorithm.loss not in CHOOSING_LOSSES:
         return None
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].name, rows[i].tokens, rows[i].advantages))
     width = max(len(row.tokens) for row in rows)
     old = torch.zeros(len(rows), width, dtype=torch.float64)
     advantages = torch.zeros(len(rows), width, dtype=torch.float64)
     mask = torch.zeros(len(rows), width, dtype=torch.bool)
-    for i, row in enumerate(rows):
-        old[i, : len(row.tokens)] = proximal[i].double().cpu()
-        advantages[i, : len(row.tokens)] = torch.tensor(row.advantages, dtype=torch.float64)
-        mask[i, : len(row.tokens)] = torch.tensor(row.trains)
+    for place, i in enumerate(order):
+        row = rows[i]
+        old[place, : len(row.tokens)] = proximal[i].double().cpu()
+        advantages[place, : len(row.tokens)] = torch.tensor(row.advantages, dtype=torch.float64)
+        mask[place, : len(row.tokens)] = torch.tensor(row.trains)
     mask = _scored(mask)
     means = CovarianceMeans.of(old_logprobs=old, advantages=advantages, mask=mask)
     covariance = token_covariance(old_logprobs=old, advantages=advantages, mask=mask, means=means)
@@ -416,7 +421,8 @@ def choose_tokens(
     else:
         low, high = (number(algorithm.options.loss, n, d) for n, d in (("low", 1.0), ("high", 5.0)))
         chosen = choose_between(covariance=covariance, mask=mask, seed=seed, share=share, low=low, high=high)
-    return [chosen[i, : len(row.tokens)] for i, row in enumerate(rows)]
+    of_row = {i: chosen[place, : len(rows[i].tokens)] for place, i in enumerate(order)}
+    return [of_row[i] for i in range(len(rows))]
 
 
 def _metrics(statistics: Statistics) -> dict[str, float]:
