@@ -293,6 +293,11 @@ class Trajectory:
     anchors: tuple[str, ...] = ()
     timings: Timings = field(default=Timings(), compare=False)
 
+    @property
+    def name(self) -> str:
+        """What a sentence calls it."""
+        return f"sample {self.sample} of task {self.task_id}"
+
     @cached_property
     def rows(self) -> tuple[tuple[int, ...], ...]:
         """Paths from the root to each leaf, as segment indices; a chain has one row."""

@@ -41,7 +41,8 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """Right-padded tensors `[B, L]` of some rows; `index` holds the rows' places in the batch.
+    """Right-padded tensors `[B, L]` of some rows; `index` holds the rows' places in the batch, `names` their
+    names.
 
     `tokens` int64; `trains`, `sampled`, `observed` bool; `behavior`, `advantages` float32 or
     float64; `positive`, `expert` `[B]` bool.
@@ -57,6 +58,7 @@ class Microbatch:
     observed: Tensor
     positive: Tensor
     expert: Tensor
+    names: tuple[str, ...]
 
 
 def row_of_segments(segments: Sequence[Segment]) -> Row:
@@ -87,8 +89,7 @@ def row_of_trajectory(
     observed = tuple(new and s.kind == "observation" for s, new in parts for _ in s.tokens)
     tokens = tuple(token for s, _ in parts for token in s.tokens)
     behavior = tuple(lp for s, _ in parts for lp in (s.logprobs or (0.0,) * len(s.tokens)))
-    name = f"sample {trajectory.sample} of task {trajectory.task_id}"
-    return Row(tokens, trains, sampled, behavior, advantages, observed, name=name)
+    return Row(tokens, trains, sampled, behavior, advantages, observed, name=trajectory.name)
 
 
 def _spread(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:
@@ -199,4 +200,5 @@ def _pad(rows: Sequence[Row], index: tuple[int, ...], device: torch.device, dtyp
         observed=padded([row.observed for row in rows], torch.bool),
         positive=torch.tensor([row.positive for row in rows], device=device),
         expert=torch.tensor([row.expert for row in rows], device=device),
+        names=tuple(row.name for row in rows),
     )

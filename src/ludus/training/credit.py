@@ -22,6 +22,7 @@ from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord
 from ludus.training.batch import Row, row_of_trajectory
 from ludus.training.branches import Path, leaf_rewards, new_actions, paths
+from ludus.training.finite import check_estimates, check_trajectories
 from ludus.training.roles import role_tables
 from ludus.types import StopReason, Trajectory
 
@@ -99,6 +100,7 @@ def assign_credit(
     run over all its members, those of the batch over what trains; what a filter takes out keeps its advantage
     on record and does not train.
     `max_action_tokens` is the most that an episode may have, which the soft overlong punishment counts from.
+    Raises LearnerError where a reward or a recorded log-probability is not finite.
     """
     credits: list[Credit] = []
     compared: list[Credit] = []
@@ -106,6 +108,7 @@ def assign_credit(
         if any(episode.trajectory.failure for episode in group):
             credits += [_of_partial_group(episode, place) for episode in group]
         else:
+            check_trajectories([episode.trajectory for episode in group])
             greedy = next((episode for episode in group if episode.greedy), None)
             baseline = None if greedy is None else _shaped_reward(greedy, algorithm, max_action_tokens)
             if algorithm.advantage == "rae":
@@ -154,6 +157,19 @@ class Estimates:
             bootstrap=None if self.bootstrap is None else [v[None] for own in self.bootstrap for v in own],
         )
 
+    @property
+    def named(self) -> dict[str, Sequence[Tensor] | None]:
+        """What each is called in a sentence."""
+        return {
+            "KL to the reference": self.kl,
+            "value of the critic": self.values,
+            "probability of the outcome": self.outcome_probs,
+            "log-probability under the process reward model": self.prm_logprobs,
+            "log-probability under the reference": self.ref_logprobs,
+            "log-probability at the start of the step": self.old_logprobs,
+            "value of the critic at the end": self.bootstrap,
+        }
+
 
 def with_estimates(
     credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int, estimates: Estimates
@@ -161,9 +177,10 @@ def with_estimates(
     """The same fates, with advantages that count the KL as `algorithm` places it, and the critic's values.
 
     With values the credits also have `values` and `targets`, what the critic learns; with the reference's
-    log-probabilities those.
+    log-probabilities those. Raises LearnerError where an estimate is not finite.
     """
     compared = [credit for credit in credits if credit.advantages is not None]
+    check_estimates(estimates.named, [credit.episode.trajectory.name for credit in compared])
     advantages = _advantages(compared, algorithm, max_action_tokens, estimates)
     found = [replace(credit, advantages=a) for credit, a in zip(compared, advantages, strict=True)]
     if estimates.ref_logprobs is not None:

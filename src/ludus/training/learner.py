@@ -26,6 +26,7 @@ from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batch import Microbatch, Row, balanced, blank, microbatches
 from ludus.training.crew import Score, Train
+from ludus.training.finite import fault_of_part, fault_of_rows
 from ludus.training.head import Entropy
 from ludus.training.kept import Kept
 from ludus.training.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
@@ -237,7 +238,7 @@ class Learner:
         """Put the gradient of a batch into the parameters' `.grad`; gives statistics and the tokens trained.
 
         With several processes all are those of the batch that they share. Raises LearnerError where memory
-        runs out over one row alone.
+        runs out over one row alone, and where a number of a row is not finite, by its name.
         """
         mine = self._mine(rows)
         rows, known = [rows[i] for i in mine], (known or Known()).of(mine)
@@ -260,7 +261,8 @@ class Learner:
             found.clear()
             self.optimiser.clear()
 
-        self._fault = ""
+        self._fault = fault_of_rows(rows)
+        self._check_finite()
         self.budget.each(lambda limit: self._split(rows, limit), backward, forget)
         self._check_finite()
         sum_gradients(self.optimiser.parameters, self.ranks)
@@ -316,9 +318,9 @@ class Learner:
         with following(self.scorer.routing, experts):
             loss, statistics = self._loss(part, normaliser, known, others)
             if not torch.isfinite(loss):
-                self._fault = f"The loss is {float(loss.detach())}."
-                if self.ranks.count == 1:
-                    self._check_finite()
+                self._fault = self._fault or f"The loss is {float(loss.detach())}."
+            if self._fault and self.ranks.count == 1:
+                self._check_finite()
             if loss.requires_grad:
                 torch.autograd.backward(loss)
         return statistics
@@ -351,6 +353,7 @@ class Learner:
             positive=part.positive,
             expert=part.expert,
         )
+        self._fault = self._fault or fault_of_part(part, _scored(asked), _said(batch))
         loss, statistics = objective(batch, self.algorithm, normaliser)
         if self._sharded and not (loss.requires_grad and part.index):
             loss = 0.0 * scores.logprobs.sum()
@@ -384,6 +387,19 @@ class Learner:
         found, experts = merged(found, self.ranks), merged(experts, self.ranks)
         every = range(len(rows))
         return [found[i] for i in every], [experts[i] for i in every] if experts else None
+
+
+def _said(batch: TokenBatch) -> dict[str, Tensor | None]:
+    """What models say of the tokens of a batch, `[B, L]` each, by its name in a sentence."""
+    return {
+        "log-probability": batch.logprobs,
+        "log-probability at the start of the step": batch.old_logprobs,
+        "log-probability under the reference": batch.ref_logprobs,
+        "log-probability under the teacher": batch.teacher_logprobs,
+        "KL to the reference": batch.full_kl,
+        "KL to the teacher": batch.teacher_kl,
+        "entropy": batch.entropy,
+    }
 
 
 def _scored(trains: Tensor) -> Tensor:
