@@ -240,6 +240,7 @@ class Learner:
         With several processes all are those of the batch that they share. Raises LearnerError where memory
         runs out over one row alone, and where a number of a row is not finite, by its name.
         """
+        self._switch_dropout_off()
         mine = self._mine(rows)
         rows, known = [rows[i] for i in mine], (known or Known()).of(mine)
         own = Normaliser(
@@ -270,6 +271,10 @@ class Learner:
         if not everything:
             raise ValueError("a batch needs at least one row")
         return functools.reduce(operator.add, everything), normaliser.tokens
+
+    def _switch_dropout_off(self) -> None:
+        """The policy scores and trains without it: else the ratio of an unchanged policy would not be 1."""
+        self.scorer.model.eval()
 
     def _mine(self, rows: Sequence[Row]) -> Sequence[int]:
         """The places of the rows that this process works on."""
@@ -371,6 +376,7 @@ class Learner:
         found: dict[int, Scores] = {}
         experts: dict[int, Tensor] = {}
         routing = self.scorer.routing
+        self._switch_dropout_off()
         mine = self._mine(rows)
         own = [rows[i] for i in mine]
 

@@ -54,7 +54,7 @@ class ProcessReward:
         ranks: Ranks = ONE_PROCESS,
     ) -> None:
         self.settings = settings
-        self.model = copy.deepcopy(policy)
+        self.model = copy.deepcopy(policy).eval()
         self._scorer = Scorer(self.model, settings.temperature, recompute=settings.recompute)
         ranks.split(self.model)
         self.ranks = ranks

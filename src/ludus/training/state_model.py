@@ -55,7 +55,7 @@ class StateModel:
         """Raises UserError for a model whose hidden states cannot be read row by row."""
         hint, again = "Choose an algorithm without a critic.", settings.recompute
         body = policy if settings.on_policy else copy.deepcopy(policy)
-        self._states = HeadModel(body, "critic", hint, outputs, recompute=again)
+        self._states = HeadModel(body.eval(), "critic", hint, outputs, recompute=again)
         self.head = self._states.head
         self.model: nn.Module = self._states.model
         if settings.on_policy:
