@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -162,9 +162,8 @@ def keep(fault: Fault, folder: Path, said: Path, trial: Trial) -> None:
     print(f"{trial.kind}, {trial.mode}: {trial.wrong}; see {aside}", flush=True)
 
 
-def trials(fault: Fault, moments: int, seed: int, modes: Sequence[str]) -> list[Trial]:
+def trials(fault: Fault, moments: int, seed: int, modes: Sequence[str]) -> Iterator[Trial]:
     """As many trials as there are moments, the modes and the ways in turn."""
-    found: list[Trial] = []
     settings = {mode: fault.settings() | {"training.mode": mode} for mode in modes}
     wholes = {mode: whole_run(fault, mode, settings[mode]) for mode in modes}
     for number in range(moments):
@@ -177,9 +176,17 @@ def trials(fault: Fault, moments: int, seed: int, modes: Sequence[str]) -> list[
                 break
         else:
             raise SystemExit(f"{fault.name}: {TRIES} runs ended before they were struck")
-        found.append(trial)
         print(f"{fault.name} {number + 1}/{moments}: {json.dumps(asdict(trial))}", flush=True)
-    return found
+        yield trial
+
+
+def note(trial: Trial, out: Path | None) -> Trial:
+    """Add it to a file, at once: all of them take long."""
+    if out is not None:
+        out.parent.mkdir(exist_ok=True)
+        with out.open("a") as file:
+            file.write(json.dumps(asdict(trial)) + "\n")
+    return trial
 
 
 def table(found: Sequence[Trial]) -> list[str]:
@@ -238,24 +245,21 @@ def main() -> int:
             fault.folder().mkdir(exist_ok=True)
             modes = [mode for mode in args.modes.split(",") if mode in fault.modes]
             with fault.ready():
-                found += trials(fault, args.moments * len(modes), args.seed, modes)
+                every = trials(fault, args.moments * len(modes), args.seed, modes)
+                found += [note(trial, args.out) for trial in every]
             shutil.rmtree(fault.folder(), ignore_errors=True)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    every = [asdict(trial) for trial in found]
-    if args.out is not None:
-        args.out.parent.mkdir(exist_ok=True)
-        with args.out.open("a") as out:
-            out.writelines(json.dumps(trial) + "\n" for trial in every)
-        every = [json.loads(line) for line in args.out.read_text().splitlines()]
-    lines = table([Trial(**trial) for trial in every])
+    if args.out is not None and args.out.exists():
+        found = [Trial(**json.loads(line)) for line in args.out.read_text().splitlines()]
+    lines = table(found)
     print("\n".join(lines))
     if args.page is not None:
-        fill(args.page, "faults", "\n".join([*lines, "", summary(every)]))
-    return int(any(trial["wrong"] for trial in every))
+        fill(args.page, "faults", "\n".join([*lines, "", summary(found)]))
+    return int(any(trial.wrong for trial in found))
 
 
-def summary(every: Sequence[dict]) -> str:
+def summary(every: Sequence[Trial]) -> str:
     """How many runs there were, and of what kind."""
     return f"{len(every)} runs of {STEPS} steps, each struck at a moment drawn evenly over its length."
 

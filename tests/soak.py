@@ -277,7 +277,8 @@ def main() -> int:
         given = BUDGET | SETTINGS | {"run.folder": str(folder)}
         words = [word for key, value in given.items() for word in (f"--{key}", value)]
         words = ["train", str(work / "tiny.toml"), "--model", str(work / "cold"), *words]
-        run = fork(words, work / "said.txt", {"TMPDIR": str(temporary)})
+        here = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # engines and workers read the world
+        run = fork(words, work / "said.txt", {"TMPDIR": str(temporary), "PYTHONPATH": here})
         watch = Watch(run, folder, temporary)
         begun(watch)
         struck = soak(watch, 60 * args.minutes, args.pause, random.Random(args.seed))

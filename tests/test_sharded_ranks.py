@@ -72,6 +72,18 @@ def test_a_checkpoint_of_shards_is_one_of_a_model_too(group_of_one, tmp_path):
         sharded_ranks.resumes("plain", checkpoint)
 
 
+def test_equal_shards_are_equal_files(group_of_one, tmp_path):
+    shelves = [tmp_path / name for name in "ab"]
+    for shelf in shelves:
+        sharded_ranks.saves("plain", shelf)
+    first, second = (
+        {path.name: path.read_bytes() for path in (shelf / "step-000002" / "trainer" / "shards").iterdir()}
+        for shelf in shelves
+    )
+    assert ".metadata" in first
+    assert first == second
+
+
 @pytest.mark.fault
 def test_two_processes_with_split_weights_learn_as_one():
     expected = sharded_ranks.results(*LEARNERS, *CRITICS)

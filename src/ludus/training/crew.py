@@ -181,7 +181,8 @@ class Crew:
                 process.wait(1.0)
             if process.poll() is not None and self.folder is not None:
                 said = (Path(self.folder.name) / f"said-{rank}").read_text("utf-8", "replace").strip()
-                return f"process {rank} ({process.returncode}): {said[-_LAST_WORDS:]}"
+                words = f": {said[-_LAST_WORDS:]}" if said else "."
+                return f"process {rank} ({process.returncode}){words}"
         return ""
 
     def close(self) -> None:

@@ -16,6 +16,7 @@ from torch import distributed
 
 from ludus.algorithms.resolve import resolve
 from ludus.config.schema import Config
+from ludus.engines.loading import hide_progress
 from ludus.errors import LearnerError
 from ludus.training.checkpoint import list_checkpoints
 from ludus.training.crew import (
@@ -114,6 +115,7 @@ def follow_launched(device: torch.device) -> None:
 def main(folder: str, rank: str, count: str, kind: str) -> None:
     """Follow a leader on this machine, on a device of this kind."""
     device = torch.device(kind)
+    hide_progress()
     join(device, meeting_place(Path(folder)), int(rank), int(count))
     try:
         follow(device)
