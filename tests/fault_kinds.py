@@ -317,11 +317,11 @@ class Link(Fault):
         run_words(f"tc -n {self.network} qdisc replace dev {theirs} {bucket}")
 
     def _cut(self):
-        run_words(f"ip link set {self.ends[0]} down")
+        run_words(f"ip -n {self.network} link set {self.ends[1]} down")  # ours keeps its route
 
     def _restore(self):
         ours, theirs = self.ends
-        run_words(f"ip link set {ours} up")
+        run_words(f"ip -n {self.network} link set {theirs} up")
         subprocess.run(["tc", "qdisc", "del", "dev", ours, "root"], capture_output=True)
         subprocess.run(["tc", "-n", self.network, "qdisc", "del", "dev", theirs, "root"], capture_output=True)
 

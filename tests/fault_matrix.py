@@ -76,8 +76,9 @@ def whole_run(fault: Fault, mode: str, settings: dict[str, str]) -> Whole:
         raise SystemExit(f"A run without any fault ended with {code}: {process.reason()}")
     seconds = time.monotonic() - process.begin
     wrong = ledger_faults(folder) + [f"left: {pid}" for pid in process.left()]
-    if wrong:
-        raise SystemExit(f"A run without any fault: {wrong}")
+    calls = [row.metrics["tools/calls_per_episode"] for row in read_metrics(folder / "metrics.jsonl")]
+    if wrong or not any(calls):
+        raise SystemExit(f"A run without any fault: {wrong or 'it never calls its tool'}")
     return Whole(folder, seconds)
 
 
