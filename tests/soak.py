@@ -98,7 +98,7 @@ class Watch:
         now = time.monotonic()
         children = set(below(self.run.pid))
         for pid, kind in {self.run.pid: "learner", **self.places()}.items():
-            with suppress(OSError, StopIteration):
+            with suppress(OSError, KeyError):  # it has just ended
                 age = now - self.first.setdefault(pid, now)
                 self.samples.append(Sample(kind, pid, age, *figures(pid)))
         self.around.append(Around(now - self.run.begin, len(children), count(self.temporary), len(shared())))
