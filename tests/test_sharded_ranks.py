@@ -165,6 +165,8 @@ def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one, tmp_pa
     with (Path(crew.folder.name) / "said-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
         crew.processes.append(subprocess.Popen(command, stderr=said))
+    with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"):
+        crew.gather()  # nobody waits to meet it
     leader = Leader(crew, None)
     with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"), leader.together(Stop()):
         raise RuntimeError("Connection closed by peer")

@@ -30,6 +30,7 @@ from ludus.training.crew import (
     Start,
     Stop,
     Train,
+    here,
     join,
     meeting_place,
 )
@@ -116,6 +117,7 @@ def main(folder: str, rank: str, count: str, kind: str) -> None:
     """Follow a leader on this machine, on a device of this kind."""
     device = torch.device(kind)
     hide_progress()
+    (Path(folder) / here(int(rank))).touch()
     join(device, meeting_place(Path(folder)), int(rank), int(count))
     try:
         follow(device)
