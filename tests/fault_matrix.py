@@ -200,7 +200,7 @@ def table(found: Sequence[Trial]) -> list[str]:
         {(t.kind, t.mode) for t in found}, key=lambda k: (list(KINDS).index(k[0]), k[1])
     ):
         own = [t for t in found if (t.kind, t.mode) == (kind, mode)]
-        codes = Counter("killed" if t.code and t.code < 0 else str(t.code) for t in own if t.code != 0)
+        codes = Counter(ended_as(t.code) for t in own if t.code != 0)
         stopped = ", ".join(f"{n} ({code})" for code, n in sorted(codes.items())) or "0"
         ways = "; ".join(sorted({t.way for t in own}))
         lines.append(
@@ -208,6 +208,13 @@ def table(found: Sequence[Trial]) -> list[str]:
             f"| {sum(t.failed for t in own):g} | {sum(bool(t.wrong) for t in own)} |"
         )
     return lines
+
+
+def ended_as(code: int | None) -> str:
+    """An exit code in a word."""
+    if code is None:
+        return "hangs"
+    return "killed" if code < 0 else str(code)
 
 
 def fill(page: Path, name: str, text: str) -> None:

@@ -5,6 +5,7 @@
 Engines and workers are killed and stopped at random moments, and tools are late and break. Every few seconds
 the memory, threads and open files of all processes are looked at, with the temporary files and what lies in
 shared memory. Ends with 1, and says why, where something grows or is left once the run is interrupted.
+No other run of Ludus should begin or end meanwhile: what lies in shared memory is told by its name alone.
 """
 
 from __future__ import annotations
@@ -195,7 +196,7 @@ def judge(watch: Watch, before: set[str]) -> list[str]:
     for kind, figures_ in grown(watch.samples).items():
         if figures_["rss_mb"] > BOUND_MB:
             wrong.append(f"the memory of the {kind} grows by {figures_['rss_mb']:.1f} MB in 10 minutes")
-        if max(figures_["threads"], figures_["files"]) > 2:
+        if max(figures_["threads"], figures_["files"] / 5) > 2:  # connections come and go
             wrong.append(f"threads or open files of the {kind} grow: {figures_}")
     third = len(watch.around) // 3
     for name in ("processes", "temporary", "shared") if third > 1 else ():
