@@ -4,7 +4,7 @@ export OMP_NUM_THREADS := 1
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup bubblewrap demo test lint types unit learning fault scale cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup bubblewrap demo test lint types unit learning fault faults-matrix soak scale cluster security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -47,6 +47,16 @@ learning: $(VENV)/.ready
 fault: $(VENV)/.ready
 	$(PY) -m pytest -m fault
 
+# Small runs that are struck at random moments, 20 of each kind and mode: hours on one core. Root also gets the
+# full disk and the slow link. FAULTS takes options, as `FAULTS="--kinds learner,worker --moments 5"`.
+faults-matrix: setup
+	$(PY) tests/fault_matrix.py --out .bench/faults.jsonl --page docs/scaling.md $(FAULTS)
+
+# A run of MINUTES under faults, on a machine with two cores or more.
+MINUTES ?= 30
+soak: setup
+	$(PY) tests/soak.py --minutes $(MINUTES) --page docs/scaling.md
+
 scale: setup
 	$(PY) -m pytest -m scale
 
@@ -82,7 +92,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test pages learning fault scale cluster security smollm2
+all-tests: test pages learning fault faults-matrix soak scale cluster security smollm2
 
 # Makes the cold start that ships in the package, from nothing, in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready

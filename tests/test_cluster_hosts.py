@@ -1,4 +1,4 @@
-"""A run over three hosts: the learner on one, engines on another, workers on the third, one of which dies."""
+"""Runs over three hosts: processes on hosts other than the learner's die and hang, and a whole host goes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 import small_runs
 from cluster_hosts import PORT, ray_hosts, why_not
-from cluster_runs import CLUSTER, keys
+from cluster_runs import CLUSTER, all_gone, keys
 from ludus.diagnostics.trackers import read_metrics
 from ludus.training.run import RunFolder
 from small_runs import SMALLEST, lasting_files
@@ -33,43 +33,77 @@ def places(folder: RunFolder) -> list[tuple[str, str, int]]:
     return [(kind, host, int(pid)) for kind, _, host, pid in _PLACE.findall(text)]
 
 
-def test_three_hosts_train_together_and_a_worker_and_an_engine_die(tmp_path):
-    folder = RunFolder(tmp_path / "run")
-    alone = RunFolder(tmp_path / "alone")
-    settings = SMALLEST | CLUSTER | {"cluster__kind": "ray", "training__steps": "3"}
-    one = ["train", "search", *small_runs.words(alone.path, **settings | {"cluster__kind": "none"})]
+def started(head, folder: RunFolder, said, **changes: str) -> subprocess.Popen[bytes]:
+    """A run on the hosts, once its first step is done."""
+    settings = SMALLEST | CLUSTER | {"cluster__kind": "ray", "cluster__address": f"{head.address}:{PORT}"}
+    words = small_runs.words(folder.path, **settings | changes)
+    command = head.command(sys.executable, "-m", "ludus", "train", "search", *words)
+    with said.open("wb") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    deadline = time.monotonic() + 500
+    while not (folder.path / "checkpoints" / "step-000001").exists():
+        assert time.monotonic() < deadline
+        assert process.poll() is None, said.read_text()
+        time.sleep(0.1)
+    return process
+
+
+def needing(**count: float) -> str:
+    """Resources, as a setting."""
+    return json.dumps(count).replace(":", " =")
+
+
+def in_order(folder: RunFolder, steps: int) -> None:
+    """Each episode trained once, and what started has ended."""
+    assert len(read_metrics(folder.metrics)) == steps
+    trained = keys(folder, steps)
+    assert len(set(trained)) == len(trained) == steps * 4
+    for row in read_metrics(folder.metrics):
+        ended = [row.metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")]
+        assert row.metrics["ledger/started"] == sum(ended) == 4 + row.metrics["ledger/failed"]
+
+
+def test_an_engine_dies_and_a_worker_hangs_on_other_hosts(tmp_path):
+    """There is no room for another worker before the one that hangs is killed over there."""
+    folder, alone, said = RunFolder(tmp_path / "run"), RunFolder(tmp_path / "alone"), tmp_path / "said"
+    steps = {"training__steps": "3"}
+    one = ["train", "search", *small_runs.words(alone.path, **SMALLEST | steps)]
     subprocess.run([sys.executable, "-m", "ludus", *one], stdout=subprocess.DEVNULL, check=True)
-    with ray_hosts({"learner": 1}, {"engines": 4}, {"workers": 4}) as hosts:
+    with ray_hosts({"learner": 1}, {"engines": 4}, {"workers": 2}) as hosts:
         head, engines, workers = hosts.hosts
-        words = small_runs.words(
-            folder.path,
-            **settings,
-            cluster__address=f"{head.address}:{PORT}",
-            cluster__engine_resources=json.dumps({"engines": 1}).replace(":", " ="),
-            cluster__worker_resources=json.dumps({"workers": 1}).replace(":", " ="),
+        process = started(
+            head,
+            folder,
+            said,
+            cluster__engine_resources=needing(engines=1),
+            cluster__worker_resources=needing(workers=1),
+            cluster__silence_s="40",
+            **steps,
         )
-        command = head.command(sys.executable, "-m", "ludus", "train", "search", *words)
-        with (tmp_path / "said").open("wb") as said:
-            process = subprocess.Popen(command, stdout=said, stderr=said)
-        deadline = time.monotonic() + 500
-        while not (folder.path / "checkpoints" / "step-000001").exists():
-            assert time.monotonic() < deadline
-            assert process.poll() is None, (tmp_path / "said").read_text()
-            time.sleep(0.1)
         first = places(folder)
         assert sorted((kind, host) for kind, host, _ in first) == sorted(
             [("engine", engines.address)] * 2 + [("worker", workers.address)] * 2
         )
-        for wanted in ("worker", "engine"):
-            os.kill(next(pid for kind, _, pid in first if kind == wanted), signal.SIGKILL)
-        assert process.wait(500) == 0, (tmp_path / "said").read_text()
-    assert len(read_metrics(folder.metrics)) == 3
-    trained = keys(folder, 3)
-    assert len(set(trained)) == len(trained) == 12
-    for row in read_metrics(folder.metrics):
-        ended = [row.metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")]
-        assert row.metrics["ledger/started"] == sum(ended) == 4 + row.metrics["ledger/failed"]
+        hanging = next(pid for kind, _, pid in first if kind == "worker")
+        os.kill(hanging, signal.SIGSTOP)
+        os.kill(next(pid for kind, _, pid in first if kind == "engine"), signal.SIGKILL)
+        assert all_gone({hanging}, 300)
+        assert process.wait(500) == 0, said.read_text()
+    in_order(folder, 3)
     ours, theirs = lasting_files(folder.path), lasting_files(alone.path)
     weights = [name for name in theirs if name.endswith("model.safetensors")]
     assert weights
     assert [name for name in weights if ours[name] != theirs[name]] == []
+
+
+def test_a_whole_host_dies_and_its_engines_and_workers_start_on_another(tmp_path):
+    folder, said = RunFolder(tmp_path / "run"), tmp_path / "said"
+    with ray_hosts({"learner": 1}, {"roles": 4}, {"roles": 4}) as hosts:
+        head, _, dies = hosts.hosts
+        needs = {f"cluster__{role}_resources": needing(roles=1) for role in ("engine", "worker")}
+        process = started(head, folder, said, training__steps="4", cluster__silence_s="40", **needs)
+        assert dies.address in {host for _, host, _ in places(folder)}
+        for pid in hosts.processes(dies):
+            os.kill(pid, signal.SIGKILL)
+        assert process.wait(500) == 0, said.read_text()
+    in_order(folder, 4)

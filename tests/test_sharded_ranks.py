@@ -72,6 +72,18 @@ def test_a_checkpoint_of_shards_is_one_of_a_model_too(group_of_one, tmp_path):
         sharded_ranks.resumes("plain", checkpoint)
 
 
+def test_equal_shards_are_equal_files(group_of_one, tmp_path):
+    shelves = [tmp_path / name for name in "ab"]
+    for shelf in shelves:
+        sharded_ranks.saves("plain", shelf)
+    first, second = (
+        {path.name: path.read_bytes() for path in (shelf / "step-000002" / "trainer" / "shards").iterdir()}
+        for shelf in shelves
+    )
+    assert ".metadata" in first
+    assert first == second
+
+
 @pytest.mark.fault
 def test_two_processes_with_split_weights_learn_as_one():
     expected = sharded_ranks.results(*LEARNERS, *CRITICS)
@@ -153,6 +165,8 @@ def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one, tmp_pa
     with (Path(crew.folder.name) / "said-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
         crew.processes.append(subprocess.Popen(command, stderr=said))
+    with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"):
+        crew.gather()  # nobody waits to meet it
     leader = Leader(crew, None)
     with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"), leader.together(Stop()):
         raise RuntimeError("Connection closed by peer")

@@ -44,8 +44,7 @@ def silence_libraries() -> None:
     """Keep the progress bars of transformers out of ours, and a warning that peft causes within it."""
     import warnings
 
-    from transformers.utils import logging
+    from ludus.engines.loading import hide_progress
 
     warnings.filterwarnings("ignore", ".*is_gradient_checkpointing", FutureWarning)
-
-    logging.disable_progress_bar()
+    hide_progress()

@@ -16,6 +16,7 @@ import threading
 from ludus.cluster.frames import Call, Cancel, Frame, Hello, Reply, pack, read_frame
 from ludus.cluster.roles import Host
 from ludus.cluster.said import listen
+from ludus.engines.loading import hide_progress
 
 _HERE = "127.0.0.1"
 
@@ -27,6 +28,7 @@ def main() -> None:
     line = socket.socket(fileno=descriptor)
     hello = read_frame(line)
     if isinstance(hello, Hello):
+        hide_progress()
         asyncio.run(_serve(line, Host(hello.spec, _HERE, listen())))
 
 

@@ -13,6 +13,7 @@ import signal
 from collections.abc import Awaitable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from ludus.cluster.messages import Answer, Message, Spec, Started
@@ -22,6 +23,8 @@ from ludus.cluster.said import listen, repeat
 from ludus.config.cluster import ClusterConfig
 from ludus.errors import LudusError, UserError
 
+_END_S = 60.0
+"""What a machine may take to end an actor that does not answer."""
 _AT_ONCE = 10_000
 """Messages that an actor may have at work at once: episodes are bounded elsewhere."""
 
@@ -100,14 +103,39 @@ class RayRemote:
         return f"It needs {self.needs}, and the cluster has {free} free. See cluster.start_s."
 
     async def kill(self) -> None:
-        """End it. One that has been stopped by a signal does not hear Ray: on this machine it is killed."""
+        """End it. One that has been stopped by a signal does not hear Ray: it is killed where it runs."""
         import ray
 
         ray.kill(self.actor)
         where = self._where
-        if where is not None and where.host == ray.util.get_node_ip_address():
-            with suppress(ProcessLookupError, PermissionError):
-                os.kill(where.pid, signal.SIGKILL)
+        if where is None:
+            return
+        if where.host == ray.util.get_node_ip_address():
+            _end(where.pid)
+        else:
+            await _end_there(where)
+
+
+def _end(pid: int) -> None:
+    """Kill an actor's process, if the number is not another's by now."""
+    with suppress(OSError):
+        if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _end_there(where: Started) -> None:
+    """Kill an actor from a task on its machine. One that is gone has none left."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    found = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeManagerAddress"] == where.host]
+    for node in found[:1]:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(_end).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await task.remote(where.pid)
 
 
 class RayLauncher:

@@ -55,6 +55,13 @@ def resolve_model(path: str) -> str:
     return str(smollm2.materialise_smollm2(Path.home() / ".cache" / "ludus" / smollm2.NAME))
 
 
+def hide_progress() -> None:
+    """Have transformers draw no bars: the last words of a process are then what it had to say."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
 def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "auto") -> PreTrainedModel:
     """The causal language model in a checkpoint folder or under a model name, in eval mode.
 

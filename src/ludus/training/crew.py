@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ _PATIENCE = timedelta(days=30)
 """How long a follower waits to be told something: rollouts may take long."""
 _LAST_WORDS = 2000
 _END_S = 20.0
+_GLANCE_S = 0.05
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,6 +176,17 @@ class Crew:
                 self.processes.append(subprocess.Popen(command, stderr=said, stdout=said))
         return meeting_place(place)
 
+    def gather(self) -> None:
+        """Wait until all are about to meet: whoever ends before that would be waited for.
+
+        Raises LearnerError where one has ended.
+        """
+        place = Path("" if self.folder is None else self.folder.name)
+        while not all((place / here(rank)).exists() for rank, _ in enumerate(self.processes, start=1)):
+            if any(process.poll() is not None for process in self.processes):
+                raise LearnerError(f"A process of the learner has ended: {self.last_words()}", "Try again.")
+            time.sleep(_GLANCE_S)
+
     def last_words(self) -> str:
         """The end of what an ended process said; empty where none has ended."""
         for rank, process in enumerate(self.processes, start=1):
@@ -181,7 +194,8 @@ class Crew:
                 process.wait(1.0)
             if process.poll() is not None and self.folder is not None:
                 said = (Path(self.folder.name) / f"said-{rank}").read_text("utf-8", "replace").strip()
-                return f"process {rank} ({process.returncode}): {said[-_LAST_WORDS:]}"
+                words = f": {said[-_LAST_WORDS:]}" if said else "."
+                return f"process {rank} ({process.returncode}){words}"
         return ""
 
     def close(self) -> None:
@@ -194,6 +208,11 @@ class Crew:
                 process.wait()
         if self.folder is not None:
             self.folder.cleanup()
+
+
+def here(rank: int) -> str:
+    """The name of the file by which a follower says that it has begun."""
+    return f"here-{rank}"
 
 
 def meeting_place(folder: Path) -> str:
@@ -219,7 +238,9 @@ def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
             join(device, "env://", -1, -1)
         else:
             check_devices(device, learner.ranks)
-            join(device, crew.start(learner.ranks, device), 0, learner.ranks)
+            place = crew.start(learner.ranks, device)
+            crew.gather()
+            join(device, place, 0, learner.ranks)
         leader = Leader(crew, device if learner.shard else None)
         try:
             yield leader

@@ -16,6 +16,7 @@ from torch import distributed
 
 from ludus.algorithms.resolve import resolve
 from ludus.config.schema import Config
+from ludus.engines.loading import hide_progress
 from ludus.errors import LearnerError
 from ludus.training.checkpoint import list_checkpoints
 from ludus.training.crew import (
@@ -29,6 +30,7 @@ from ludus.training.crew import (
     Start,
     Stop,
     Train,
+    here,
     join,
     meeting_place,
 )
@@ -114,6 +116,8 @@ def follow_launched(device: torch.device) -> None:
 def main(folder: str, rank: str, count: str, kind: str) -> None:
     """Follow a leader on this machine, on a device of this kind."""
     device = torch.device(kind)
+    hide_progress()
+    (Path(folder) / here(int(rank))).touch()
     join(device, meeting_place(Path(folder)), int(rank), int(count))
     try:
         follow(device)

@@ -25,7 +25,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast, get_args
@@ -143,6 +143,18 @@ def resume_command(folder: RunFolder) -> str:
     return f"ludus {command} --resume {shlex.quote(str(folder.path))}"
 
 
+class _RunLog(logging.FileHandler):
+    """A log that is silent on its own faults: on a full disk, what fails beside it says so in a sentence."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Leave the record out."""
+
+    def close(self) -> None:
+        """Close the file, without what it has no room for."""
+        with suppress(OSError):
+            super().close()
+
+
 @contextmanager
 def locked(folder: RunFolder) -> Iterator[None]:
     """Hold the folder for this process, and log into it. Raises UserError where another process has it."""
@@ -176,7 +188,7 @@ def locked(folder: RunFolder) -> Iterator[None]:
 
 def log_into(folder: RunFolder, who: str = "") -> logging.Handler:
     """Append what this process logs to the run's log from now on, each record under the name of `who`."""
-    handler = logging.FileHandler(folder.path / "log.txt", encoding="utf-8")
+    handler = _RunLog(folder.path / "log.txt", encoding="utf-8")
     name = f"{who}: " if who else ""
     handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s %(name)s: {name}%(message)s"))
     log.addHandler(handler)

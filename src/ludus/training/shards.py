@@ -35,13 +35,21 @@ def save_shards(
 
     Every process calls this.
     """
+    from torch.distributed.checkpoint.filesystem import FileSystemWriter
+    from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.state_dict_saver import save
+
+    class Writer(FileSystemWriter):
+        """Writes no path and no number drawn for this time: equal tensors make equal files."""
+
+        def storage_meta(self) -> StorageMeta:
+            return StorageMeta()
 
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     every = {"model": weights, "optimiser": optimiser.state(), **parts}
     tensors = {f"{part}/{name}": t for part, named in every.items() for name, t in named.items()}
     with _quiet():
-        save(tensors, checkpoint_id=folder)
+        save(tensors, storage_writer=Writer(folder))
     found = gathered(model)
     return {name: found[name] for name in weights}
 

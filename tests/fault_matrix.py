@@ -1,0 +1,276 @@
+"""Strike small runs at random moments, each kind of fault many times, and tabulate how they ended.
+
+    python tests/fault_matrix.py --moments 20 --out .bench/faults.jsonl --page docs/scaling.md
+
+Each trial is a run of its own. Once it was struck it goes on, or stops; then what was done is mended and the
+run is resumed. A trial is faulty where the run hangs, stops without a reason or with a code that is not the
+part's, leaves a process behind, cannot be resumed, loses an episode or trains one twice, or, in `sync`, does
+not equal the run that nothing befell. Exits with 1 where any is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from fault_kinds import KINDS, Fault
+from fault_runs import (
+    STEPS,
+    Process,
+    async_faults,
+    cold_start,
+    fork,
+    ledger_faults,
+    sync_faults,
+    train_words,
+    waiting,
+)
+from ludus.diagnostics.trackers import read_metrics
+
+TRIES = 6
+"""Runs for one trial: some end before they are struck."""
+
+
+@dataclass
+class Trial:
+    """One run that was struck after `moment` seconds, in its step `step`, and how it ended."""
+
+    kind: str
+    mode: str
+    way: str
+    moment: float
+    step: int = 0
+    code: int | None = None
+    reason: str = ""
+    failed: float = 0.0
+    resumed: int = 0
+    wrong: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Whole:
+    """A run that nothing befell."""
+
+    folder: Path
+    seconds: float
+
+
+def whole_run(fault: Fault, mode: str, settings: dict[str, str]) -> Whole:
+    """Make it, and see that it is in order."""
+    folder = fault.folder() / f"whole-{mode}"
+    process = fork(train_words(fault.work, folder, settings), fault.work / f"{fault.name}-{mode}.txt")
+    code = process.wait()
+    if code != 0:
+        process.kill()
+        raise SystemExit(f"A run without any fault ended with {code}: {process.reason()}")
+    seconds = time.monotonic() - process.begin
+    wrong = ledger_faults(folder) + [f"left: {pid}" for pid in process.left()]
+    calls = [row.metrics["tools/calls_per_episode"] for row in read_metrics(folder / "metrics.jsonl")]
+    if wrong or not any(calls):
+        raise SystemExit(f"A run without any fault: {wrong or 'it never calls its tool'}")
+    return Whole(folder, seconds)
+
+
+def struck(
+    fault: Fault, whole: Whole, settings: dict[str, str], way: str, rng: random.Random
+) -> Trial | None:
+    """A trial; None where the run ended before it was struck."""
+    folder = fault.folder() / "struck"
+    shutil.rmtree(folder, ignore_errors=True)
+    said = fault.work / f"struck-{os.getpid()}.txt"
+    said.unlink(missing_ok=True)
+    trial = Trial(fault.name, settings["training.mode"], way, rng.uniform(0.02, 1.0) * whole.seconds)
+    process = fork(train_words(fault.work, folder, settings), said)
+    if process.wait(trial.moment) is not None or not fault.strike(process, folder, way, rng):
+        process.kill()
+        process.left()
+        return None
+    trial.step = 1 + steps_done(folder)
+    trial.moment = round(time.monotonic() - process.begin, 2)
+    trial.code = process.wait()
+    judge_end(trial, process, fault)
+    kept = waiting(folder) if trial.code != 0 else {}
+    fault.mend()
+    if trial.code != 0:
+        resume(trial, fault, folder, settings)
+    if not trial.wrong:
+        trial.wrong += judge_run(trial, folder, whole, kept)
+    if trial.wrong:
+        keep(fault, folder, said, trial)
+    return trial
+
+
+def steps_done(folder: Path) -> int:
+    """How many steps stand in the metrics."""
+    path = folder / "metrics.jsonl"
+    return len(read_metrics(path)) if path.is_file() else 0
+
+
+def judge_end(trial: Trial, process: Process, fault: Fault) -> None:
+    """Whether the run ended as it may: by itself, with a reason and the part's code, and left nothing."""
+    if trial.code is None:
+        trial.wrong.append("the run hangs")
+        process.kill()
+    elif trial.code not in fault.codes and trial.code != 0:
+        trial.wrong.append(f"exit code {trial.code}: {process.reason()}")
+    if trial.code is not None and trial.code > 0:
+        trial.reason = process.reason()
+        if not trial.reason.startswith("ludus: ") or "Traceback" in process.said.read_text():
+            trial.wrong.append(f"no clear reason: {trial.reason}")
+    if left := process.left():
+        trial.wrong.append(f"{len(left)} processes are left")
+
+
+def resume(trial: Trial, fault: Fault, folder: Path, settings: dict[str, str]) -> None:
+    """Go on with a run that has stopped, as its user would."""
+    trial.resumed = 1
+    process = fork(train_words(fault.work, folder, settings), fault.work / f"resumed-{os.getpid()}.txt")
+    code = process.wait()
+    if code != 0:
+        trial.wrong.append(f"resuming ends with {code}: {process.reason()}")
+        process.kill()
+    if left := process.left():
+        trial.wrong.append(f"{len(left)} processes are left of the resumed run")
+
+
+def judge_run(trial: Trial, folder: Path, whole: Whole, kept: dict) -> list[str]:
+    """What is wrong with a run that has ended."""
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    trial.failed = sum(row["ledger/failed"] for row in rows)
+    wrong = ledger_faults(folder)
+    if trial.mode == "sync":
+        return wrong + sync_faults(folder, whole.folder)
+    return wrong + async_faults(folder, kept)
+
+
+def keep(fault: Fault, folder: Path, said: Path, trial: Trial) -> None:
+    """Put what is wrong aside, to be looked at."""
+    aside = Path(tempfile.mkdtemp(prefix="ludus-fault-"))
+    shutil.copytree(folder, aside / "run", dirs_exist_ok=True)
+    shutil.copy(said, aside / "said.txt")
+    (aside / "trial.json").write_text(json.dumps(asdict(trial), indent=1))
+    print(f"{trial.kind}, {trial.mode}: {trial.wrong}; see {aside}", flush=True)
+
+
+def trials(fault: Fault, moments: int, seed: int, modes: Sequence[str]) -> Iterator[Trial]:
+    """As many trials as there are moments, the modes and the ways in turn."""
+    settings = {mode: fault.settings() | {"training.mode": mode} for mode in modes}
+    wholes = {mode: whole_run(fault, mode, settings[mode]) for mode in modes}
+    for number in range(moments):
+        mode = modes[number % len(modes)]
+        way = fault.ways[number // len(modes) % len(fault.ways)]
+        for again in range(TRIES):
+            rng = random.Random(f"{seed} {fault.name} {number} {again}")
+            trial = struck(fault, wholes[mode], settings[mode], way, rng)
+            if trial is not None:
+                break
+        else:
+            raise SystemExit(f"{fault.name}: {TRIES} runs ended before they were struck")
+        print(f"{fault.name} {number + 1}/{moments}: {json.dumps(asdict(trial))}", flush=True)
+        yield trial
+
+
+def note(trial: Trial, out: Path | None) -> Trial:
+    """Add it to a file, at once: all of them take long."""
+    if out is not None:
+        out.parent.mkdir(exist_ok=True)
+        with out.open("a") as file:
+            file.write(json.dumps(asdict(trial)) + "\n")
+    return trial
+
+
+def table(found: Sequence[Trial]) -> list[str]:
+    """A row for each kind and mode."""
+    lines = [
+        "| struck | mode | runs | went on | stopped and resumed (exit code) | failed attempts | at fault |",
+        "|---|---|---:|---:|---|---:|---:|",
+    ]
+    for kind, mode in sorted(
+        {(t.kind, t.mode) for t in found}, key=lambda k: (list(KINDS).index(k[0]), k[1])
+    ):
+        own = [t for t in found if (t.kind, t.mode) == (kind, mode)]
+        codes = Counter(ended_as(t.code) for t in own if t.code != 0)
+        stopped = ", ".join(f"{n} ({code})" for code, n in sorted(codes.items())) or "0"
+        ways = "; ".join(sorted({t.way for t in own}))
+        lines.append(
+            f"| {kind}: {ways} | {mode} | {len(own)} | {sum(t.code == 0 for t in own)} | {stopped} "
+            f"| {sum(t.failed for t in own):g} | {sum(bool(t.wrong) for t in own)} |"
+        )
+    return lines
+
+
+def ended_as(code: int | None) -> str:
+    """An exit code in a word."""
+    if code is None:
+        return "hangs"
+    return "killed" if code < 0 else str(code)
+
+
+def fill(page: Path, name: str, text: str) -> None:
+    """Put `text` between the page's marks of this name."""
+    begin, end = f"<!-- begin {name} -->", f"<!-- end {name} -->"
+    before, mark, rest = page.read_text().partition(begin)
+    assert mark, f"{page} has no {begin}"
+    page.write_text(f"{before}{begin}\n{text}\n{end}{rest.partition(end)[2]}")
+
+
+def options() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--kinds", default=",".join(KINDS), help="of them, with commas")
+    parser.add_argument("--modes", default="sync,async")
+    parser.add_argument("--moments", type=int, default=20, help="of each kind and mode")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file that every trial is added to")
+    parser.add_argument("--page", type=Path, help="a page whose table is made from all of that file")
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Strike; the exit code says whether all is well."""
+    args = options()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that nothing is left
+    found: list[Trial] = []
+    work = Path(tempfile.mkdtemp(prefix="ludus-faults-"))
+    try:
+        cold_start(work)
+        for name in args.kinds.split(",") if args.moments else ():
+            fault = KINDS[name](work)
+            if words := fault.why_not():
+                print(f"{name}: left out, {words}")
+                continue
+            fault.folder().mkdir(exist_ok=True)
+            modes = [mode for mode in args.modes.split(",") if mode in fault.modes]
+            with fault.ready():
+                every = trials(fault, args.moments * len(modes), args.seed, modes)
+                found += [note(trial, args.out) for trial in every]
+            shutil.rmtree(fault.folder(), ignore_errors=True)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    if args.out is not None and args.out.exists():
+        found = [Trial(**json.loads(line)) for line in args.out.read_text().splitlines()]
+    lines = table(found)
+    print("\n".join(lines))
+    if args.page is not None:
+        fill(args.page, "faults", "\n".join([*lines, "", summary(found)]))
+    return int(any(trial.wrong for trial in found))
+
+
+def summary(every: Sequence[Trial]) -> str:
+    """How many runs there were, and of what kind."""
+    return f"{len(every)} runs of {STEPS} steps, each struck at a moment drawn evenly over its length."
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,282 @@
+"""Small runs that are struck at a moment, and what must hold of them afterwards.
+
+Runs are forked off this process, which has imported everything: so one takes seconds. It must have a single
+thread. A run is `ludus train` in a process group of its own, with the exit code that users see.
+"""
+
+from __future__ import annotations
+
+import atexit
+import ctypes
+import gzip
+import json
+import os
+import re
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ludus.cli.main import main
+from ludus.diagnostics.trackers import read_metrics
+from ludus.rollout.store import RolloutRecord, read_rollouts, rollouts_path
+from ludus.training import follow, start  # noqa: F401  (loaded once, for all runs)
+from small_runs import lasting_files
+from tiny_run import make_recipe
+
+STEPS, GROUPS, SIZE = 5, 3, 3
+LIMIT_S = 600.0
+"""A run that has not ended by then hangs."""
+_PRCTL = ctypes.CDLL(None).prctl
+_PR_SET_PDEATHSIG = 1
+BUDGET = {
+    "training.steps": str(STEPS),
+    "training.tasks_per_step": str(GROUPS),
+    "training.checkpoint_every": "1",
+    "algorithm.group_size": str(SIZE),
+    "evaluation.tasks": "2",
+    "evaluation.every": "99",
+    "env.check": "false",
+    "run.threads": "1",
+}
+
+
+@dataclass
+class Process:
+    """A command that was forked off. `seen` are all processes that it ever had below it."""
+
+    pid: int
+    said: Path
+    begin: float = field(default_factory=time.monotonic)
+    seen: set[int] = field(default_factory=set)
+    status: int | None = None
+
+    @property
+    def code(self) -> int | None:
+        """The exit code, or minus the signal; None while it runs."""
+        if self.status is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            if pid:
+                self.status = os.waitstatus_to_exitcode(status)
+            else:
+                self.seen |= set(below(self.pid))
+        return self.status
+
+    def wait(self, seconds: float = LIMIT_S) -> int | None:
+        """Its exit code, once it has ended; None where it has not by then."""
+        deadline = time.monotonic() + seconds
+        while self.code is None and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return self.code
+
+    def kill(self) -> None:
+        """End it at once, and wait for that."""
+        if self.code is None:
+            os.kill(self.pid, signal.SIGKILL)
+            self.wait()
+
+    def left(self, seconds: float = 30.0) -> list[int]:
+        """What it started and is still there after a while; that is ended now."""
+        deadline = time.monotonic() + seconds
+        while (found := [pid for pid in self.seen if alive(pid)]) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        for pid in found:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return found
+
+    def reason(self) -> str:
+        """The sentence that it ended with."""
+        lines = [line for line in self.said.read_text("utf-8", "replace").splitlines() if line.strip()]
+        sentence = [i for i, line in enumerate(lines) if line.startswith("ludus: ")]
+        return " ".join(lines[sentence[-1] :]) if sentence else " ".join(lines[-3:])
+
+
+def fork(words: Sequence[str], said: Path, environment: dict[str, str] | None = None) -> Process:
+    """`ludus WORDS` in a process of its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return Process(pid, said)
+    code = 70
+    try:
+        _PRCTL(_PR_SET_PDEATHSIG, signal.SIGKILL)  # what is struck ends with whoever strikes
+        os.setsid()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+        os.environ.update(environment or {})
+        tempfile.tempdir = None
+        words_to = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for descriptor in (1, 2):
+            os.dup2(words_to, descriptor)
+        try:
+            code = main(list(words))
+        except SystemExit as end:
+            code = int(end.code or 0)
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
+
+
+def below(pid: int) -> Iterator[int]:
+    """All processes under one."""
+    with suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):
+            for child in Path(f"/proc/{pid}/task/{thread}/children").read_text().split():
+                yield int(child)
+                yield from below(int(child))
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is there and not a mere entry."""
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state not in "ZX"
+
+
+def named(pid: int, part: str) -> list[int]:
+    """The processes under one whose command line has a part."""
+    found = []
+    for child in below(pid):
+        with suppress(OSError):
+            if part.encode() in Path(f"/proc/{child}/cmdline").read_bytes():
+                found.append(child)
+    return found
+
+
+def train_words(work: Path, folder: Path, settings: dict[str, str]) -> list[str]:
+    """The command of a run, or what resumes it where it has begun."""
+    if (folder / "run.json").is_file() and (folder / "config.toml").is_file():
+        return ["train", "--resume", str(folder)]
+    given = BUDGET | {"run.folder": str(folder)} | settings
+    flat = [word for key, value in given.items() for word in (f"--{key}", value)]
+    return ["train", str(work / "tiny.toml"), "--model", str(work / "cold"), *flat]
+
+
+def cold_start(work: Path) -> None:
+    """Make the model that all runs begin with, once."""
+    if (work / "cold").exists():
+        return
+    recipe = str(make_recipe(work))
+    words = ["sft", recipe, "--from-scratch", "--run.folder", str(work / "sft")]
+    words += ["--sft.steps", "150"]  # so that it calls its tool
+    process = fork(words, work / "sft.txt")
+    assert process.wait() == 0, process.reason()
+    newest = max((work / "sft" / "checkpoints").glob("step-*"))
+    (work / "cold").symlink_to(newest)
+
+
+def records(folder: Path) -> list[tuple[int, RolloutRecord]]:
+    """All rollouts, with the step that trained them."""
+    found = []
+    for step in range(1, STEPS + 1):
+        if rollouts_path(folder, step).is_file():
+            found += [(step, record) for record in read_rollouts(rollouts_path(folder, step))]
+    return found
+
+
+def waiting(folder: Path) -> dict[tuple[int, str, int], list[list[int]]]:
+    """The tokens of the episodes that the newest checkpoint of a stream has as ended and not trained."""
+    found: dict[tuple[int, str, int], list[list[int]]] = {}
+    shelf = sorted((folder / "checkpoints").glob("step-*/trainer/stream.jsonl"))
+    for line in shelf[-1].read_text().splitlines()[1:] if shelf else ():
+        entry = json.loads(line)
+        if "trajectory" in entry:
+            key = (entry["step"], entry["group"], entry["trajectory"]["sample"])
+            found[key] = [segment["tokens"] for segment in entry["trajectory"]["segments"]]
+    return found
+
+
+def ledger_faults(folder: Path) -> list[str]:
+    """What is wrong with the account of a run that has ended: lost, twice, or not adding up."""
+    rows, every, wrong = read_metrics(folder / "metrics.jsonl"), records(folder), []
+    if [row.step for row in rows] != list(range(1, STEPS + 1)):
+        wrong.append(f"steps {[row.step for row in rows]}")
+    jobs = Counter((r.step, r.group, r.trajectory.sample) for _, r in every)
+    if twice := [job for job, count in jobs.items() if count > 1]:
+        wrong.append(f"{len(twice)} episodes twice, {twice[0]} first")
+    for row in rows:
+        own = [record for step, record in every if step == row.step]
+        counts = Counter(str(record.outcome) for record in own)
+        ended = {name: row.metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")}
+        if row.metrics["ledger/started"] != sum(ended.values()):
+            wrong.append(f"step {row.step}: {row.metrics['ledger/started']:g} started, {ended} ended")
+        if any(counts[name] != ended[name] for name in ("trained", "masked", "dropped")):
+            wrong.append(f"step {row.step}: the ledger has {ended}, the rollouts {dict(counts)}")
+        groups = Counter((record.step, record.group) for record in own)
+        if partial := [group for group, count in groups.items() if count != SIZE]:
+            wrong.append(f"step {row.step}: a group is not whole, {partial[0]}")
+        if sum(record.outcome != "failed" for record in own) < GROUPS * SIZE:
+            wrong.append(f"step {row.step}: {len(own)} episodes, {dict(counts)}")
+    newest = max((folder / "checkpoints").glob("step-*")) / "trainer" / "state.json"
+    total = json.loads(newest.read_text())["ledger"]["total"]
+    if total["started"] != sum(row.metrics["ledger/started"] for row in rows):
+        wrong.append(f"{total['started']} started in all, and not the sum of the steps")
+    return wrong
+
+
+def sync_faults(folder: Path, whole: Path) -> list[str]:
+    """What differs from the run that nothing befell; nothing is said where a wall-clock limit fired.
+
+    Attempts that failed were played again: their count, and the ledger, then differ, and nothing else may.
+    """
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    if any(row["ledger/clock_limited"] for row in rows):
+        return []
+    ours, theirs = lasting_files(folder), lasting_files(whole)
+    if ours.keys() != theirs.keys():
+        return [f"other files: {sorted(ours.keys() ^ theirs.keys())[:3]}"]
+    if not any(row["ledger/failed"] for row in rows) and ours["metrics.jsonl"] != theirs["metrics.jsonl"]:
+        return ["other metrics than the uninterrupted run"]
+    played = [gzip.decompress(ours[name]) for name in ours if re.match(r"evaluations/.*gz$", name)]
+    late = any(b"timed_out" in text for text in played)
+    differ = [
+        name
+        for name in theirs
+        if not (late and name.startswith("evaluations"))
+        and ours[name] != theirs[name]
+        and first_time(name, ours[name]) != first_time(name, theirs[name])
+    ]
+    return [f"other bytes than the uninterrupted run: {differ[:3]}"] if differ else []
+
+
+def first_time(name: str, content: bytes) -> object:
+    """A file without what tells that episodes were played more than once."""
+    if not name.endswith((".jsonl.gz", ".jsonl", ".json")):
+        return content
+    text = gzip.decompress(content) if name.endswith(".gz") else content
+    if name.endswith(".json"):
+        return without_attempts(json.loads(text))
+    return [without_attempts(json.loads(line)) for line in text.splitlines()]
+
+
+def without_attempts(value: object) -> object:
+    """The same without `attempt`, and all of the ledger."""
+    if isinstance(value, dict):
+        kept = {key: inner for key, inner in value.items() if not key.startswith(("attempt", "ledger"))}
+        return {key: without_attempts(inner) for key, inner in kept.items()}
+    return value
+
+
+def async_faults(folder: Path, kept: dict[tuple[int, str, int], list[list[int]]]) -> list[str]:
+    """What was lost of the episodes that had ended before the checkpoint, and what trained too old."""
+    wrong, found = [], {}
+    for step, record in records(folder):
+        key = (record.step, record.group, record.trajectory.sample)
+        found[key] = [list(segment.tokens) for segment in record.trajectory.segments]
+        ages = {step - 1 - v for segment in record.trajectory.segments for v in segment.versions}
+        if ages and not (min(ages) >= 0 and max(ages) <= 2):
+            wrong.append(f"step {step}: versions {sorted(ages)} behind")
+    if lost := [key for key, tokens in kept.items() if found.get(key) != tokens]:
+        wrong.append(f"{len(lost)} of {len(kept)} ended episodes of the checkpoint are lost, {lost[0]} first")
+    return wrong

@@ -1,0 +1,53 @@
+"""The world of prices with its tool behind a process of its own: an MCP server, or a server of sandboxes."""
+
+import json
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import tiny_world
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_world import ToolWorld
+from ludus.errors import WorldError
+from ludus.sandbox.base import Sandbox
+from ludus.tools.base import tool
+from ludus.tools.mcp import mcp_server
+
+PROGRAM = "print({item!r}, 'costs', {prices!r}[{item!r}])"
+
+
+@dataclass(frozen=True)
+class Pooled(ToolWorld):
+    """A program in a sandbox looks the price up."""
+
+    sandbox: Sandbox | None = None
+
+    def environment(self, task):
+        @tool
+        async def look(item: str) -> str:
+            """Look up a price.
+
+            Args:
+                item: what it is.
+            """
+            outcome = await self.sandbox.run(PROGRAM.format(item=item, prices=tiny_world.PRICES))
+            if not outcome.ok and "KeyError" not in outcome.error_text:
+                raise WorldError(f"The sandbox broke: {outcome.error_text[-200:]}")
+            return outcome.text or "KeyError"
+
+        return ToolEnv([look], self.rewards, self.limits)
+
+    def with_sandbox(self, sandbox):
+        return replace(self, sandbox=sandbox)
+
+    async def close(self):
+        await self.sandbox.close()
+
+
+def make_world(settings, limits):
+    plain = tiny_world.make_world({}, limits)
+    if settings["behind"] == "pool":
+        return Pooled(plain.name, plain.task_lists, plain.tools, plain.rewards, limits, plain.show)
+    program = str(Path(__file__).with_name("price_server.py"))
+    served = mcp_server(command=sys.executable, args=("-S", program, json.dumps(tiny_world.PRICES)))
+    return replace(plain, tools=served.tools, resources=(served,))

@@ -1,0 +1,302 @@
+"""A long asynchronous run on processes of this machine, under load and faults: it must leave nothing behind.
+
+    python tests/soak.py --minutes 30 --page docs/scaling.md
+
+Engines and workers are killed and stopped at random moments, and tools are late and break. Every few seconds
+the memory, threads and open files of all processes are looked at, with the temporary files and what lies in
+shared memory. Ends with 1, and says why, where something grows or is left once the run is interrupted.
+No other run of Ludus should begin or end meanwhile: what lies in shared memory is told by its name alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import re
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from fault_matrix import fill
+from fault_runs import BUDGET, LIMIT_S, Process, alive, below, cold_start, fork
+from ludus.diagnostics.trackers import read_metrics
+
+EVERY_S = 5.0
+WARM_S = 60.0
+"""A process may grow for so long: allocators and caches fill."""
+BOUND_MB = 10.0
+"""What the memory of a process may grow by in ten minutes, as a line through its samples tells."""
+KINDS = ("learner", "engine", "worker")
+_PLACE = re.compile(r"(engine|worker) (\d+) runs at \S+ \((\d+)\)")
+SETTINGS = {
+    "training.mode": "async",
+    "training.steps": "1000000",
+    "training.checkpoint_every": "5",
+    "staleness.max_staleness": "4",
+    "cluster.kind": "local",
+    "cluster.engines": "2",
+    "cluster.workers": "2",
+    "cluster.silence_s": "20",
+    "cluster.restarts": "100000",
+    "engine.patience_s": "20",
+    "rollout.tool_timeout_s": "3",
+    "rollout.max_failure_rate": "0.5",
+    "env.name": str(Path(__file__).with_name("soak_world.py")),
+}
+
+
+@dataclass
+class Sample:
+    """A process at a moment: `age` seconds since it was first seen."""
+
+    kind: str
+    pid: int
+    age: float
+    rss_mb: float
+    threads: int
+    files: int
+
+
+@dataclass
+class Around:
+    """What lies about at a moment."""
+
+    at: float
+    processes: int
+    temporary: int
+    shared: int
+
+
+@dataclass
+class Watch:
+    """Looks at a run."""
+
+    run: Process
+    folder: Path
+    temporary: Path
+    samples: list[Sample] = field(default_factory=list)
+    around: list[Around] = field(default_factory=list)
+    first: dict[int, float] = field(default_factory=dict)
+
+    def places(self) -> dict[int, str]:
+        """The kind of each process that the log names and that runs."""
+        log = self.folder / "log.txt"
+        found = _PLACE.findall(log.read_text()) if log.exists() else []
+        return {int(pid): kind for kind, _, pid in found if alive(int(pid))}
+
+    def look(self) -> None:
+        """Take a sample of everything."""
+        now = time.monotonic()
+        children = set(below(self.run.pid))
+        for pid, kind in {self.run.pid: "learner", **self.places()}.items():
+            with suppress(OSError, KeyError):  # it has just ended
+                age = now - self.first.setdefault(pid, now)
+                self.samples.append(Sample(kind, pid, age, *figures(pid)))
+        self.around.append(Around(now - self.run.begin, len(children), count(self.temporary), len(shared())))
+
+
+def figures(pid: int) -> tuple[float, int, int]:
+    """Memory (MB), threads and open files of a process."""
+    status = Path(f"/proc/{pid}/status").read_text()
+    values = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+    files = len(os.listdir(f"/proc/{pid}/fd"))
+    return int(values["VmRSS"].split()[0]) / 1024, int(values["Threads"]), files
+
+
+def count(folder: Path) -> int:
+    """Files and folders under one."""
+    return sum(1 for _ in folder.rglob("*"))
+
+
+def shared() -> set[str]:
+    """What of ours lies in shared memory."""
+    return {name for name in os.listdir("/dev/shm") if "ludus" in name}
+
+
+def slope(points: Sequence[tuple[float, float]]) -> float:
+    """The slope of the line through points."""
+    return statistics.linear_regression(*zip(*points, strict=True)).slope
+
+
+def grown(samples: Iterable[Sample]) -> dict[str, dict[str, float]]:
+    """For each kind: growth in 10 minutes of memory, threads and files, the median over its processes.
+
+    Processes that lived for less than three minutes after they were warm do not count.
+    """
+    series: dict[tuple[str, int], list[Sample]] = defaultdict(list)
+    for sample in samples:
+        if sample.age >= WARM_S:
+            series[sample.kind, sample.pid].append(sample)
+    found: dict[str, dict[str, float]] = {}
+    for kind in KINDS:
+        long = [s for (k, _), s in series.items() if k == kind and s[-1].age - s[0].age >= 180]
+        if long:
+            found[kind] = {
+                name: statistics.median(600 * slope([(x.age, asdict(x)[name]) for x in one]) for one in long)
+                for name in ("rss_mb", "threads", "files")
+            } | {"processes": len(long)}
+    return found
+
+
+def strike(watch: Watch, rng: random.Random) -> str:
+    """Kill or stop an engine or a worker."""
+    places = sorted(watch.places().items())
+    if not places:
+        return ""
+    pid, kind = rng.choice(places)
+    how = rng.choice((signal.SIGKILL, signal.SIGSTOP))
+    with suppress(ProcessLookupError):
+        os.kill(pid, how)
+        return f"{kind} {'killed' if how == signal.SIGKILL else 'stopped'}"
+    return ""
+
+
+def begun(watch: Watch) -> None:
+    """Wait for the first checkpoint."""
+    while watch.run.wait(1.0) is None and not any(watch.folder.glob("checkpoints/step-*")):
+        assert time.monotonic() < watch.run.begin + LIMIT_S, watch.run.reason()
+    watch.run.begin = time.monotonic()
+
+
+def soak(watch: Watch, seconds: float, pause_s: float, rng: random.Random) -> list[str]:
+    """Watch and strike for so long; gives what was struck."""
+    struck: list[str] = []
+    end, next_strike = watch.run.begin + seconds, watch.run.begin + pause_s
+    while watch.run.wait(EVERY_S) is None and time.monotonic() < end:
+        watch.look()
+        if time.monotonic() > next_strike and time.monotonic() < end - 60:
+            struck.append(strike(watch, rng))
+            next_strike = time.monotonic() + rng.uniform(0.5, 1.5) * pause_s
+    return [what for what in struck if what]
+
+
+def judge(watch: Watch, before: set[str]) -> list[str]:
+    """Interrupt the run; what is wrong with it, with what grew, and with what is left."""
+    wrong = []
+    if watch.run.code is None:
+        os.kill(watch.run.pid, signal.SIGINT)
+    if (code := watch.run.wait()) != 130:
+        wrong.append(f"it ended with {code}: {watch.run.reason()}")
+    if left := watch.run.left():
+        wrong.append(f"{len(left)} processes are left")
+    if lying := sorted(str(path) for path in watch.temporary.rglob("*")):
+        wrong.append(f"{len(lying)} temporary files are left, {lying[0]} first")
+    if lying := sorted(shared() - before):
+        wrong.append(f"in shared memory are left {lying}")
+    for kind, figures_ in grown(watch.samples).items():
+        if figures_["rss_mb"] > BOUND_MB:
+            wrong.append(f"the memory of the {kind} grows by {figures_['rss_mb']:.1f} MB in 10 minutes")
+        if max(figures_["threads"], figures_["files"] / 5) > 2:  # connections come and go
+            wrong.append(f"threads or open files of the {kind} grow: {figures_}")
+    third = len(watch.around) // 3
+    for name in ("processes", "temporary", "shared") if third > 1 else ():
+        early, late = (
+            max(asdict(a)[name] for a in part) for part in (watch.around[: 2 * third], watch.around[-third:])
+        )
+        if late > early + 4:
+            wrong.append(f"{name} grow: {early} at first, {late} in the last third")
+    return wrong + accounts(watch.folder)
+
+
+def accounts(folder: Path) -> list[str]:
+    """Steps whose ledger does not add up."""
+    if not (folder / "metrics.jsonl").exists():
+        return ["no step was done"]
+    wrong = []
+    for row in read_metrics(folder / "metrics.jsonl"):
+        ended = [row.metrics[f"ledger/{name}"] for name in ("trained", "masked", "dropped", "failed")]
+        if row.metrics["ledger/started"] != sum(ended):
+            wrong.append(f"the ledger of step {row.step} does not add up")
+    return wrong
+
+
+def report(watch: Watch, struck: Sequence[str], wrong: Sequence[str]) -> list[str]:
+    """The table, and what else is to be said."""
+    path = watch.folder / "metrics.jsonl"
+    rows = [row.metrics for row in read_metrics(path)] if path.exists() else []
+    failed = sum(row["ledger/failed"] for row in rows)
+    minutes = watch.around[-1].at / 60 if watch.around else 0.0
+    slopes = grown(watch.samples)
+    attempts = sum(row["ledger/started"] for row in rows)
+    struck_as = ", ".join(f"{struck.count(what)} {what}" for what in sorted(set(struck))) or "nothing"
+    lines = [
+        "| process | memory, first and last (MB) | growth in 10 minutes (MB) | threads | open files |",
+        "|---|---|---:|---|---|",
+    ]
+    for kind in KINDS:
+        own = [s for s in watch.samples if s.kind == kind and s.age >= WARM_S]
+        if not own:
+            continue
+        growth = (
+            f"{slopes[kind]['rss_mb']:+.1f} (of {slopes[kind]['processes']:g})" if kind in slopes else "-"
+        )
+        memory = f"{own[0].rss_mb:.0f}, {own[-1].rss_mb:.0f}"
+        threads, files = span(s.threads for s in own), span(s.files for s in own)
+        lines.append(f"| {kind} | {memory} | {growth} | {threads} | {files} |")
+    around = [asdict(moment) for moment in watch.around]
+    processes, temporary, shared_ = (span(a[n] for a in around) for n in ("processes", "temporary", "shared"))
+    done = f"{minutes:.0f} minutes, {len(rows)} steps, {attempts:g} attempts at episodes"
+    about = (
+        f"processes below the learner {processes}, temporary files {temporary}, in shared memory {shared_}"
+    )
+    ended = "Nothing was left." if not wrong else f"At fault: {'; '.join(wrong)}."
+    lines += ["", f"{done}, of which {failed:g} failed and were played again. Struck: {struck_as}.", ""]
+    return [*lines, f"Seen: {about}. {ended}"]
+
+
+def span(values: Iterable[float]) -> str:
+    """The least and the most."""
+    found = list(values)
+    return f"{min(found)} to {max(found)}" if found else "-"
+
+
+def main() -> int:
+    """Soak; the exit code says whether all is well."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--minutes", type=float, default=30.0)
+    parser.add_argument("--pause", type=float, default=90.0, help="seconds between two faults, on average")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--out", type=Path, help="a file for all samples, as JSON lines")
+    parser.add_argument("--page", type=Path, help="a page that takes the table")
+    args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    work = Path(tempfile.mkdtemp(prefix="ludus-soak-"))
+    try:
+        cold_start(work)
+        temporary, folder, before = work / "tmp", work / "run", shared()
+        temporary.mkdir()
+        given = BUDGET | SETTINGS | {"run.folder": str(folder)}
+        words = [word for key, value in given.items() for word in (f"--{key}", value)]
+        words = ["train", str(work / "tiny.toml"), "--model", str(work / "cold"), *words]
+        here = os.pathsep.join([str(Path(__file__).parent), *sys.path])  # engines and workers read the world
+        run = fork(words, work / "said.txt", {"TMPDIR": str(temporary), "PYTHONPATH": here})
+        watch = Watch(run, folder, temporary)
+        begun(watch)
+        struck = soak(watch, 60 * args.minutes, args.pause, random.Random(args.seed))
+        wrong = judge(watch, before)
+        lines = report(watch, struck, wrong)
+        if args.out is not None:
+            args.out.parent.mkdir(exist_ok=True)
+            args.out.write_text("".join(json.dumps(asdict(s)) + "\n" for s in watch.samples))
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+    print("\n".join(lines))
+    if args.page is not None and not wrong:
+        fill(args.page, "soak", "\n".join(lines))
+    for what in wrong:
+        print(f"soak: {what}", file=sys.stderr)
+    return int(bool(wrong))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

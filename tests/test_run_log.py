@@ -1,0 +1,28 @@
+"""The log of a run on a disk that is full."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from ludus.config import load_config
+from ludus.errors import StorageError
+from ludus.training.run import locked, new_run
+
+
+def test_a_log_that_cannot_be_written_hides_nothing_and_says_nothing(tmp_path, capsys):
+    folder = new_run(load_config("search", ["--run.folder", str(tmp_path / "run")]), "run", "rl", "search")
+    (folder.path / "log.txt").unlink(missing_ok=True)
+    (folder.path / "log.txt").symlink_to("/dev/full")
+
+    def fail():
+        with locked(folder):
+            logging.getLogger("ludus.rl").warning("before")
+            raise StorageError("There is no room for the rollouts.")
+
+    with pytest.raises(StorageError, match="the rollouts"):
+        fail()
+    said = capsys.readouterr()
+    assert "Traceback" not in said.err + said.out
+    assert logging.getLogger("ludus").handlers == []
