@@ -22,10 +22,10 @@ from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training.batch import row_of_trajectory
-from ludus.training.checkpoint import checkpoint_path
+from ludus.training.checkpoint import checkpoint_path, list_checkpoints
 from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
-from ludus.training.staleness import EssGuard, mask_over_age, staleness_metrics, without_over_age
+from ludus.training.staleness import ESS, EssGuard, mask_over_age, staleness_metrics, without_over_age
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
 from tiny_run import cold_start, ludus, make_recipe, refused
@@ -292,6 +292,27 @@ def test_a_low_effective_sample_share_warns_and_then_stops():
     guard.warning({share: 0.1})
     guard.warning({share: 0.1})
     assert "2 steps in a row" in guard.verdict
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step", "async"])
+def test_a_run_of_too_few_effective_samples_warns_then_pauses_and_goes_on(mode, tiny_run, tmp_path):
+    """Rounding alone keeps the share of a step below 1, also on policy."""
+    bound = {"staleness.min_ess": 1, "staleness.ess_patience": 2, "training.checkpoint_every": 99}
+    flat = [str(word) for key, value in bound.items() for word in (f"--{key}", value)]
+    said = refused(*words(tiny_run, tmp_path, mode), *flat, code=5)
+    folder = tmp_path / "run"
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if ESS in row.metrics]
+    paused = rows[1].step
+    assert [row.metrics[ESS] < 1 for row in rows] == [True, True]
+    assert "below 1 for 2 steps in a row" in said
+    assert f"paused after step {paused}" in said
+    assert "staleness.min_ess" in said
+    assert f"ludus train --resume {folder}" in said
+    log = (folder / "log.txt").read_text()
+    assert log.count("below staleness.min_ess = 1") == 2
+    assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [paused]
+    assert ludus("train", "--resume", folder, "--staleness.min_ess", "0").code == 0
+    assert [row.step for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
 SERVED = ["--engine.url", "http://127.0.0.1:1"]

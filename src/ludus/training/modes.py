@@ -23,9 +23,9 @@ from ludus.rollout.stream import Batch, Stream
 from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
 from ludus.training.replay import ReplayBuffer
-from ludus.training.rl import RlLoop, Verdict, proof_metrics, task_order
+from ludus.training.rl import RlLoop, proof_metrics, task_order
 from ludus.training.sampling import max_action_tokens
-from ludus.training.staleness import EssGuard, staleness_metrics
+from ludus.training.staleness import staleness_metrics
 from ludus.training.stream_state import StreamState
 from ludus.training.task_stream import TaskStream
 
@@ -112,12 +112,10 @@ class AsyncRun:
     player: Player
     thread: LearnerThread
     limit: InFlight
-    guard: EssGuard = field(init=False)
     replay: ReplayBuffer = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.loop.session.config
-        self.guard = EssGuard(config.staleness)
         self.replay = ReplayBuffer(config.staleness.replay, config.training.tasks_per_step)
 
     @classmethod
@@ -179,9 +177,8 @@ class AsyncRun:
         clock.engine = (await counted(loop.engine)).metrics() | self._queues()
         self._adjust(clock, ahead)
         metrics = await loop.report(step, credits, learned, clock, self.thread)
-        verdict = self._guarded(step, metrics)
         loop.sampled = loop.sampler.state
-        await loop.end_step(step, metrics, self.thread, self.state(), verdict)
+        await loop.end_step(step, metrics, self.thread, self.state())
 
     def state(self) -> StreamState:
         """What a checkpoint keeps of the stream."""
@@ -229,10 +226,3 @@ class AsyncRun:
             return
         limited = self.stream.is_limited and not self.stream.held
         self.stream.in_flight = self.limit.after_step(clock.metrics([]), ahead, limited)
-
-    def _guarded(self, step: int, metrics: dict[str, float]) -> Verdict:
-        warning = self.guard.warning(metrics)
-        if warning:
-            self.loop.alarm(step, warning)
-        way = "a lower staleness.max_staleness or training.learning_rate, or another staleness.min_ess"
-        return Verdict(self.guard.verdict, way) if self.guard.verdict else Verdict()

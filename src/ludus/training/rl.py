@@ -40,6 +40,7 @@ from ludus.training.run import RunFolder, resume_command
 from ludus.training.sampling import EpisodeReporter, Sampler, SamplerState
 from ludus.training.session import Session
 from ludus.training.skipping import greso_metrics
+from ludus.training.staleness import EssGuard
 from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof, WeightSync
 from ludus.types import Group
@@ -49,10 +50,10 @@ log = logging.getLogger("ludus.rl")
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a run pauses, and what to change to go on; no reason where it does not."""
+    """Why a run pauses, and what to change to go on."""
 
-    reason: str = ""
-    way_on: str = ""
+    reason: str
+    way_on: str
 
 
 class Reporter(EpisodeReporter, Protocol):
@@ -81,9 +82,11 @@ class RlLoop:
     history: list[Mapping[str, float]] = field(default_factory=list)
     sampled: SamplerState = field(init=False)
     """Of the sampler, as it was when the step at hand had been sampled."""
+    guard: EssGuard = field(init=False)
 
     def __post_init__(self) -> None:
         self.sampled = self.sampler.state
+        self.guard = EssGuard(self.session.config.staleness)
 
     @property
     def engine(self) -> Engine:
@@ -93,7 +96,7 @@ class RlLoop:
     async def run(self, done: int = 0) -> None:
         """Train from step `done` to the last, one thing after the other.
 
-        Raises LearnerError, behind a checkpoint, where the guard of the KL pauses the run.
+        Raises LearnerError, behind a checkpoint, where a guard pauses the run.
         """
         await self.sync.publish(done)
         order = task_order(self.session.config, self.session.world)
@@ -164,25 +167,36 @@ class RlLoop:
         metrics: Mapping[str, float],
         work: Work = here,
         stream: StreamState | None = None,
-        verdict: Verdict = Verdict(),
     ) -> None:
         """Write a checkpoint where it is time to, with the `stream` of episodes on their way.
 
-        Raises LearnerError where the KL pauses the run, or `verdict` does.
+        Raises LearnerError where the KL or the effective sample share pauses the run.
         """
         training = self.session.config.training
-        reason = self.learning.control_kl(metrics)
-        if reason:
-            lower = "a larger algorithm.kl_coef, a lower training.learning_rate"
-            verdict = Verdict(reason, f"{lower} or another kl_control.guard_factor")
-        if verdict.reason or step % training.checkpoint_every == 0 or step == training.steps:
+        verdict = self._judged(step, metrics)
+        if verdict is not None or step % training.checkpoint_every == 0 or step == training.steps:
             state = self.trainer_state(step)
             await work(lambda: self.save(state, stream))
-        if verdict.reason:
+        if verdict is not None:
             raise LearnerError(
                 f"{verdict.reason} The run is paused after step {step}.",
                 f"Go on with {verdict.way_on}: {resume_command(self.folder)}",
             )
+
+    def _judged(self, step: int, metrics: Mapping[str, float]) -> Verdict | None:
+        """What the guards say of a step; both see every one of them."""
+        warning = self.guard.warning(metrics)
+        if warning:
+            self.alarm(step, warning)
+        reason = self.learning.control_kl(metrics)
+        if reason:
+            lower = "a larger algorithm.kl_coef, a lower training.learning_rate"
+            return Verdict(reason, f"{lower} or another kl_control.guard_factor")
+        if self.guard.verdict:
+            streams = self.session.config.training.mode == "async"
+            bound = "a lower staleness.max_staleness or " if streams else "a lower "
+            return Verdict(self.guard.verdict, f"{bound}training.learning_rate, or another staleness.min_ess")
+        return None
 
     async def evaluate(self, plan: EvaluationPlan, name: str | None = None) -> Evaluation:
         """Evaluate the engine's present weights; keep result and rollouts under `name` (None: the plan's)."""
