@@ -278,7 +278,7 @@ def test_tokens_over_age_are_masked_and_counted():
     assert rows[1].trains == (False, False, True, True)
     config = StalenessConfig(max_staleness=1, over_age="mask")
     metrics = staleness_metrics(credits, 4, config, [], "exact_match")
-    assert (metrics["staleness/over_age_tokens"], metrics["staleness/max"]) == (1, 1)
+    assert (metrics["staleness/over_age_tokens"], metrics["staleness/max"]) == (3, 1)
     assert metrics["staleness/age_0"] == 0.75
 
 
@@ -350,6 +350,19 @@ def test_a_spanning_ledger_counts_what_ended_and_carries_what_runs():
     ledger.finish(late, Outcome.MASKED, "over_age")
     assert ledger.close(2, trained=0).by_reason == {"masked/over_age": 1}
     assert (ledger.total().started, ledger.num_running) == (2, 0)
+
+
+def test_a_checkpoint_of_a_spanning_ledger_has_what_ended_since_the_last_step():
+    ledger = Ledger(spanning=True)
+    failed, running = RolloutKey(1, "a", 0), RolloutKey(1, "b", 0)
+    ledger.close(1, trained=0)
+    ledger.start(failed)
+    ledger.start(running)
+    ledger.finish(failed, Outcome.FAILED, "engine")
+    total = Ledger.restore(ledger.state(), spanning=True).total()
+    assert (total.started, total.failed) == (1, 1)
+    assert ledger.total().started == 2
+    assert ledger.close(2, trained=0).failed == 1
 
 
 def test_the_progress_line_says_who_waited_and_which_tool_was_slow():

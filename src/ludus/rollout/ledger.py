@@ -119,7 +119,8 @@ class LedgerCounts:
 class LedgerState:
     """What a checkpoint keeps: the totals of all closed steps, and the last of them (None before the first).
 
-    Rollouts of a step that is still open are not in it: a resumed run samples that step again.
+    Rollouts of a step that is still open are not in it: a resumed run samples that step again. A spanning
+    ledger has no such step: those that run are not in it.
     """
 
     total: LedgerCounts = LedgerCounts(step=None)
@@ -236,31 +237,25 @@ class Ledger:
         if step in self._closed:
             return self._closed[step]
         self._refuse_closed(step)
-        page = self._pages.get(step, _Page())
-        ended = [ending for ending in page.endings.values() if ending is not None]
-        outcomes = Counter(outcome for outcome, _ in ended)
-        reasons = Counter(f"{outcome}/{reason}" for outcome, reason in ended)
-        return LedgerCounts(
-            step=step,
-            started=len(page.endings),
-            trained=outcomes[Outcome.TRAINED],
-            masked=outcomes[Outcome.MASKED],
-            dropped=outcomes[Outcome.DROPPED],
-            failed=outcomes[Outcome.FAILED],
-            by_reason=dict(sorted(reasons.items())),
-            clock_limited=page.clock_limited,
-        )
+        return _counts(step, self._pages.get(step, _Page()))
 
     def total(self) -> LedgerCounts:
         """The counts of the whole run so far, open steps included."""
         total = self._state.total
-        for step in self._pages:
-            total = total.plus(self.summary(step))
+        for page in self._pages.values():
+            total = total.plus(_counts(None, page))
         return total
 
     def state(self) -> LedgerState:
-        """What to put into a checkpoint, and to give to `restore` on resume."""
-        return self._state
+        """What to put into a checkpoint, and to give to `restore` on resume.
+
+        The totals of a spanning ledger count what has ended since the last step was closed, too.
+        """
+        total = self._state.total
+        for page in self._pages.values() if self._spanning else ():
+            ended = {key: ending for key, ending in page.endings.items() if ending is not None}
+            total = total.plus(_counts(None, _Page(ended, page.clock_limited)))
+        return LedgerState(total, self._state.last_closed)
 
     @classmethod
     def restore(cls, state: LedgerState, *, spanning: bool = False) -> Ledger:
@@ -278,3 +273,19 @@ class Ledger:
         last = self._state.last_closed
         if last is not None and step <= last:
             raise AccountingError(f"step {step} is closed (the last closed step is {last}).")
+
+
+def _counts(step: int | None, page: _Page) -> LedgerCounts:
+    ended = [ending for ending in page.endings.values() if ending is not None]
+    outcomes = Counter(outcome for outcome, _ in ended)
+    reasons = Counter(f"{outcome}/{reason}" for outcome, reason in ended)
+    return LedgerCounts(
+        step=step,
+        started=len(page.endings),
+        trained=outcomes[Outcome.TRAINED],
+        masked=outcomes[Outcome.MASKED],
+        dropped=outcomes[Outcome.DROPPED],
+        failed=outcomes[Outcome.FAILED],
+        by_reason=dict(sorted(reasons.items())),
+        clock_limited=page.clock_limited,
+    )

@@ -151,8 +151,9 @@ class AsyncRun:
         loop = self.loop
         await loop.sync.publish(done)
         try:
-            for episode in self.stream.start():  # the ledger of a resumed run has them as running
-                loop.sampler.ledger.start(episode.key)
+            for episode in self.stream.start():
+                if episode.trajectory.failure is None:  # those that failed are in the totals
+                    loop.sampler.ledger.start(episode.key)
             for step in range(done + 1, loop.session.config.training.steps + 1):
                 await self.step(step)
         finally:

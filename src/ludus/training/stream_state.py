@@ -1,7 +1,8 @@
 """The stream of episodes in a checkpoint: the groups on their way, with all episodes of them that have ended.
 
 So a resumed run loses the episodes that were being played, and none that had ended well. Their tasks are
-played again under their numbers, by newer weights than before.
+played again under their numbers, by newer weights than before. Groups that ended without counting are kept
+whole, for the account of the next step.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ class StreamState:
         lines = [json.dumps({"next_number": self.next_number})]
         for group in self.groups:
             task = group.jobs[0].task.id
-            ended = [i for i in sorted(group.done) if group.done[i].trajectory.failure is None]
+            ended = [i for i in sorted(group.done) if _stays(group, i)]
             head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
-            lines.append(json.dumps(head))
+            lines.append(json.dumps(head | {"counts": group.counts}))
             lines += [rollout_line(_record(group.done[place])) for place in ended]
         return "\n".join(lines) + "\n"
 
@@ -54,13 +55,19 @@ class StreamState:
             for head in lines:
                 own = jobs(head["group"], tasks[head["task"]])
                 done = {place: _episode(own[place], parse_rollout(next(lines))) for place in head["ended"]}
-                groups.append(StreamedGroup(head["group"], own, head["version"], done))
+                counts = head.get("counts", True)
+                groups.append(StreamedGroup(head["group"], own, head["version"], done, counts))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
             raise StorageError(
                 f"The checkpoint's episodes cannot be read: {error!r}.",
                 "Remove this checkpoint and resume from the one before.",
             ) from error
         return cls(next_number, tuple(groups))
+
+
+def _stays(group: StreamedGroup, place: int) -> bool:
+    """Whether an episode that has ended is kept; one that failed is played again, if its group goes on."""
+    return not group.counts or group.done[place].trajectory.failure is None
 
 
 def _record(episode: Episode) -> RolloutRecord:
