@@ -196,7 +196,11 @@ def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, t
     for m in rows:
         assert m["ledger/started"] == 9
         assert m.get("batch/trained_rows", 0) == m["ledger/trained"] + m["replay/trained"]
+        assert m["staleness/max"] <= 4
     assert len({record.key for _, record in records(folder)}) == STEPS * 9
+    assert ludus("train", "--resume", folder, "--training.steps", STEPS + 1).code == 0
+    last = list(read_metrics(folder / "metrics.jsonl"))[-1]
+    assert (last.step, last.metrics["replay/groups"]) == (STEPS + 1, 3)  # of those that the checkpoint kept
 
 
 def test_no_thread_is_left_behind(streamed, threads_before):

@@ -253,8 +253,9 @@ class Ledger:
         """
         total = self._state.total
         for page in self._pages.values() if self._spanning else ():
-            ended = {key: ending for key, ending in page.endings.items() if ending is not None}
-            total = total.plus(_counts(None, _Page(ended, page.clock_limited)))
+            ended = _Page(clock_limited=page.clock_limited)
+            ended.endings.update((key, ending) for key, ending in page.endings.items() if ending is not None)
+            total = total.plus(_counts(None, ended))
         return LedgerState(total, self._state.last_closed)
 
     @classmethod

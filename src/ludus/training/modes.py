@@ -20,13 +20,14 @@ from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import InFlight, first_in_flight
 from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler
 from ludus.rollout.stream import Batch, Stream
+from ludus.training.checkpoint import checkpoint_path, load_text
 from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
-from ludus.training.replay import ReplayBuffer
-from ludus.training.rl import RlLoop, proof_metrics, task_order
+from ludus.training.replay import REPLAY_FILE, ReplayBuffer
+from ludus.training.rl import RlLoop, Texts, proof_metrics, task_order
 from ludus.training.sampling import max_action_tokens
 from ludus.training.staleness import staleness_metrics
-from ludus.training.stream_state import StreamState
+from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.task_stream import TaskStream
 
 
@@ -144,7 +145,11 @@ class AsyncRun:
             kept=before.groups,
             on_done=loop.reporter.episode,
         )
-        return cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()), limit)
+        made = cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()), limit)
+        text = load_text(checkpoint_path(loop.folder.checkpoints, done), REPLAY_FILE) if done else None
+        if text is not None and staleness.replay.share:
+            made.replay.restore(text, {task.id: task for task in order.tasks})
+        return made
 
     async def run(self, done: int) -> None:
         """Train from step `done` to the last."""
@@ -179,11 +184,12 @@ class AsyncRun:
         self._adjust(clock, ahead)
         metrics = await loop.report(step, credits, learned, clock, self.thread)
         loop.sampled = loop.sampler.state
-        await loop.end_step(step, metrics, self.thread, self.state())
+        await loop.end_step(step, metrics, self.thread, self.texts())
 
-    def state(self) -> StreamState:
-        """What a checkpoint keeps of the stream."""
-        return StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
+    def texts(self) -> Texts:
+        """What a checkpoint keeps of the stream and of what may train again, as it is now."""
+        stream = StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
+        return lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}
 
     def _credit(self, step: int, batch: Batch) -> list[Credit]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]

@@ -9,7 +9,7 @@ but the timings is the same, bit for bit, for the same seed, also across a kill 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -41,11 +41,13 @@ from ludus.training.sampling import EpisodeReporter, Sampler, SamplerState
 from ludus.training.session import Session
 from ludus.training.skipping import greso_metrics
 from ludus.training.staleness import EssGuard
-from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof, WeightSync
 from ludus.types import Group
 
 log = logging.getLogger("ludus.rl")
+
+Texts = Callable[[], Mapping[str, str]]
+"""Makes the text files that a way of training keeps in a checkpoint, by name; on the learner's thread."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -166,9 +168,9 @@ class RlLoop:
         step: int,
         metrics: Mapping[str, float],
         work: Work = here,
-        stream: StreamState | None = None,
+        texts: Texts = dict,
     ) -> None:
-        """Write a checkpoint where it is time to, with the `stream` of episodes on their way.
+        """Write a checkpoint where it is time to, with the `texts` of a way of its own.
 
         Raises LearnerError where the KL or the effective sample share pauses the run.
         """
@@ -176,7 +178,7 @@ class RlLoop:
         verdict = self._judged(step, metrics)
         if verdict is not None or step % training.checkpoint_every == 0 or step == training.steps:
             state = self.trainer_state(step)
-            await work(lambda: self.save(state, stream))
+            await work(lambda: self.save(state, texts()))
         if verdict is not None:
             raise LearnerError(
                 f"{verdict.reason} The run is paused after step {step}.",
@@ -244,12 +246,11 @@ class RlLoop:
             kl=learning.kl.state,
         )
 
-    def save(self, state: TrainerState, stream: StreamState | None = None) -> None:
+    def save(self, state: TrainerState, texts: Mapping[str, str]) -> None:
         """Write a checkpoint and remove the oldest."""
         session, judge, optimiser = self.session, self.learning.judge, self.learning.learner.optimiser
         shelf = self.folder.checkpoints
         parts = {} if judge is None else {part_name(judge): judge.state()}
-        texts = {} if stream is None else {STREAM_FILE: stream.to_text()}
         extra = Extra(parts, texts)
         save_checkpoint(shelf, session.model, session.tokenizer, optimiser, state, extra)
         prune(shelf, session.config.training.keep_checkpoints)

@@ -52,6 +52,7 @@ from ludus.training.old_logprobs import check_old_logprobs
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.others import TokenScorer
 from ludus.training.ranks import ONE_PROCESS, Ranks, same_weights
+from ludus.training.replay import check_replay
 from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
 from ludus.training.routing import Routing
@@ -117,6 +118,7 @@ def check(config: Config, world: World) -> None:
     check_teacher(config, algorithm)
     check_experts(config, algorithm, world)
     check_old_logprobs(config, algorithm)
+    check_replay(config, algorithm)
     check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
     check_cache(config)

@@ -38,7 +38,7 @@ class StreamState:
             ended = [i for i in sorted(group.done) if _stays(group, i)]
             head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
             lines.append(json.dumps(head | {"counts": group.counts}))
-            lines += [rollout_line(_record(group.done[place])) for place in ended]
+            lines += [episode_line(group.done[place]) for place in ended]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -54,7 +54,10 @@ class StreamState:
             next_number, groups = int(next(lines)["next_number"]), []
             for head in lines:
                 own = jobs(head["group"], tasks[head["task"]])
-                done = {place: _episode(own[place], parse_rollout(next(lines))) for place in head["ended"]}
+                done = {
+                    place: read_episode(next(lines), own[place].task, own[place].greedy)
+                    for place in head["ended"]
+                }
                 counts = head.get("counts", True)
                 groups.append(StreamedGroup(head["group"], own, head["version"], done, counts))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
@@ -70,12 +73,15 @@ def _stays(group: StreamedGroup, place: int) -> bool:
     return not group.counts or group.done[place].trajectory.failure is None
 
 
-def _record(episode: Episode) -> RolloutRecord:
-    key = episode.key
-    return RolloutRecord(
-        key.step, key.task_id, Outcome.DROPPED, "on its way", episode.trajectory, attempt=key.attempt
+def episode_line(episode: Episode) -> str:
+    """An episode as a line of JSON; whether it is greedy is for the reader to know."""
+    key, one = episode.key, episode.trajectory
+    return rollout_line(
+        RolloutRecord(key.step, key.task_id, Outcome.DROPPED, "on its way", one, attempt=key.attempt)
     )
 
 
-def _episode(job: Job, record: RolloutRecord) -> Episode:
-    return Episode(record.key, job.task, record.trajectory, job.greedy)
+def read_episode(data: object, task: Task, greedy: bool) -> Episode:
+    """What `episode_line` wrote, as JSON. Raises ValueError, TypeError or KeyError for anything else."""
+    record = parse_rollout(data)
+    return Episode(record.key, task, record.trajectory, greedy)
