@@ -16,11 +16,13 @@ from ludus.algorithms.resolve import algorithm_of
 from ludus.cli.console import waiting_line
 from ludus.config.load import load_config
 from ludus.config.staleness import StalenessConfig
+from ludus.diagnostics.metrics import AlarmLimits
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError
 from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.training import start
 from ludus.training.batch import row_of_trajectory
 from ludus.training.checkpoint import checkpoint_path, list_checkpoints
 from ludus.training.credit import Credit
@@ -201,6 +203,18 @@ def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, t
     assert ludus("train", "--resume", folder, "--training.steps", STEPS + 1).code == 0
     last = list(read_metrics(folder / "metrics.jsonl"))[-1]
     assert (last.step, last.metrics["replay/groups"]) == (STEPS + 1, 3)  # of those that the checkpoint kept
+
+
+def test_a_run_keeps_the_metrics_of_as_many_steps_as_an_alarm_looks_at(tiny_run, tmp_path, monkeypatch):
+    plain, loops = start.build_loop, []
+
+    def build(*parts):
+        loops.append(plain(*parts))
+        return loops[-1]
+
+    monkeypatch.setattr(start, "build_loop", build)
+    run(tiny_run, tmp_path / "long", "async", training__steps=AlarmLimits().zero_reward_steps + 2)
+    assert len(loops[0][0].history) == AlarmLimits().zero_reward_steps
 
 
 def test_no_thread_is_left_behind(streamed, threads_before):

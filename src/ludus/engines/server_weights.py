@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,13 +31,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("ludus.server")
 
 
+KNOWN_LABELS = 1000
+"""Labels of versions that stay known, the newest: no request runs under as many."""
+
+
 @dataclass
 class _Sent:
-    """The whole weights that were sent last, and where they lie."""
+    """The whole weights that were sent last, where they lie, and the labels of those that were sent."""
 
     version: int = 0
     folder: Path | None = None
-    labels: set[str] = field(default_factory=set)
+    labels: tuple[str, ...] = ()
+
+    def and_then(self, version: int) -> tuple[str, ...]:
+        """The labels once `version` is sent as well."""
+        earlier = (label for label in self.labels if label != str(version))
+        return (*earlier, str(version))[-KNOWN_LABELS:]
 
 
 class SentWeights:
@@ -75,7 +84,7 @@ class SentWeights:
         folder = self._shelf.folder(f"{self._name}-{version}", num_bytes(state))
         await asyncio.to_thread(save_weights, folder, state)
         before = self._sent.folder
-        self._sent = _Sent(version, folder, self._sent.labels | {str(version)})
+        self._sent = _Sent(version, folder, self._sent.and_then(version))
         self.version = version
         await asyncio.gather(*(self._update_locked(replica, state) for replica in self._replicas))
         if before is not None and before != folder:
@@ -85,7 +94,7 @@ class SentWeights:
         """Send the weights over a line; no file is left to send them from again."""
         assert self.line is not None
         await self.line.send(version, state)
-        self._sent = _Sent(version, None, self._sent.labels | {str(version)})
+        self._sent = _Sent(version, None, self._sent.and_then(version))
         self.version = version
         for replica in tuple(self._replicas):
             await self._prove(replica, state)
@@ -105,13 +114,13 @@ class SentWeights:
     def follow(self, version: int | None, adapter: ServedAdapter | None) -> None:
         """Know that another client sends `version` (None: nothing yet), as `adapter` where it sends these.
 
-        All that was said here before stays known: a request may still run under it.
+        What was said here before stays known, for `KNOWN_LABELS` versions: a request may still run under it.
         """
         self._follows = True
         self.adapters.follow(adapter)
         if version is None:
             return
-        labels = self._sent.labels if adapter is not None else self._sent.labels | {str(version)}
+        labels = self._sent.labels if adapter is not None else self._sent.and_then(version)
         self._sent = _Sent(version, None, labels)
         self.version = version
 
@@ -155,7 +164,7 @@ class SentWeights:
 
     def knows(self, sampled: Sampled, adapter: ServedAdapter | None) -> bool:
         """Whether all tokens are of versions that were sent; true where the server does not tell."""
-        labels = self._sent.labels if adapter is None else {str(adapter.version)}
+        labels = self._sent.labels if adapter is None else (str(adapter.version),)
         return not labels or all(span.version in labels for span in sampled.spans or ())
 
     async def close(self) -> None:

@@ -135,8 +135,12 @@ class _Page:
     clock_limited: bool = False
 
 
+KEPT_STEPS = 16
+"""Closed steps whose counts a ledger keeps, the newest."""
+
+
 class Ledger:
-    """Keeps the account of a run. Steps are closed in order; their counts stay readable afterwards."""
+    """Keeps the account of a run. Steps are closed in order; the newest of them stay readable afterwards."""
 
     def __init__(self, *, spanning: bool = False) -> None:
         self._spanning = spanning
@@ -206,6 +210,8 @@ class Ledger:
         counts = self.summary(step)
         self._pages.pop(step, None)
         self._closed[step] = counts
+        if len(self._closed) > KEPT_STEPS:
+            del self._closed[min(self._closed)]
         self._state = LedgerState(self._state.total.plus(counts), step)
         for key in running:
             self._page(key.step).endings[key] = None
@@ -232,7 +238,8 @@ class Ledger:
     def summary(self, step: int) -> LedgerCounts:
         """The counts of a step, open or closed; all 0 where nothing of it started.
 
-        Raises AccountingError for a step closed before `restore`: only its share of the totals is known.
+        Raises AccountingError for a step closed before `restore`, or more than `KEPT_STEPS` steps ago: only
+        its share of the totals is known.
         """
         if step in self._closed:
             return self._closed[step]

@@ -15,7 +15,7 @@ from typing import Protocol
 
 from ludus.algorithms.resolve import resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.metrics import alarms, rollout_metrics
+from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, GivesUpCache, counted
@@ -82,6 +82,7 @@ class RlLoop:
     trackers: Sequence[Tracker]
     reporter: Reporter
     history: list[Mapping[str, float]] = field(default_factory=list)
+    """The metrics of the last steps, as many as an alarm looks at."""
     sampled: SamplerState = field(init=False)
     """Of the sampler, as it was when the step at hand had been sampled."""
     guard: EssGuard = field(init=False)
@@ -136,8 +137,9 @@ class RlLoop:
             metrics |= await self.evaluate_during(step)
         timings = clock.metrics([credit.episode.trajectory for credit in credits])
         await work(lambda: self.write(step, credits, metrics, timings))
-        self.history.append(metrics)
-        for text in alarms(self.history):
+        limits = AlarmLimits()
+        self.history = [*self.history, metrics][-limits.zero_reward_steps :]
+        for text in alarms(self.history, limits):
             self.alarm(step, text)
         self.reporter.step(step, metrics, timings)
         return metrics

@@ -202,6 +202,8 @@ def train(
         with _closing(loop):
             if ranks.count == 1:
                 dry_run_of(config, loop.learning.learner)
+            elif config.training.learner.dry_run == "auto":
+                log.info("there is no dry run with several processes")
             return asyncio.run(_run(loop, done, stream_before(loop, done)))
 
 
