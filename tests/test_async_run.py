@@ -122,6 +122,63 @@ def test_one_step_repeats_bit_for_bit_and_is_one_version_behind(tiny_run, tmp_pa
         assert versions == {max(0, step - 2)}
 
 
+def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
+    tiny_run, tmp_path, monkeypatch
+):
+    plain, again = start.make_engine, []
+
+    def counting(session):
+        engine = plain(session)
+        told = engine.stats
+
+        def stats(reset=False):
+            again.append(told(reset=False).recomputed_tokens)
+            return told(reset=reset)
+
+        engine.stats = stats
+        return engine
+
+    monkeypatch.setattr(start, "make_engine", counting)
+    changes = {"staleness__cache": "prefill", "staleness__max_staleness": BOUND, "training__steps": 4}
+    folder = run(tiny_run, tmp_path / "prefill", "async", **changes)
+    every = records(folder, 4)
+    assert len({record.key for _, record in every}) == len(every) == 4 * 9
+    for step, record in every:
+        versions = [v for s in record.trajectory.segments for v in s.versions]
+        assert versions == sorted(versions)
+        assert all(0 <= step - 1 - version <= BOUND for version in versions)
+    for row in read_metrics(folder / "metrics.jsonl"):
+        assert row.metrics["sync/probe_gap"] < 1e-3
+    assert max(again) > 0
+
+
+def test_a_cache_that_a_server_does_not_keep_is_announced():
+    asked = ["--training.mode", "async", *SERVED]
+    assert any("staleness.cache has no effect" in text for text in start.doubts(load_config("search", asked)))
+    again = [*asked, "--staleness.cache", "prefill"]
+    assert not any("staleness.cache" in text for text in start.doubts(load_config("search", again)))
+
+
+def test_weights_that_take_longer_than_the_run_allows_stop_it(tiny_run, tmp_path, monkeypatch):
+    plain = start.make_engine
+
+    def slow(session):
+        engine = plain(session)
+        load = engine.load_weights
+
+        async def load_weights(version, state):
+            await asyncio.sleep(60 if version == 1 else 0)
+            await load(version, state)
+
+        engine.load_weights = load_weights
+        return engine
+
+    monkeypatch.setattr(start, "make_engine", slow)
+    said = refused(*words(tiny_run, tmp_path, "async", training__sync_timeout_s=5), code=6)
+    assert "Sending weights 1 took longer than 5 s" in said
+    assert "training.sync_timeout_s" in said
+
+
 def test_not_interruptible_every_episode_is_of_one_version(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "whole", "async", staleness__interruptible="false", training__steps=4)
     for _, record in records(folder, 4):

@@ -368,6 +368,8 @@ class TrainingConfig(OptimiserSection):
     """The newest ones that are kept."""
     sync_tolerance: float = Field(1e-3, gt=0)
     """Largest difference of probe log-probabilities between learner and engine after an update."""
+    sync_timeout_s: float = Field(300.0, gt=0)
+    """Seconds that new weights may take to the engine, with its answer to the probe; then the run stops."""
     learner: LearnerConfig = LearnerConfig()
 
 

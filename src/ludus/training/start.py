@@ -235,6 +235,11 @@ def doubts(config: Config) -> list[str]:
             "An asynchronous run does not repeat bit for bit (training.mode = async): rollout.reproducible "
             "has no effect on its order."
         )
+    if config.training.mode == "async" and config.engine.url and config.staleness.cache == "keep":
+        found.append(
+            "Servers decide themselves what of an episode they compute again under new weights: "
+            "staleness.cache has no effect with an engine.url."
+        )
     params = sampling_params(config.rollout, config.rollout.temperature)
     if params.cuts or config.rollout.guided_tools:
         found.append(
@@ -290,7 +295,7 @@ def build_loop(
         folder=folder,
         sampler=sampler,
         learning=Learning(session, parts.learner, control, ledger, parts.judge, over_age_bound(config)),
-        sync=WeightSync(model, engine, probe, config.training.sync_tolerance, ranks=ranks),
+        sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
         history=[row.metrics for row in read_metrics(folder.metrics)] if done else [],
