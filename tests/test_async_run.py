@@ -258,8 +258,8 @@ def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, t
         assert m["staleness/max"] <= 4
     assert len({record.key for _, record in records(folder)}) == STEPS * 9
     assert ludus("train", "--resume", folder, "--training.steps", STEPS + 1).code == 0
-    last = list(read_metrics(folder / "metrics.jsonl"))[-1]
-    assert (last.step, last.metrics["replay/groups"]) == (STEPS + 1, 3)  # of those that the checkpoint kept
+    last = list(read_metrics(folder / "metrics.jsonl"))[-1].metrics
+    assert last["replay/groups"] == min(3, rows[-1]["replay/kept"] - last["replay/expired"]) > 0
 
 
 def test_a_run_keeps_the_metrics_of_as_many_steps_as_an_alarm_looks_at(tiny_run, tmp_path, monkeypatch):
