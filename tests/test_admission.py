@@ -7,17 +7,22 @@ from __future__ import annotations
 
 import asyncio
 import random
+from collections import Counter
 from dataclasses import dataclass, field
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludus.config.staleness import StalenessConfig
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import Load, next_in_flight
-from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.stream import Stream, StreamedGroup
+from ludus.training.credit import Credit, training_rows
+from ludus.training.staleness import ages, mask_over_age, staleness_metrics, without_over_age
+from ludus.training.stream_state import StreamState
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 
 TASK = Task("t", (), None)
@@ -50,6 +55,8 @@ class World:
     worthless: float = 0.0
     version: int = 0
     lengths: dict[RolloutKey, float] = field(default_factory=dict)
+    plays: Counter[RolloutKey] = field(default_factory=Counter)
+    failed: set[RolloutKey] = field(default_factory=set)
     cancelled: list[RolloutKey] = field(default_factory=list)
     size: int = 2
     greedy: bool = False
@@ -78,7 +85,10 @@ class World:
             self.cancelled.append(job.key)
             raise
         self.lengths[job.key] = seconds
+        self.plays[job.key] += 1
         failure = Failure("engine", "broken", 1) if draw.random() < self.failing else None
+        if failure is not None:
+            self.failed.add(job.key)
         action = Segment("action", (1, 2), logprobs=(0.0, 0.0), versions=(begun, self.version))
         one = Trajectory("t", job.key.sample, (action,), (), StopReason.ANSWERED, failure=failure)
         return Episode(job.key, TASK, one, job.greedy)
@@ -86,34 +96,80 @@ class World:
 
 @dataclass
 class Played:
-    """What a simulated run did: the oldest age at each step, the keys that trained, the others, its end."""
+    """What a simulated run did: the batches, the keys of the others, its end, the groups of each step."""
 
-    ages: list[int]
-    trained: list[list[RolloutKey]]
+    batches: list[list[Episode]]
     others: list[RolloutKey]
     seconds: float
     numbers: list[list[int]]
-    held: int = 0
+
+    @property
+    def ages(self) -> list[int]:
+        """The oldest age at each step."""
+        return [
+            max(age for e in episodes for age in ages(e.trajectory, step))
+            for step, episodes in enumerate(self.batches, start=1)
+        ]
+
+    @property
+    def trained(self) -> list[list[RolloutKey]]:
+        return [[episode.key for episode in episodes] for episodes in self.batches]
 
 
-def simulate(world, pace, in_flight=8, learning=1.0, needed=0) -> Played:
+@dataclass(frozen=True)
+class Way:
+    """How a stream runs: the most in flight, the learner's time, and what happens to it.
+
+    `needed` members of a group are enough, 0 is all. `drains`: new weights wait for what is in flight. After
+    the step `cut` the run is killed and resumed from its checkpoint, 0 is never. `varies`: the number in
+    flight changes with each step.
+    """
+
+    in_flight: int = 8
+    learning: float = 1.0
+    needed: int = 0
+    drains: bool = False
+    cut: int = 0
+    varies: bool = False
+
+
+async def resumed(stream, world, pace, way) -> Stream:
+    """A stream that goes on from the checkpoint of this one, which ends."""
+    text = StreamState(stream.next_number, tuple(stream.on_their_way())).to_text()
+    await stream.close()
+    state = StreamState.from_text(text, {"t": TASK}, lambda number, _: world.jobs(number))
+    admission = Admission(pace, world.version)
+    again = Stream(
+        admission, world, world.play, way.in_flight, way.needed, state.next_number, kept=state.groups
+    )
+    again.start()
+    return again
+
+
+def simulate(world, pace, way=Way()) -> Played:
     async def run():
-        stream = Stream(Admission(pace), world, world.play, in_flight, needed=needed)
-        played = Played([], [], [], 0.0, [])
+        stream = Stream(Admission(pace), world, world.play, way.in_flight, needed=way.needed)
+        played = Played([], [], 0.0, [])
         stream.start()
         for step in range(1, pace.last_step + 1):
             batch = await stream.take()
-            episodes = [episode for group in batch.groups for episode in group.episodes]
-            oldest = min(v for e in episodes for s in e.trajectory.segments for v in s.versions)
-            played.ages.append(step - 1 - oldest)
-            played.trained.append([episode.key for episode in episodes])
+            played.batches.append([episode for group in batch.groups for episode in group.episodes])
             played.others += [e.key for group in batch.others for e in group.episodes]
             played.numbers.append([group.number for group in batch.groups])
-            await asyncio.sleep(world.draw("learner", step).random() * learning)
+            await asyncio.sleep(world.draw("learner", step).random() * way.learning)
+            if way.drains:
+                await stream.drain()
             world.version = step
             await asyncio.sleep(world.draw("sync", step).random() * 0.1)
+            if way.varies:
+                stream.in_flight = world.draw("in flight", step).randint(1, way.in_flight)
             stream.published(step)
-        assert stream.num_in_flight == stream.num_waiting == len(stream.on_their_way()) == 0
+            if step == way.cut:
+                stream = await resumed(stream, world, pace, way)
+        assert stream.num_in_flight == stream.num_waiting == 0
+        rest = stream.on_their_way()
+        assert not any(group.counts for group in rest)
+        played.others += [episode.key for group in rest for episode in group.episodes]
         played.seconds = asyncio.get_running_loop().time()
         return played
 
@@ -124,44 +180,81 @@ def simulate(world, pace, in_flight=8, learning=1.0, needed=0) -> Played:
         loop.close()
 
 
-PACES = st.builds(Pace, st.integers(1, 5), st.integers(0, 4), st.integers(1, 12))
+def without_the_old(episodes, step, bound):
+    """The ages of the tokens that a step trains where those over age are masked, and what is reported."""
+    made = [Credit(e, Outcome.TRAINED, "trained", advantages=(1.0, 1.0)) for e in episodes]
+    credits = mask_over_age(made, step, bound)
+    rows = without_over_age(training_rows(credits, mask_observations=True), credits, step, bound)
+    trained = [credit.episode.trajectory for credit in credits if credit.outcome is Outcome.TRAINED]
+    kept = [
+        step - 1 - version
+        for row, one in zip(rows, trained, strict=True)
+        for trains, version in zip(row.trains, one.versions, strict=True)
+        if trains
+    ]
+    config = StalenessConfig(max_staleness=bound, over_age="mask")
+    return kept, staleness_metrics(credits, step, config, [], "right")
 
 
-@settings(max_examples=60, deadline=None)
-@given(
-    pace=PACES,
-    seed=st.integers(0, 10**6),
+PACES = st.builds(Pace, st.integers(1, 5), st.integers(0, 4), st.integers(1, 12), st.booleans())
+WAYS = st.builds(
+    Way,
     in_flight=st.integers(1, 40),
     learning=st.sampled_from([0.01, 1.0, 30.0]),
+    needed=st.sampled_from([0, 2]),
+    drains=st.booleans(),
+    cut=st.integers(0, 8),
+    varies=st.booleans(),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    pace=PACES,
+    way=WAYS,
+    seed=st.integers(0, 10**6),
     worthless=st.sampled_from([0.0, 0.3]),
     failing=st.sampled_from([0.0, 0.2]),
 )
-def test_no_trained_token_is_older_than_the_bound_and_all_that_is_sampled_is_trained(
-    pace, seed, in_flight, learning, worthless, failing
+def test_over_any_schedule_no_token_that_trains_is_too_old_and_no_episode_is_lost_or_trained_twice(
+    pace, way, seed, worthless, failing
 ):
-    world = World(seed, failing, worthless)
-    played = simulate(world, pace, in_flight, learning)
-    assert max(played.ages) <= pace.max_staleness
+    world = World(seed, failing, worthless, size=4 if way.needed else 2)
+    played = simulate(world, pace, way)
+    for step, episodes in enumerate(played.batches, start=1):
+        every = [age for e in episodes for age in ages(e.trajectory, step)]
+        if pace.hold:
+            assert max(every) <= pace.max_staleness
+        trained, reported = without_the_old(episodes, step, pace.max_staleness)
+        assert sorted(trained) == sorted(age for age in every if age <= pace.max_staleness)
+        assert reported["staleness/over_age_tokens"] == len(every) - len(trained)
+        assert reported["staleness/max"] <= pace.max_staleness
+        if way.drains:
+            assert all(len({v for s in e.trajectory.segments for v in s.versions}) == 1 for e in episodes)
     assert all(len(numbers) == pace.groups_per_step for numbers in played.numbers)
-    trained = [key for step in played.trained for key in step]
-    assert len(set(trained)) == len(trained)
-    assert sorted([*trained, *played.others]) == sorted(world.lengths)
-    if not worthless and not failing:  # then the lengths of what trains are exactly those of what was sampled
-        assert sorted(world.lengths[key] for key in trained) == sorted(world.lengths.values())
+    ended = [key for step in played.trained for key in step] + played.others
+    assert len(set(ended)) == len(ended)
+    replaced = world.failed if way.needed else set()  # by members to spare
+    assert set(world.lengths) - replaced <= set(ended) <= set(world.lengths)
+    assert {key for key, plays in world.plays.items() if plays > 1} <= world.failed
+    if not worthless and not failing and not way.needed:  # lengths that train are those that were sampled
+        assert sorted(ended) == sorted(world.lengths)
+        assert not played.others
 
 
 def test_without_waiting_the_bound_is_passed_and_nothing_is_starved():
     pace = Pace(2, 1, 30, hold=False)
     world = World(3)
-    played = simulate(world, pace, in_flight=8, learning=0.1)
+    played = simulate(world, pace, Way(learning=0.1))
     assert max(played.ages) > pace.max_staleness
     assert len(world.lengths) == sum(map(len, played.trained))
-    assert played.seconds < simulate(World(3), Pace(2, 1, 30), in_flight=8, learning=0.1).seconds
+    assert played.seconds < simulate(World(3), Pace(2, 1, 30), Way(learning=0.1)).seconds
 
 
 def test_a_bound_of_none_is_in_step_and_a_larger_one_is_faster():
     seconds = [
-        simulate(World(5), Pace(4, bound, 20), in_flight=100, learning=3.0).seconds for bound in (0, 1, 8)
+        simulate(World(5), Pace(4, bound, 20), Way(in_flight=100, learning=3.0)).seconds
+        for bound in (0, 1, 8)
     ]
     assert seconds[0] > 1.3 * seconds[1] > 1.3 * seconds[2]
 
@@ -264,7 +357,7 @@ def test_what_cannot_be_in_time_is_not_admitted():
 
 def test_the_first_members_that_end_are_enough_and_the_others_stop():
     world = World(1, size=5)
-    played = simulate(world, Pace(2, 2, 8), needed=3)
+    played = simulate(world, Pace(2, 2, 8), Way(needed=3))
     assert all(len(step) == 6 for step in played.trained)
     kept = {key for step in played.trained for key in step}
     for key in kept:  # no member that was cancelled was done earlier
@@ -276,13 +369,13 @@ def test_the_first_members_that_end_are_enough_and_the_others_stop():
 
 def test_failed_members_are_replaced_by_spare_ones_and_their_groups_are_whole():
     world = World(2, failing=0.25, size=5)
-    played = simulate(world, Pace(2, 2, 8), needed=3)
+    played = simulate(world, Pace(2, 2, 8), Way(needed=3))
     assert all(len(step) == 6 for step in played.trained)
 
 
 def test_a_greedy_member_is_always_waited_for():
     world = World(4, size=5, greedy=True)
-    played = simulate(world, Pace(2, 2, 8), needed=2)
+    played = simulate(world, Pace(2, 2, 8), Way(needed=2))
     for step in played.trained:
         assert len(step) >= 6  # who ends before the greedy one takes part
         assert sum(key.sample == 4 for key in step) == 2

@@ -16,16 +16,18 @@ from ludus.algorithms.resolve import algorithm_of
 from ludus.cli.console import waiting_line
 from ludus.config.load import load_config
 from ludus.config.staleness import StalenessConfig
+from ludus.diagnostics.metrics import AlarmLimits
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError
 from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.training import start
 from ludus.training.batch import row_of_trajectory
-from ludus.training.checkpoint import checkpoint_path
+from ludus.training.checkpoint import checkpoint_path, list_checkpoints
 from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
-from ludus.training.staleness import EssGuard, mask_over_age, staleness_metrics, without_over_age
+from ludus.training.staleness import ESS, EssGuard, mask_over_age, staleness_metrics, without_over_age
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
 from tiny_run import cold_start, ludus, make_recipe, refused
@@ -120,6 +122,63 @@ def test_one_step_repeats_bit_for_bit_and_is_one_version_behind(tiny_run, tmp_pa
         assert versions == {max(0, step - 2)}
 
 
+def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
+    tiny_run, tmp_path, monkeypatch
+):
+    plain, again = start.make_engine, []
+
+    def counting(session):
+        engine = plain(session)
+        told = engine.stats
+
+        def stats(reset=False):
+            again.append(told(reset=False).recomputed_tokens)
+            return told(reset=reset)
+
+        engine.stats = stats
+        return engine
+
+    monkeypatch.setattr(start, "make_engine", counting)
+    changes = {"staleness__cache": "prefill", "staleness__max_staleness": BOUND, "training__steps": 4}
+    folder = run(tiny_run, tmp_path / "prefill", "async", **changes)
+    every = records(folder, 4)
+    assert len({record.key for _, record in every}) == len(every) == 4 * 9
+    for step, record in every:
+        versions = [v for s in record.trajectory.segments for v in s.versions]
+        assert versions == sorted(versions)
+        assert all(0 <= step - 1 - version <= BOUND for version in versions)
+    for row in read_metrics(folder / "metrics.jsonl"):
+        assert row.metrics["sync/probe_gap"] < 1e-3
+    assert max(again) > 0
+
+
+def test_a_cache_that_a_server_does_not_keep_is_announced():
+    asked = ["--training.mode", "async", *SERVED]
+    assert any("staleness.cache has no effect" in text for text in start.doubts(load_config("search", asked)))
+    again = [*asked, "--staleness.cache", "prefill"]
+    assert not any("staleness.cache" in text for text in start.doubts(load_config("search", again)))
+
+
+def test_weights_that_take_longer_than_the_run_allows_stop_it(tiny_run, tmp_path, monkeypatch):
+    plain = start.make_engine
+
+    def slow(session):
+        engine = plain(session)
+        load = engine.load_weights
+
+        async def load_weights(version, state):
+            await asyncio.sleep(60 if version == 1 else 0)
+            await load(version, state)
+
+        engine.load_weights = load_weights
+        return engine
+
+    monkeypatch.setattr(start, "make_engine", slow)
+    said = refused(*words(tiny_run, tmp_path, "async", training__sync_timeout_s=5), code=6)
+    assert "Sending weights 1 took longer than 5 s" in said
+    assert "training.sync_timeout_s" in said
+
+
 def test_not_interruptible_every_episode_is_of_one_version(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "whole", "async", staleness__interruptible="false", training__steps=4)
     for _, record in records(folder, 4):
@@ -196,7 +255,23 @@ def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, t
     for m in rows:
         assert m["ledger/started"] == 9
         assert m.get("batch/trained_rows", 0) == m["ledger/trained"] + m["replay/trained"]
+        assert m["staleness/max"] <= 4
     assert len({record.key for _, record in records(folder)}) == STEPS * 9
+    assert ludus("train", "--resume", folder, "--training.steps", STEPS + 1).code == 0
+    last = list(read_metrics(folder / "metrics.jsonl"))[-1].metrics
+    assert last["replay/groups"] == min(3, rows[-1]["replay/kept"] - last["replay/expired"]) > 0
+
+
+def test_a_run_keeps_the_metrics_of_as_many_steps_as_an_alarm_looks_at(tiny_run, tmp_path, monkeypatch):
+    plain, loops = start.build_loop, []
+
+    def build(*parts):
+        loops.append(plain(*parts))
+        return loops[-1]
+
+    monkeypatch.setattr(start, "build_loop", build)
+    run(tiny_run, tmp_path / "long", "async", training__steps=AlarmLimits().zero_reward_steps + 2)
+    assert len(loops[0][0].history) == AlarmLimits().zero_reward_steps
 
 
 def test_no_thread_is_left_behind(streamed, threads_before):
@@ -278,7 +353,7 @@ def test_tokens_over_age_are_masked_and_counted():
     assert rows[1].trains == (False, False, True, True)
     config = StalenessConfig(max_staleness=1, over_age="mask")
     metrics = staleness_metrics(credits, 4, config, [], "exact_match")
-    assert (metrics["staleness/over_age_tokens"], metrics["staleness/max"]) == (1, 1)
+    assert (metrics["staleness/over_age_tokens"], metrics["staleness/max"]) == (3, 1)
     assert metrics["staleness/age_0"] == 0.75
 
 
@@ -292,6 +367,27 @@ def test_a_low_effective_sample_share_warns_and_then_stops():
     guard.warning({share: 0.1})
     guard.warning({share: 0.1})
     assert "2 steps in a row" in guard.verdict
+
+
+@pytest.mark.parametrize("mode", ["sync", "one_step", "async"])
+def test_a_run_of_too_few_effective_samples_warns_then_pauses_and_goes_on(mode, tiny_run, tmp_path):
+    """Rounding alone keeps the share of a step below 1, also on policy."""
+    bound = {"staleness.min_ess": 1, "staleness.ess_patience": 2, "training.checkpoint_every": 99}
+    flat = [str(word) for key, value in bound.items() for word in (f"--{key}", value)]
+    said = refused(*words(tiny_run, tmp_path, mode), *flat, code=5)
+    folder = tmp_path / "run"
+    rows = [row for row in read_metrics(folder / "metrics.jsonl") if ESS in row.metrics]
+    paused = rows[1].step
+    assert [row.metrics[ESS] < 1 for row in rows] == [True, True]
+    assert "below 1 for 2 steps in a row" in said
+    assert f"paused after step {paused}" in said
+    assert "staleness.min_ess" in said
+    assert f"ludus train --resume {folder}" in said
+    log = (folder / "log.txt").read_text()
+    assert log.count("below staleness.min_ess = 1") == 2
+    assert [step for step, _ in list_checkpoints(folder / "checkpoints")] == [paused]
+    assert ludus("train", "--resume", folder, "--staleness.min_ess", "0").code == 0
+    assert [row.step for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, STEPS + 1))
 
 
 SERVED = ["--engine.url", "http://127.0.0.1:1"]
@@ -329,6 +425,19 @@ def test_a_spanning_ledger_counts_what_ended_and_carries_what_runs():
     ledger.finish(late, Outcome.MASKED, "over_age")
     assert ledger.close(2, trained=0).by_reason == {"masked/over_age": 1}
     assert (ledger.total().started, ledger.num_running) == (2, 0)
+
+
+def test_a_checkpoint_of_a_spanning_ledger_has_what_ended_since_the_last_step():
+    ledger = Ledger(spanning=True)
+    failed, running = RolloutKey(1, "a", 0), RolloutKey(1, "b", 0)
+    ledger.close(1, trained=0)
+    ledger.start(failed)
+    ledger.start(running)
+    ledger.finish(failed, Outcome.FAILED, "engine")
+    total = Ledger.restore(ledger.state(), spanning=True).total()
+    assert (total.started, total.failed) == (1, 1)
+    assert ledger.total().started == 2
+    assert ledger.close(2, trained=0).failed == 1
 
 
 def test_the_progress_line_says_who_waited_and_which_tool_was_slow():

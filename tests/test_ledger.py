@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.errors import LudusError
-from ludus.rollout.ledger import AccountingError, Ledger, LedgerCounts, LedgerState, Outcome, RolloutKey
+from ludus.rollout.ledger import (
+    KEPT_STEPS,
+    AccountingError,
+    Ledger,
+    LedgerCounts,
+    LedgerState,
+    Outcome,
+    RolloutKey,
+)
 
 
 def key(step=0, task="t", sample=0, attempt=0):
@@ -210,3 +218,16 @@ def test_any_sequence_of_operations_adds_up(operations):
             with pytest.raises(AccountingError):
                 {"start": ledger.start, "finish": ledger.finish, "close": ledger.close}[name](*arguments)
         agree(ledger, model)
+
+
+def test_the_counts_of_the_newest_steps_alone_are_kept():
+    ledger = Ledger()
+    for step in range(3 * KEPT_STEPS):
+        ledger.start(key(step=step))
+        ledger.finish(key(step=step), Outcome.TRAINED, "kept")
+        ledger.close(step)
+    last = 3 * KEPT_STEPS - 1
+    assert ledger.summary(last - KEPT_STEPS + 1).trained == 1
+    with pytest.raises(AccountingError, match="is closed"):
+        ledger.summary(last - KEPT_STEPS)
+    assert ledger.total().trained == last + 1

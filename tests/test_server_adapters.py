@@ -17,10 +17,12 @@ from adapter_conformance import CHECKS, PROMPT, SCALING, adapted, factors, refer
 from ludus.cli.main import main
 from ludus.engines.adapter_files import read_adapter, write_adapter
 from ludus.engines.base import Request
+from ludus.engines.dialects import Sampled, Span, VllmDialect
 from ludus.engines.fingerprint import fingerprint_module
 from ludus.engines.loading import load_model
 from ludus.engines.local import LocalEngine
 from ludus.engines.server import ServerEngine
+from ludus.engines.server_weights import KNOWN_LABELS, SentWeights
 from ludus.engines.shelf import WeightShelf
 from ludus.engines.transport import ServerSettings
 from ludus.errors import EngineError
@@ -274,3 +276,15 @@ def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):
     mine = shelf.folder("x", 1).parent
     assert [mine] == list(tmp_path.iterdir()) != [left]
     shelf.close()
+
+
+def test_the_labels_of_the_newest_versions_alone_stay_known():
+    sent = SentWeights(VllmDialect(), [], ServerSettings(), "trainer", tells_versions=True)
+    for version in range(KNOWN_LABELS + 5):
+        sent.follow(version, None)
+
+    def known(version: int) -> bool:
+        return sent.knows(Sampled((1,), (0.0,), "stop", (Span(str(version), 0, 1),)), None)
+
+    newest = KNOWN_LABELS + 4
+    assert [known(version) for version in (4, 5, newest, newest + 1)] == [False, True, True, False]

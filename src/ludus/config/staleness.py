@@ -26,7 +26,10 @@ class ReplayConfig(Section):
 
 
 class StalenessConfig(Section):
-    """How far rollouts may be behind the weights, and what happens at the bound. Of training.mode = async."""
+    """How far rollouts may be behind the weights, and what happens at the bound.
+
+    For training.mode = async; `min_ess` and `ess_patience` are for every mode.
+    """
 
     max_staleness: int = Field(2, ge=0)
     """Versions that a trained token may be behind the weights it trains; 0 is on-policy."""
@@ -43,7 +46,8 @@ class StalenessConfig(Section):
     """Episodes in flight, at most rollout.concurrency; 0 finds by measurement the fewest that keep learner
     and engine busy."""
     min_ess: float = Field(0.3, ge=0, le=1)
-    """Effective sample share of a step below which there is a warning; 0 is no bound."""
+    """Effective sample share of a step below which there is a warning, in every training.mode; 0 is no
+    bound."""
     ess_patience: int = Field(5, ge=0)
     """Steps in a row below min_ess that stop the run; 0 never stops it."""
     replay: ReplayConfig = ReplayConfig()

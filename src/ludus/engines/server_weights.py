@@ -11,7 +11,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,13 +31,22 @@ if TYPE_CHECKING:
 log = logging.getLogger("ludus.server")
 
 
+KNOWN_LABELS = 1000
+"""Labels of versions that stay known, the newest: no request runs under as many."""
+
+
 @dataclass
 class _Sent:
-    """The whole weights that were sent last, and where they lie."""
+    """The whole weights that were sent last, where they lie, and the labels of those that were sent."""
 
     version: int = 0
     folder: Path | None = None
-    labels: set[str] = field(default_factory=set)
+    labels: tuple[str, ...] = ()
+
+    def and_then(self, version: int) -> tuple[str, ...]:
+        """The labels once `version` is sent as well."""
+        earlier = (label for label in self.labels if label != str(version))
+        return (*earlier, str(version))[-KNOWN_LABELS:]
 
 
 class SentWeights:
@@ -111,7 +120,7 @@ class SentWeights:
 
     def _announce(self, version: int, folder: Path | None) -> None:
         """These are the weights that replicas are to have."""
-        self._sent = _Sent(version, folder, self._sent.labels | {str(version)})
+        self._sent = _Sent(version, folder, self._sent.and_then(version))
         self.version = version
 
     async def _remove(self, folder: Path | None) -> None:
@@ -145,19 +154,19 @@ class SentWeights:
     def follow(self, version: int | None, adapter: ServedAdapter | None) -> None:
         """Know that another client sends `version` (None: nothing yet), as `adapter` where it sends these.
 
-        All that was said here before stays known: a request may still run under it.
+        What was said here before stays known, for `KNOWN_LABELS` versions: a request may still run under it.
         """
         self._follows = True
         self.adapters.follow(adapter)
         if version is None:
             return
-        labels = self._sent.labels if adapter is not None else self._sent.labels | {str(version)}
+        labels = self._sent.labels if adapter is not None else self._sent.and_then(version)
         self._sent = _Sent(version, None, labels)
         self.version = version
 
     def know(self, version: int) -> None:
         """Know of weights that another client has sent, though they are not the last."""
-        self._sent.labels.add(str(version))
+        self._sent = replace(self._sent, labels=self._sent.and_then(version))
 
     async def bring(self, replica: Replica) -> None:
         """Have a replica that is not in the list yet take what was sent last, and prove it."""
@@ -216,9 +225,9 @@ class SentWeights:
 
         Those of an episode that `stays` at a version are to be of that alone.
         """
-        labels = self._sent.labels if adapter is None else {str(adapter.version)}
+        labels = self._sent.labels if adapter is None else (str(adapter.version),)
         if stays is not None:
-            labels = {str(stays)}
+            labels = (str(stays),)
         return not labels or all(span.version in labels for span in sampled.spans or ())
 
     async def close(self) -> None:

@@ -91,10 +91,11 @@ class Admission:
     def admit_again(self, number: int, version: int) -> bool:
         """Whether a group that was admitted at `version`, before the run was resumed, goes on.
 
-        It does unless it cannot train in time any more, the pace being another one now.
+        It does unless it cannot train in time any more, the pace being another one now. Where nothing is
+        held back for it, it goes on however late it is.
         """
         self._tickets[number] = Ticket(number, version)
-        if self._feasible(self._tickets.values(), self.next_step):
+        if not self.pace.hold or self._feasible(self._tickets.values(), self.next_step):
             return True
         del self._tickets[number]
         return False

@@ -119,7 +119,8 @@ class LedgerCounts:
 class LedgerState:
     """What a checkpoint keeps: the totals of all closed steps, and the last of them (None before the first).
 
-    Rollouts of a step that is still open are not in it: a resumed run samples that step again.
+    Rollouts of a step that is still open are not in it: a resumed run samples that step again. A spanning
+    ledger has no such step: those that run are not in it.
     """
 
     total: LedgerCounts = LedgerCounts(step=None)
@@ -134,8 +135,12 @@ class _Page:
     clock_limited: bool = False
 
 
+KEPT_STEPS = 16
+"""Closed steps whose counts a ledger keeps, the newest."""
+
+
 class Ledger:
-    """Keeps the account of a run. Steps are closed in order; their counts stay readable afterwards."""
+    """Keeps the account of a run. Steps are closed in order; the newest of them stay readable afterwards."""
 
     def __init__(self, *, spanning: bool = False) -> None:
         self._spanning = spanning
@@ -205,6 +210,8 @@ class Ledger:
         counts = self.summary(step)
         self._pages.pop(step, None)
         self._closed[step] = counts
+        if len(self._closed) > KEPT_STEPS:
+            del self._closed[min(self._closed)]
         self._state = LedgerState(self._state.total.plus(counts), step)
         for key in running:
             self._page(key.step).endings[key] = None
@@ -231,36 +238,32 @@ class Ledger:
     def summary(self, step: int) -> LedgerCounts:
         """The counts of a step, open or closed; all 0 where nothing of it started.
 
-        Raises AccountingError for a step closed before `restore`: only its share of the totals is known.
+        Raises AccountingError for a step closed before `restore`, or more than `KEPT_STEPS` steps ago: only
+        its share of the totals is known.
         """
         if step in self._closed:
             return self._closed[step]
         self._refuse_closed(step)
-        page = self._pages.get(step, _Page())
-        ended = [ending for ending in page.endings.values() if ending is not None]
-        outcomes = Counter(outcome for outcome, _ in ended)
-        reasons = Counter(f"{outcome}/{reason}" for outcome, reason in ended)
-        return LedgerCounts(
-            step=step,
-            started=len(page.endings),
-            trained=outcomes[Outcome.TRAINED],
-            masked=outcomes[Outcome.MASKED],
-            dropped=outcomes[Outcome.DROPPED],
-            failed=outcomes[Outcome.FAILED],
-            by_reason=dict(sorted(reasons.items())),
-            clock_limited=page.clock_limited,
-        )
+        return _counts(step, self._pages.get(step, _Page()))
 
     def total(self) -> LedgerCounts:
         """The counts of the whole run so far, open steps included."""
         total = self._state.total
-        for step in self._pages:
-            total = total.plus(self.summary(step))
+        for page in self._pages.values():
+            total = total.plus(_counts(None, page))
         return total
 
     def state(self) -> LedgerState:
-        """What to put into a checkpoint, and to give to `restore` on resume."""
-        return self._state
+        """What to put into a checkpoint, and to give to `restore` on resume.
+
+        The totals of a spanning ledger count what has ended since the last step was closed, too.
+        """
+        total = self._state.total
+        for page in self._pages.values() if self._spanning else ():
+            ended = _Page(clock_limited=page.clock_limited)
+            ended.endings.update((key, ending) for key, ending in page.endings.items() if ending is not None)
+            total = total.plus(_counts(None, ended))
+        return LedgerState(total, self._state.last_closed)
 
     @classmethod
     def restore(cls, state: LedgerState, *, spanning: bool = False) -> Ledger:
@@ -278,3 +281,19 @@ class Ledger:
         last = self._state.last_closed
         if last is not None and step <= last:
             raise AccountingError(f"step {step} is closed (the last closed step is {last}).")
+
+
+def _counts(step: int | None, page: _Page) -> LedgerCounts:
+    ended = [ending for ending in page.endings.values() if ending is not None]
+    outcomes = Counter(outcome for outcome, _ in ended)
+    reasons = Counter(f"{outcome}/{reason}" for outcome, reason in ended)
+    return LedgerCounts(
+        step=step,
+        started=len(page.endings),
+        trained=outcomes[Outcome.TRAINED],
+        masked=outcomes[Outcome.MASKED],
+        dropped=outcomes[Outcome.DROPPED],
+        failed=outcomes[Outcome.FAILED],
+        by_reason=dict(sorted(reasons.items())),
+        clock_limited=page.clock_limited,
+    )

@@ -22,12 +22,16 @@ from ludus.rollout.scheduler import Episode, Job
 
 @dataclass
 class StreamedGroup:
-    """A group on its way: its jobs in order, and the episodes of those that have ended, by their place."""
+    """A group on its way: its jobs in order, and the episodes of those that have ended, by their place.
+
+    Once it has ended without counting, `counts` is False.
+    """
 
     number: int
     jobs: Sequence[Job]
     version: int
     done: dict[int, Episode] = field(default_factory=dict)
+    counts: bool = True
 
     @property
     def episodes(self) -> list[Episode]:
@@ -90,11 +94,14 @@ class Stream:
         Gives the episodes that had ended and go on with their groups.
         """
         for group in self.kept:
-            if self.admission.admit_again(group.number, group.version):
+            if not group.counts:
+                self._others.append(group)
+            elif self.admission.admit_again(group.number, group.version):
                 self._enter(group)
             else:
                 self._anew.append(group)
-        going_on = [episode for group in self._groups.values() for episode in group.episodes]
+        going = (*self._groups.values(), *self._others)
+        going_on = [episode for group in going for episode in group.episodes]
         for group in tuple(self._groups.values()):
             self._end_group(group)
         self._fill()
@@ -168,7 +175,8 @@ class Stream:
 
     def on_their_way(self) -> list[StreamedGroup]:
         """Copies of the groups that no batch has had yet, by number, with what has ended of them."""
-        going = [replace(group, done=dict(group.done)) for group in self._groups.values()]
+        every = (*self._groups.values(), *self._others)
+        going = [replace(group, done=dict(group.done)) for group in every]
         anew = [replace(group, done={}) for group in self._anew]
         return sorted(going + anew, key=lambda group: group.number)
 
@@ -222,6 +230,7 @@ class Stream:
             self.admission.ready(group.number)
         else:
             self.admission.discard(group.number)
+            group.counts = False
             self._others.append(self._groups.pop(group.number))
 
     def _stop_rest(self, group: StreamedGroup) -> None:

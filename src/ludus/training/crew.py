@@ -224,7 +224,7 @@ def meeting_place(folder: Path) -> str:
 def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
     """The processes of the run, led by this one: those that torchrun started, or `training.learner.ranks`.
 
-    Raises UserError for more of them than there are GPUs, and for routing that is replayed.
+    Raises UserError for more of them than there are GPUs, and for what is for one process alone.
     """
     learner, launched = config.training.learner, launched_rank() is not None
     if learner.ranks == 1 and not launched:
@@ -232,6 +232,8 @@ def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
         return
     if learner.replay_routing:
         raise UserError("Experts are replayed in one process.", "Leave training.learner.replay_routing out.")
+    if learner.dry_run == "always":
+        raise UserError("The dry run is of one process.", "Leave training.learner.dry_run out.")
     crew = Crew()
     try:
         if launched:

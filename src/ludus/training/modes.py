@@ -22,13 +22,14 @@ from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import InFlight, first_in_flight
 from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler
 from ludus.rollout.stream import Batch, Stream
+from ludus.training.checkpoint import checkpoint_path, load_text
 from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
-from ludus.training.replay import ReplayBuffer
-from ludus.training.rl import RlLoop, Verdict, proof_metrics, task_order
+from ludus.training.replay import REPLAY_FILE, ReplayBuffer
+from ludus.training.rl import RlLoop, Texts, proof_metrics, task_order
 from ludus.training.sampling import max_action_tokens
-from ludus.training.staleness import EssGuard, staleness_metrics
-from ludus.training.stream_state import StreamState
+from ludus.training.staleness import staleness_metrics
+from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof
 from ludus.training.task_stream import TaskStream
 
@@ -120,12 +121,10 @@ class AsyncRun:
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
     """Of the engines that took weights since the last step."""
-    guard: EssGuard = field(init=False)
     replay: ReplayBuffer = field(init=False)
 
     def __post_init__(self) -> None:
         config = self.loop.session.config
-        self.guard = EssGuard(config.staleness)
         self.replay = ReplayBuffer(config.staleness.replay, config.training.tasks_per_step)
 
     @classmethod
@@ -155,8 +154,11 @@ class AsyncRun:
             on_done=loop.reporter.episode,
         )
         several = None if staleness.interruptible else rolling_engines(loop.engine)
-        thread = LearnerThread(torch.get_num_threads())
-        return cls(loop, stream, source, player, thread, limit, several)
+        made = cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()), limit, several)
+        text = load_text(checkpoint_path(loop.folder.checkpoints, done), REPLAY_FILE) if done else None
+        if text is not None and staleness.replay.share:
+            made.replay.restore(text, {task.id: task for task in order.tasks})
+        return made
 
     async def run(self, done: int) -> None:
         """Train from step `done` to the last."""
@@ -167,8 +169,9 @@ class AsyncRun:
             if self.several is not None:
                 self.rolling = await self.several.roll(self.stream.admission.pace.max_staleness // 2)
                 following = asyncio.create_task(self._follow(self.rolling, done))
-            for episode in self.stream.start():  # the ledger of a resumed run has them as running
-                loop.sampler.ledger.start(episode.key)
+            for episode in self.stream.start():
+                if episode.trajectory.failure is None:  # those that failed are in the totals
+                    loop.sampler.ledger.start(episode.key)
             for step in range(done + 1, loop.session.config.training.steps + 1):
                 await self.step(step)
         finally:
@@ -205,13 +208,13 @@ class AsyncRun:
         if self.rolling is not None and step % loop.session.config.evaluation.every == 0:
             await self.rolling.catch_up()
         metrics = await loop.report(step, credits, learned, clock, self.thread)
-        verdict = self._guarded(step, metrics)
         loop.sampled = loop.sampler.state
-        await loop.end_step(step, metrics, self.thread, self.state(), verdict)
+        await loop.end_step(step, metrics, self.thread, self.texts())
 
-    def state(self) -> StreamState:
-        """What a checkpoint keeps of the stream."""
-        return StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
+    def texts(self) -> Texts:
+        """What a checkpoint keeps of the stream and of what may train again, as it is now."""
+        stream = StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
+        return lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}
 
     def _credit(self, step: int, batch: Batch) -> list[Credit]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
@@ -267,13 +270,6 @@ class AsyncRun:
             return
         limited = self.stream.is_limited and not self.stream.held
         self.stream.in_flight = self.limit.after_step(clock.metrics([]), ahead, limited)
-
-    def _guarded(self, step: int, metrics: dict[str, float]) -> Verdict:
-        warning = self.guard.warning(metrics)
-        if warning:
-            self.loop.alarm(step, warning)
-        way = "a lower staleness.max_staleness or training.learning_rate, or another staleness.min_ess"
-        return Verdict(self.guard.verdict, way) if self.guard.verdict else Verdict()
 
 
 def rolling_engines(engine: Engine) -> Rolls | None:

@@ -2,21 +2,43 @@
 
 Takes the credits of a step. Gives groups of earlier steps, the first in or the most varied first. What is too
 old, replayed often enough, or beyond the size goes, and is counted. A replayed episode stays out of the
-ledger, which has it already, and out of the metrics of sampling. A checkpoint does not keep the buffer.
+ledger, which has it already, and out of the metrics of sampling. A checkpoint keeps the buffer.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Final
 
 from ludus.algorithms.algorithm import Algorithm
+from ludus.algorithms.resolve import OFF_POLICY
+from ludus.config.schema import Config
 from ludus.config.staleness import ReplayConfig
+from ludus.errors import ConfigError, StorageError
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.credit import Credit, assign_credit
 from ludus.training.selection import as_one_batch
+from ludus.training.stream_state import episode_line, read_episode
+from ludus.types import Task
+
+REPLAY_FILE: Final = "replay.jsonl"
+"""The buffer's name in a checkpoint's folder of the trainer."""
+
+
+def check_replay(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError where tokens beyond the bound would train without a correction."""
+    bound, replays = config.staleness.max_staleness, config.staleness.replay
+    corrects = algorithm.correction != "none" or algorithm.loss in OFF_POLICY
+    if replays.share and replays.max_age > bound and not corrects:
+        raise ConfigError(
+            f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
+            f"({bound}), and algorithm.correction is 'none'.",
+            "Set a correction (tis), or a max_age within the bound.",
+        )
 
 
 @dataclass
@@ -39,7 +61,9 @@ class ReplayBuffer:
     config: ReplayConfig
     groups_per_step: int
     expired: int = field(default=0, init=False)
-    """Groups that went because of their age or the size, since the run began."""
+    """Groups that went because of their age or the size, since the run began or was resumed."""
+    used: int = field(default=0, init=False)
+    """Groups that went because they had been replayed `times` times, since then."""
     _kept: list[_Kept] = field(default_factory=list, init=False)
 
     @property
@@ -70,6 +94,7 @@ class ReplayBuffer:
         for kept in chosen:
             kept.replayed += 1
         self._kept = [kept for kept in young if kept.replayed < self.config.times]
+        self.used += len(young) - len(self._kept)
         groups = [kept.episodes for kept in chosen]
         credits = assign_credit(groups, algorithm, max_action_tokens, first_group)
         credits = as_one_batch(credits, algorithm, max_action_tokens)
@@ -85,7 +110,34 @@ class ReplayBuffer:
             "replay/trained": float(sum(credit.outcome is Outcome.TRAINED for credit in again)),
             "replay/kept": float(len(self._kept)),
             "replay/expired": float(self.expired),
+            "replay/used": float(self.used),
         }
+
+    def to_text(self) -> str:
+        """JSON lines: each group before its episodes, the first in first."""
+        lines = []
+        for kept in self._kept:
+            greedy = [episode.greedy for episode in kept.episodes]
+            task = kept.episodes[0].task.id
+            lines.append(json.dumps({"task": task, "replayed": kept.replayed, "greedy": greedy}))
+            lines += [episode_line(episode) for episode in kept.episodes]
+        return "".join(f"{line}\n" for line in lines)
+
+    def restore(self, text: str, tasks: Mapping[str, Task]) -> None:
+        """Take what `to_text` wrote. Raises StorageError where it is no such text, or a task is not known."""
+        found = []
+        try:
+            lines = iter([json.loads(line) for line in text.splitlines()])
+            for head in lines:
+                task = tasks[head["task"]]
+                episodes = [read_episode(next(lines), task, greedy) for greedy in head["greedy"]]
+                found.append(_Kept(episodes, _oldest(episodes), int(head["replayed"])))
+        except (ValueError, TypeError, KeyError, StopIteration) as error:
+            raise StorageError(
+                f"The checkpoint's groups to replay cannot be read: {error!r}.",
+                "Remove this checkpoint and resume from the one before.",
+            ) from error
+        self._kept = found
 
 
 def _oldest(episodes: Sequence[Episode]) -> int:

@@ -271,7 +271,7 @@ def run_rft(session: Session, folder: RunFolder, reporter: Reporter) -> list[Com
         load_weights(path, session.model)
         log.info("resumed from %s", path)
     engine = make_engine(session)
-    sync = WeightSync(session.model, engine, probe_tokens(session), config.training.sync_tolerance)
+    sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
     save_config(folder, config)
     forget_after(folder, done)
     trackers = make_trackers(config, folder, done)

@@ -9,13 +9,13 @@ but the timings is the same, bit for bit, for the same seed, also across a kill 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
 from ludus.algorithms.resolve import resolve
 from ludus.config.schema import Config
-from ludus.diagnostics.metrics import alarms, rollout_metrics
+from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics
 from ludus.diagnostics.timings import StepTimings, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, GivesUpCache, counted
@@ -40,19 +40,22 @@ from ludus.training.run import RunFolder, resume_command
 from ludus.training.sampling import EpisodeReporter, Sampler, SamplerState
 from ludus.training.session import Session
 from ludus.training.skipping import greso_metrics
-from ludus.training.stream_state import STREAM_FILE, StreamState
+from ludus.training.staleness import EssGuard
 from ludus.training.sync import SyncProof, WeightSync
 from ludus.types import Group
 
 log = logging.getLogger("ludus.rl")
 
+Texts = Callable[[], Mapping[str, str]]
+"""Makes the text files that a way of training keeps in a checkpoint, by name; on the learner's thread."""
+
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Why a run pauses, and what to change to go on; no reason where it does not."""
+    """Why a run pauses, and what to change to go on."""
 
-    reason: str = ""
-    way_on: str = ""
+    reason: str
+    way_on: str
 
 
 class Reporter(EpisodeReporter, Protocol):
@@ -79,12 +82,15 @@ class RlLoop:
     trackers: Sequence[Tracker]
     reporter: Reporter
     history: list[Mapping[str, float]] = field(default_factory=list)
+    """The metrics of the last steps, as many as an alarm looks at."""
     origins: Mapping[str, str] = field(default_factory=dict)
     sampled: SamplerState = field(init=False)
     """Of the sampler, as it was when the step at hand had been sampled."""
+    guard: EssGuard = field(init=False)
 
     def __post_init__(self) -> None:
         self.sampled = self.sampler.state
+        self.guard = EssGuard(self.session.config.staleness)
 
     @property
     def engine(self) -> Engine:
@@ -94,7 +100,7 @@ class RlLoop:
     async def run(self, done: int = 0) -> None:
         """Train from step `done` to the last, one thing after the other.
 
-        Raises LearnerError, behind a checkpoint, where the guard of the KL pauses the run.
+        Raises LearnerError, behind a checkpoint, where a guard pauses the run.
         """
         await self.sync.publish(done)
         order = task_order(self.session.config, self.session.world)
@@ -132,8 +138,9 @@ class RlLoop:
             metrics |= await self.evaluate_during(step)
         timings = clock.metrics([credit.episode.trajectory for credit in credits])
         await work(lambda: self.write(step, credits, metrics, timings))
-        self.history.append(metrics)
-        for text in alarms(self.history):
+        limits = AlarmLimits()
+        self.history = [*self.history, metrics][-limits.zero_reward_steps :]
+        for text in alarms(self.history, limits):
             self.alarm(step, text)
         self.reporter.step(step, metrics, timings)
         return metrics
@@ -164,26 +171,37 @@ class RlLoop:
         step: int,
         metrics: Mapping[str, float],
         work: Work = here,
-        stream: StreamState | None = None,
-        verdict: Verdict = Verdict(),
+        texts: Texts = dict,
     ) -> None:
-        """Write a checkpoint where it is time to, with the `stream` of episodes on their way.
+        """Write a checkpoint where it is time to, with the `texts` of a way of its own.
 
-        Raises LearnerError where the KL pauses the run, or `verdict` does.
+        Raises LearnerError where the KL or the effective sample share pauses the run.
         """
         training = self.session.config.training
-        reason = self.learning.control_kl(metrics)
-        if reason:
-            lower = "a larger algorithm.kl_coef, a lower training.learning_rate"
-            verdict = Verdict(reason, f"{lower} or another kl_control.guard_factor")
-        if verdict.reason or step % training.checkpoint_every == 0 or step == training.steps:
+        verdict = self._judged(step, metrics)
+        if verdict is not None or step % training.checkpoint_every == 0 or step == training.steps:
             state = self.trainer_state(step)
-            await work(lambda: self.save(state, stream))
-        if verdict.reason:
+            await work(lambda: self.save(state, texts()))
+        if verdict is not None:
             raise LearnerError(
                 f"{verdict.reason} The run is paused after step {step}.",
                 f"Go on with {verdict.way_on}: {resume_command(self.folder)}",
             )
+
+    def _judged(self, step: int, metrics: Mapping[str, float]) -> Verdict | None:
+        """What the guards say of a step; both see every one of them."""
+        warning = self.guard.warning(metrics)
+        if warning:
+            self.alarm(step, warning)
+        reason = self.learning.control_kl(metrics)
+        if reason:
+            lower = "a larger algorithm.kl_coef, a lower training.learning_rate"
+            return Verdict(reason, f"{lower} or another kl_control.guard_factor")
+        if self.guard.verdict:
+            streams = self.session.config.training.mode == "async"
+            bound = "a lower staleness.max_staleness or " if streams else "a lower "
+            return Verdict(self.guard.verdict, f"{bound}training.learning_rate, or another staleness.min_ess")
+        return None
 
     async def evaluate(self, plan: EvaluationPlan, name: str | None = None) -> Evaluation:
         """Evaluate the engine's present weights; keep result and rollouts under `name` (None: the plan's)."""
@@ -232,12 +250,11 @@ class RlLoop:
             origins=dict(self.origins),
         )
 
-    def save(self, state: TrainerState, stream: StreamState | None = None) -> None:
+    def save(self, state: TrainerState, texts: Mapping[str, str]) -> None:
         """Write a checkpoint and remove the oldest."""
         session, judge, optimiser = self.session, self.learning.judge, self.learning.learner.optimiser
         shelf = self.folder.checkpoints
         parts = {} if judge is None else {part_name(judge): judge.state()}
-        texts = {} if stream is None else {STREAM_FILE: stream.to_text()}
         extra = Extra(parts, texts)
         save_checkpoint(shelf, session.model, session.tokenizer, optimiser, state, extra)
         prune(shelf, session.config.training.keep_checkpoints)

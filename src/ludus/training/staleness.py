@@ -20,6 +20,8 @@ from ludus.types import Trajectory
 
 ESS = "policy/effective_sample_share"
 """The name under which the learner reports the effective sample share."""
+OVER_AGE = "over_age"
+"""Why an episode is masked of which every token is older than the bound."""
 
 
 def ages(trajectory: Trajectory, step: int) -> list[int]:
@@ -36,7 +38,7 @@ def on_policy(credits: Sequence[Credit], step: int) -> list[Credit]:
 def mask_over_age(credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
     """The credits, those of which every token is older than `bound` as masked."""
     return [
-        replace(credit, outcome=Outcome.MASKED, reason="over_age")
+        replace(credit, outcome=Outcome.MASKED, reason=OVER_AGE)
         if credit.outcome is Outcome.TRAINED and min(ages(credit.episode.trajectory, step), default=0) > bound
         else credit
         for credit in credits
@@ -63,22 +65,24 @@ def staleness_metrics(
 ) -> dict[str, float]:
     """The ages of the tokens that train, and what was sampled beside what is trained.
 
-    `staleness/age_K` is the share of tokens of age K; `sampled/...` is of the episodes that ended since the
+    `staleness/age_K` is the share of tokens of age K, replayed ones among them. `staleness/over_age_tokens`
+    are those older than the bound: masked, or replayed. `sampled/...` is of the episodes that ended since the
     step before, `trained/...` of those that train now, so that a starved slow task shows.
     """
-    own = (credit for credit in credits if not (credit.replayed or credit.expert))
+    own = [credit for credit in credits if not (credit.replayed or credit.expert)]
     trained = [credit.episode for credit in own if credit.outcome is Outcome.TRAINED]
-    bound = config.max_staleness
-    masked = config.over_age == "mask"
-    every = Counter(age for episode in trained for age in ages(episode.trajectory, step))
+    masked = [credit.episode for credit in own if credit.reason == OVER_AGE]
+    bound, masks = config.max_staleness, config.over_age == "mask"
+    again = [c.episode for c in credits if c.replayed and c.outcome is Outcome.TRAINED]
+    every = Counter(age for one in (*trained, *masked, *again) for age in ages(one.trajectory, step))
     late = sum(count for age, count in every.items() if age > bound)
-    counted = {age: n for age, n in every.items() if not masked or age <= bound}
-    total = sum(counted.values())
+    counted = {age: n for age, n in every.items() if not masks or age <= bound}
+    total, most = sum(counted.values()), max(bound, config.replay.max_age if config.replay.share else 0)
     metrics = {
         "staleness/mean": sum(age * n for age, n in counted.items()) / total if total else 0.0,
         "staleness/max": float(max(counted, default=0)),
     }
-    metrics |= {f"staleness/age_{age}": counted.get(age, 0) / max(total, 1) for age in range(bound + 1)}
+    metrics |= {f"staleness/age_{age}": counted.get(age, 0) / max(total, 1) for age in range(most + 1)}
     metrics["staleness/over_age_tokens"] = float(late)
     return metrics | _compared("sampled", ended, success) | _compared("trained", trained, success)
 

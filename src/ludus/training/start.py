@@ -53,6 +53,7 @@ from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.origins import check_origins, origins_of
 from ludus.training.others import TokenScorer
 from ludus.training.ranks import ONE_PROCESS, Ranks, same_weights
+from ludus.training.replay import check_replay
 from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
 from ludus.training.routing import Routing
@@ -119,6 +120,7 @@ def check(config: Config, world: World) -> None:
     check_critic(config, algorithm)
     check_experts(config, algorithm, world)
     check_old_logprobs(config, algorithm)
+    check_replay(config, algorithm)
     check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
     check_cache(config)
@@ -202,6 +204,8 @@ def train(
         with _closing(loop):
             if ranks.count == 1:
                 dry_run_of(config, loop.learning.learner)
+            elif config.training.learner.dry_run == "auto":
+                log.info("there is no dry run with several processes")
             return asyncio.run(_run(loop, done, stream_before(loop, done)))
 
 
@@ -232,6 +236,11 @@ def doubts(config: Config) -> list[str]:
         found.append(
             "An asynchronous run does not repeat bit for bit (training.mode = async): rollout.reproducible "
             "has no effect on its order."
+        )
+    if config.training.mode == "async" and config.engine.url and config.staleness.cache == "keep":
+        found.append(
+            "Servers decide themselves what of an episode they compute again under new weights: "
+            "staleness.cache has no effect with an engine.url."
         )
     params = sampling_params(config.rollout, config.rollout.temperature)
     if params.cuts or config.rollout.guided_tools:
@@ -290,7 +299,7 @@ def build_loop(
         sampler=sampler,
         learning=Learning(session, parts.learner, control, ledger, parts.judge, over_age_bound(config)),
         origins=parts.origins,
-        sync=WeightSync(model, engine, probe, config.training.sync_tolerance, ranks=ranks),
+        sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
         history=[row.metrics for row in read_metrics(folder.metrics)] if done else [],

@@ -1,7 +1,8 @@
 """The stream of episodes in a checkpoint: the groups on their way, with all episodes of them that have ended.
 
 So a resumed run loses the episodes that were being played, and none that had ended well. Their tasks are
-played again under their numbers, by newer weights than before.
+played again under their numbers, by newer weights than before. Groups that ended without counting are kept
+whole, for the account of the next step.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ class StreamState:
         lines = [json.dumps({"next_number": self.next_number})]
         for group in self.groups:
             task = group.jobs[0].task.id
-            ended = [i for i in sorted(group.done) if group.done[i].trajectory.failure is None]
+            ended = [i for i in sorted(group.done) if _stays(group, i)]
             head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
-            lines.append(json.dumps(head))
-            lines += [rollout_line(_record(group.done[place])) for place in ended]
+            lines.append(json.dumps(head | {"counts": group.counts}))
+            lines += [episode_line(group.done[place]) for place in ended]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -53,8 +54,12 @@ class StreamState:
             next_number, groups = int(next(lines)["next_number"]), []
             for head in lines:
                 own = jobs(head["group"], tasks[head["task"]])
-                done = {place: _episode(own[place], parse_rollout(next(lines))) for place in head["ended"]}
-                groups.append(StreamedGroup(head["group"], own, head["version"], done))
+                done = {
+                    place: read_episode(next(lines), own[place].task, own[place].greedy)
+                    for place in head["ended"]
+                }
+                counts = head.get("counts", True)
+                groups.append(StreamedGroup(head["group"], own, head["version"], done, counts))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
             raise StorageError(
                 f"The checkpoint's episodes cannot be read: {error!r}.",
@@ -63,12 +68,20 @@ class StreamState:
         return cls(next_number, tuple(groups))
 
 
-def _record(episode: Episode) -> RolloutRecord:
-    key = episode.key
-    return RolloutRecord(
-        key.step, key.task_id, Outcome.DROPPED, "on its way", episode.trajectory, attempt=key.attempt
+def _stays(group: StreamedGroup, place: int) -> bool:
+    """Whether an episode that has ended is kept; one that failed is played again, if its group goes on."""
+    return not group.counts or group.done[place].trajectory.failure is None
+
+
+def episode_line(episode: Episode) -> str:
+    """An episode as a line of JSON; whether it is greedy is for the reader to know."""
+    key, one = episode.key, episode.trajectory
+    return rollout_line(
+        RolloutRecord(key.step, key.task_id, Outcome.DROPPED, "on its way", one, attempt=key.attempt)
     )
 
 
-def _episode(job: Job, record: RolloutRecord) -> Episode:
-    return Episode(record.key, job.task, record.trajectory, job.greedy)
+def read_episode(data: object, task: Task, greedy: bool) -> Episode:
+    """What `episode_line` wrote, as JSON. Raises ValueError, TypeError or KeyError for anything else."""
+    record = parse_rollout(data)
+    return Episode(record.key, task, record.trajectory, greedy)

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from ludus.config.schema import Config
 from ludus.engines.base import Engine, RollingUpdate, WeightCheck
 from ludus.engines.fingerprint import fingerprint_gathered
 from ludus.errors import EngineError, SyncError
 from ludus.training.crew import Gather, Probe
-from ludus.training.ranks import Alone, Ranks
+from ludus.training.ranks import ONE_PROCESS, Alone, Ranks
 from ludus.training.scoring import Scorer
 from ludus.training.sharding import gathered, is_sharded
 
@@ -95,6 +96,19 @@ class WeightSync:
     deadline_s: float = 300.0
     ranks: Ranks = field(default_factory=Alone)
 
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        model: PreTrainedModel,
+        engine: Engine,
+        probe: tuple[int, ...],
+        ranks: Ranks = ONE_PROCESS,
+    ) -> WeightSync:
+        """With the tolerance and the deadline of the settings."""
+        training = config.training
+        return cls(model, engine, probe, training.sync_tolerance, training.sync_timeout_s, ranks)
+
     async def publish(self, version: int) -> SyncProof:
         """Send the weights as `version` and prove it."""
         return self.compare(await self.send(version))
@@ -109,7 +123,10 @@ class WeightSync:
                 theirs = await self.engine.fingerprint()
                 scores = await self.engine.score(self.probe)
         except TimeoutError as error:
-            raise SyncError(f"Sending weights {version} took longer than {self.deadline_s:g} s.") from error
+            raise SyncError(
+                f"Sending weights {version} took longer than {self.deadline_s:g} s.",
+                "Look at the engine and the network, or raise training.sync_timeout_s.",
+            ) from error
         except EngineError as error:
             raise SyncError(f"The engine refused weights {version}: {error}") from error
         return Received(version, weights, theirs, scores)

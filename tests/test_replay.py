@@ -1,0 +1,142 @@
+"""The buffer of groups that train again: what comes first, what goes, and what a checkpoint keeps of it."""
+
+from __future__ import annotations
+
+import pytest
+
+from ludus.algorithms.resolve import algorithm_of
+from ludus.config.load import load_config
+from ludus.config.staleness import ReplayConfig, StalenessConfig
+from ludus.errors import ConfigError, StorageError
+from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.scheduler import Episode
+from ludus.training.credit import Credit
+from ludus.training.replay import ReplayBuffer, check_replay
+from ludus.training.staleness import staleness_metrics
+from ludus.types import Segment, StopReason, Task, Trajectory
+
+ALGORITHM = algorithm_of(load_config("search", ["--training.mode", "async"]))
+OFF = ["--training.mode", "async", "--algorithm.correction", "none"]
+
+
+def group(number: int, version: int, rewards=(0.0, 1.0), outcome=Outcome.TRAINED) -> list[Credit]:
+    """The credits of a group whose tokens are of one version."""
+    task = Task(f"t{number}", (), None)
+    found = []
+    for i, reward in enumerate(rewards):
+        action = Segment("action", (5, 6), logprobs=(-1.0, -1.0), versions=(version, version))
+        one = Trajectory(task.id, i, (action,), (), StopReason.ANSWERED, reward=reward)
+        episode = Episode(RolloutKey(number, task.id, i), task, one)
+        found.append(Credit(episode, outcome, str(outcome), number, advantages=(1.0, 1.0)))
+    return found
+
+
+def buffer(**settings) -> ReplayBuffer:
+    """One that replays a group beside each fresh one."""
+    return ReplayBuffer(ReplayConfig(**({"share": 0.5, "max_age": 99} | settings)), groups_per_step=1)
+
+
+def draw(replay: ReplayBuffer, step: int) -> list[str]:
+    """The tasks that a step replays."""
+    return list(dict.fromkeys(c.episode.task.id for c in replay.draw(step, ALGORITHM, 9, 1)))
+
+
+def counts(replay: ReplayBuffer) -> tuple[float, float, float]:
+    found = replay.metrics([])
+    return found["replay/kept"], found["replay/expired"], found["replay/used"]
+
+
+def test_the_first_in_train_first_and_each_as_often_as_it_may():
+    replay = buffer(times=2)
+    replay.add(group(1, 0))
+    replay.add(group(2, 1))
+    assert [draw(replay, step) for step in (3, 4, 5, 6, 7)] == [["t1"], ["t1"], ["t2"], ["t2"], []]
+    assert counts(replay) == (0, 0, 2)
+
+
+def test_the_most_varied_train_first_where_priority_is_asked_for():
+    replay = buffer(order="priority")
+    for number, rewards in enumerate(((0.0, 0.2), (0.0, 1.0), (0.0, 0.5), (0.5, 1.0))):
+        replay.add(group(number, 0, rewards))
+    assert [draw(replay, step) for step in (1, 2, 3, 4)] == [["t1"], ["t2"], ["t3"], ["t0"]]
+
+
+def test_beyond_the_size_the_oldest_go_and_are_counted():
+    replay = buffer(size=2)
+    for number in range(5):
+        replay.add(group(number, number))
+    assert counts(replay) == (2, 3, 0)
+    assert [draw(replay, 6), draw(replay, 7)] == [["t3"], ["t4"]]
+
+
+def test_a_group_with_a_token_over_age_expires_and_is_counted():
+    replay = buffer(max_age=3, times=9)
+    replay.add(group(1, version=2))
+    assert draw(replay, 6) == ["t1"]  # of age 3
+    assert draw(replay, 7) == []
+    assert counts(replay) == (0, 1, 0)
+
+
+def test_what_did_not_train_and_what_was_replayed_is_not_kept():
+    replay = buffer()
+    replay.add(group(1, 0, outcome=Outcome.DROPPED))
+    assert counts(replay) == (0, 0, 0)
+    replay.add(group(2, 0))
+    again = replay.draw(3, ALGORITHM, 9, 4)
+    assert [(c.replayed, c.group, c.outcome) for c in again] == [(True, 4, Outcome.TRAINED)] * 2
+    assert [c.advantage for c in again] == pytest.approx([-1.0, 1.0], rel=0.5)
+    replay.add(again)
+    assert counts(replay) == (0, 0, 1)
+
+
+def test_the_share_says_how_many_are_replayed():
+    assert ReplayBuffer(ReplayConfig(share=0.25), groups_per_step=6).num_per_step == 2
+    assert ReplayBuffer(ReplayConfig(), groups_per_step=6).num_per_step == 0
+
+
+def test_a_checkpoint_keeps_the_buffer():
+    replay = buffer(times=2)
+    for number in (1, 2, 3):
+        replay.add(group(number, number))
+    assert draw(replay, 4) == ["t1"]
+    again = buffer(times=2)
+    tasks = {f"t{number}": Task(f"t{number}", (), None) for number in (1, 2, 3)}
+    again.restore(replay.to_text(), tasks)
+    assert again.to_text() == replay.to_text() != ""
+    for step in range(5, 11):
+        one, other = (found.draw(step, ALGORITHM, 9, 1) for found in (replay, again))
+        assert one == other
+    assert counts(again) == (0, 0, 3)
+    with pytest.raises(StorageError, match="cannot be read"):
+        again.restore('{"task": "unknown", "replayed": 0, "greedy": []}', tasks)
+
+
+def test_replayed_tokens_are_in_the_ages_and_not_in_what_was_sampled():
+    replay = buffer(max_age=4)
+    replay.add(group(1, version=0))
+    credits = group(2, version=3) + replay.draw(5, ALGORITHM, 9, 1)
+    config = StalenessConfig(max_staleness=2, replay=replay.config)
+    found = staleness_metrics(credits, 5, config, [], "right")
+    assert found["staleness/max"] == 4
+    assert [found[f"staleness/age_{age}"] for age in range(5)] == [0, 0.5, 0, 0, 0.5]
+    assert (found["staleness/over_age_tokens"], found["trained/episodes"]) == (4, 2)
+
+
+@pytest.mark.parametrize(
+    ("settings", "refuses"),
+    [
+        ([], True),
+        (["--staleness.max_staleness", "4"], False),
+        (["--staleness.replay.max_age", "2"], False),
+        (["--algorithm.correction", "icepop"], False),
+        (["--algorithm.loss", "dppo"], False),
+        (["--staleness.replay.share", "0"], False),
+    ],
+)
+def test_old_tokens_are_not_replayed_without_a_correction(settings, refuses):
+    config = load_config("search", [*OFF, "--staleness.replay.share", "0.5", *settings])
+    if refuses:
+        with pytest.raises(ConfigError, match=r"max_age \(4\) replays tokens beyond"):
+            check_replay(config, algorithm_of(config))
+    else:
+        check_replay(config, algorithm_of(config))
