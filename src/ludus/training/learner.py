@@ -240,7 +240,7 @@ class Learner:
         With several processes all are those of the batch that they share. Raises LearnerError where memory
         runs out over one row alone, and where a number of a row is not finite, by its name.
         """
-        self._switch_dropout_off()
+        self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
         mine = self._mine(rows)
         rows, known = [rows[i] for i in mine], (known or Known()).of(mine)
         own = Normaliser(
@@ -271,10 +271,6 @@ class Learner:
         if not everything:
             raise ValueError("a batch needs at least one row")
         return functools.reduce(operator.add, everything), normaliser.tokens
-
-    def _switch_dropout_off(self) -> None:
-        """The policy scores and trains without it: else the ratio of an unchanged policy would not be 1."""
-        self.scorer.model.eval()
 
     def _mine(self, rows: Sequence[Row]) -> Sequence[int]:
         """The places of the rows that this process works on."""
@@ -318,7 +314,7 @@ class Learner:
         }
 
     def _backward(self, part: Microbatch, normaliser: Normaliser, known: Known) -> Statistics:
-        others = self._beside.say(part, known.others, self._asked(part))
+        others = self._beside.say(part, known.others, _asked(part, self.algorithm))
         experts = None if known.experts is None else [known.experts[i] for i in part.index]
         with following(self.scorer.routing, experts):
             loss, statistics = self._loss(part, normaliser, known, others)
@@ -334,7 +330,7 @@ class Learner:
         self, part: Microbatch, normaliser: Normaliser, known: Known, others: Others
     ) -> tuple[Tensor, Statistics]:
         entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
-        asked, divergences = self._asked(part), dict[str, Tensor]()
+        asked, divergences = _asked(part, self.algorithm), dict[str, Tensor]()
         if others.against:
             scores, divergences = self.scorer.compare(part.tokens, asked, entropy, others.against)
         else:
@@ -364,10 +360,6 @@ class Learner:
             loss = 0.0 * scores.logprobs.sum()
         return loss, statistics
 
-    def _asked(self, part: Microbatch) -> Tensor:
-        """The tokens that the policy scores, `[B, L]`."""
-        return part.trains | part.observed if coefficient(self.algorithm, "echo") > 0 else part.trains
-
     @torch.no_grad()
     def _score_all(
         self, rows: Sequence[Row], scorer: TokenScorer, entropy: Entropy = "none"
@@ -376,7 +368,7 @@ class Learner:
         found: dict[int, Scores] = {}
         experts: dict[int, Tensor] = {}
         routing = self.scorer.routing
-        self._switch_dropout_off()
+        self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
         mine = self._mine(rows)
         own = [rows[i] for i in mine]
 
@@ -393,6 +385,11 @@ class Learner:
         found, experts = merged(found, self.ranks), merged(experts, self.ranks)
         every = range(len(rows))
         return [found[i] for i in every], [experts[i] for i in every] if experts else None
+
+
+def _asked(part: Microbatch, algorithm: Algorithm) -> Tensor:
+    """The tokens that the policy scores, `[B, L]`."""
+    return part.trains | part.observed if coefficient(algorithm, "echo") > 0 else part.trains
 
 
 def _said(batch: TokenBatch) -> dict[str, Tensor | None]:
