@@ -14,9 +14,10 @@ from ludus.evaluation.agents import PROGRAMS, Kind, edit_tests, run_program
 from ludus.evaluation.arguments import random_arguments
 from ludus.evaluation.check import CheckPlan, Play, check_world, refuse_cheats, some_tasks
 from ludus.evaluation.scorecard import Share, form_of, scorecard
-from ludus.rewards.answers import Answers, exact_match
+from ludus.rewards.answers import Answers, exact_match, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.published import calls_made
+from ludus.rewards.shaping import only_if
 from ludus.rollout.episode import EpisodeLimits
 from ludus.tools.base import tool
 from ludus.training.start import check_cheats
@@ -195,6 +196,25 @@ def test_without_a_tool_for_files_the_tests_are_overwritten_in_python_and_in_a_s
         left = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
         assert left >= {"tests/test.py", "conftest.py", "sitecustomize.py"}
         assert (folder / "sitecustomize.py").read_text() == PROGRAMS["exit-0"]
+
+
+def test_a_cheat_that_earns_a_small_share_of_a_graded_outcome_is_found():
+    for share, found in ((0.05, set()), (0.2, {"null"})):
+        reward = lambda task, t, share=share: share * (not t.answer)  # noqa: E731
+        assert paid(check_world(world(reward), PLAN)) == found
+
+
+def test_what_cheats_earn_by_their_form_is_reported_and_refused_nowhere():
+    made = tasks(("ant", "bee"))
+    outcome = Reward("right", exact, outcome=True)
+    free = Reward("form", well_formed, weight=0.2)
+    gated = Reward("form", only_if(well_formed, exact), weight=0.2)
+    report = check_world(ToolWorld("free", {"train": made}, (), [outcome, free]), PLAN)
+    assert report.problems == []
+    assert report.shaped == dict.fromkeys(
+        ("idle", "echo", "exit-0", "sys-exit-0", "prints-pass"), pytest.approx(0.2)
+    )
+    assert check_world(ToolWorld("gated", {"train": made}, (), [outcome, gated]), PLAN).shaped == {}
 
 
 def test_random_arguments_fit_what_the_tool_takes():
