@@ -626,6 +626,24 @@ def test_a_program_for_the_shown_tests_alone_earns_its_share(sandbox):
     assert not success(share.rewards, graded)
 
 
+@pytest.mark.parametrize(("style", "program"), [("stdin", "print('PASS')"), ("function", "x = 1")])
+def test_a_program_that_does_nothing_of_the_task_earns_nothing_for_its_form(sandbox, style, program):
+    world = small(sandbox, styles=(style,))
+    task = world.tasks("train")[0]
+    assert played(world, task, say(program)).reward == 0
+    assert played(world, task, say(task.truth.reference)).rewards["well_formed"] == 1
+
+
+@pytest.mark.parametrize("outcome", ["all", "share"])
+def test_silence_earns_nothing_where_a_test_wants_no_output(sandbox, outcome):
+    settings = CodeSettings(tasks=200, levels=(1, 2), styles=("stdin",), outcome=outcome)
+    world = CodeWorld(settings).with_sandbox(sandbox)
+    silent = (t for t in world.tasks("train") if any(not str(c.due).strip() for c in t.truth.cases))
+    result = played(world, next(silent), say("pass"))
+    assert '": true' in result.outcomes[-1].output  # a test passed
+    assert result.reward == 0
+
+
 def test_thrift_is_measured_only_where_it_is_wanted(sandbox):
     world = small(sandbox, thrift_weight=0.05)
     task = world.tasks("train")[0]

@@ -1,5 +1,7 @@
 """Environments check themselves: worlds that pay a cheat are found, by the command and before training."""
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,12 +10,14 @@ from ludus.config.schema import Config, EnvConfig
 from ludus.envs.registry import WORLDS
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError
-from ludus.evaluation.agents import Kind, edit_tests, exit_zero
+from ludus.evaluation.agents import PROGRAMS, Kind, edit_tests, run_program
 from ludus.evaluation.arguments import random_arguments
 from ludus.evaluation.check import CheckPlan, Play, check_world, refuse_cheats, some_tasks
 from ludus.evaluation.scorecard import Share, form_of, scorecard
-from ludus.rewards.answers import Answers, exact_match
+from ludus.rewards.answers import Answers, exact_match, well_formed
 from ludus.rewards.base import Reward
+from ludus.rewards.published import calls_made
+from ludus.rewards.shaping import only_if
 from ludus.rollout.episode import EpisodeLimits
 from ludus.tools.base import tool
 from ludus.training.start import check_cheats
@@ -129,6 +133,12 @@ def test_demonstrations_of_which_none_is_paid_are_found():
 
 
 @tool
+def look(item: str) -> str:
+    """Look at a thing."""
+    return item
+
+
+@tool
 def run(code: str) -> str:
     """Run a program; what exits without a word has passed."""
     return "passed" if "exit(0)" in code else "failed"
@@ -136,7 +146,19 @@ def run(code: str) -> str:
 
 def test_an_exit_that_counts_as_a_pass_is_found():
     assert "exit-0" in paid(check_world(world(says_passed, tools=[run]), PLAN))
-    assert [one.calls[0].name for one in exit_zero([run]) if one.calls] == ["run"]
+    assert [one.calls[0].name for one in run_program("exit-0", [run]) if one.calls] == ["run"]
+
+
+@pytest.mark.parametrize(
+    ("accepted", "name"),
+    [("os._exit(0)", "exit-0"), ("sys.exit(0)", "sys-exit-0"), ('"PASS"', "prints-pass")],
+)
+def test_each_way_to_claim_success_is_tried_in_a_call_and_as_the_answer(accepted, name):
+    def claims(task, trajectory):
+        said = [call.arguments["code"] for call in calls_made(trajectory)]
+        return float(accepted in trajectory.answer and any(accepted in code for code in said))
+
+    assert paid(check_world(world(claims, tools=[run]), PLAN)) == {name}
 
 
 def test_tests_that_can_be_overwritten_are_found():
@@ -146,7 +168,53 @@ def test_tests_that_can_be_overwritten_are_found():
         return "passed" if path.startswith("tests/test") and "assert True" in content else "failed"
 
     assert paid(check_world(world(says_passed, tools=[write_file]), PLAN)) == {"test-editing"}
-    assert edit_tests(tasks(["ant"])[0], [run]) is None
+    assert edit_tests(tasks(["ant"])[0], [look]) is None
+
+
+def test_without_a_tool_for_files_the_tests_are_overwritten_in_python_and_in_a_shell(tmp_path, monkeypatch):
+    @tool
+    def python(code: str) -> str:
+        """Run Python."""
+        return run_here(sys.executable, "-c", code)
+
+    @tool
+    def shell(command: str) -> str:
+        """Run commands."""
+        return run_here("sh", "-c", command)
+
+    def run_here(*words):
+        done = subprocess.run(words, capture_output=True, text=True, check=True)
+        test = Path("tests/test.py")
+        return "passed" if test.is_file() and "assert True" in test.read_text() else done.stdout
+
+    for one in (python, shell):
+        folder = tmp_path / one.name
+        folder.mkdir()
+        monkeypatch.chdir(folder)
+        report = check_world(world(says_passed, ("ant",), tools=[one]), PLAN)
+        assert "test-editing" in paid(report)
+        left = {str(path.relative_to(folder)) for path in folder.rglob("*.py")}
+        assert left >= {"tests/test.py", "conftest.py", "sitecustomize.py"}
+        assert (folder / "sitecustomize.py").read_text() == PROGRAMS["exit-0"]
+
+
+def test_a_cheat_that_earns_a_small_share_of_a_graded_outcome_is_found():
+    for share, found in ((0.05, set()), (0.2, {"null"})):
+        reward = lambda task, t, share=share: share * (not t.answer)  # noqa: E731
+        assert paid(check_world(world(reward), PLAN)) == found
+
+
+def test_what_cheats_earn_by_their_form_is_reported_and_refused_nowhere():
+    made = tasks(("ant", "bee"))
+    outcome = Reward("right", exact, outcome=True)
+    free = Reward("form", well_formed, weight=0.2)
+    gated = Reward("form", only_if(well_formed, exact), weight=0.2)
+    report = check_world(ToolWorld("free", {"train": made}, (), [outcome, free]), PLAN)
+    assert report.problems == []
+    assert report.shaped == dict.fromkeys(
+        ("idle", "echo", "exit-0", "sys-exit-0", "prints-pass"), pytest.approx(0.2)
+    )
+    assert check_world(ToolWorld("gated", {"train": made}, (), [outcome, gated]), PLAN).shaped == {}
 
 
 def test_random_arguments_fit_what_the_tool_takes():
@@ -209,7 +277,7 @@ def test_the_scorecard_of_a_sound_world():
     assert card.truths == {"str": 8}
     assert card.distinct == Share(8, 8)  # the spelled words are no names
     assert (card.unstable.part, card.replayed.part) == (0, 0)
-    assert (card.unstable.whole, card.replayed.whole) == (64, 64)  # all agents but two have something to do
+    assert (card.unstable.whole, card.replayed.whole) == (80, 80)  # all agents but two have something to do
     assert card.values == (0.0, 1.0)
     assert not card.is_graded
     assert card.saturated == Share(1, 8)  # by the majority answer
@@ -271,6 +339,7 @@ def test_tasks_that_differ_in_words_are_two():
 BROKEN = """
 from ludus.envs.tool_world import ToolWorld
 from ludus.rewards.base import Reward
+from ludus.rewards.published import calls_made
 from ludus.types import Message, Task
 
 def make_world(settings, limits):

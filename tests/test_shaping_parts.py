@@ -20,6 +20,7 @@ from ludus.rewards.published import (
 )
 from ludus.rewards.shaping import (
     citation_support,
+    either,
     extra_calls,
     invalid_calls,
     is_supported,
@@ -162,6 +163,10 @@ def test_form_counts_once_nothing_else_failed():
     assert only_if(part(0.5), part(1.0), part(1.0))(TASK, episode()) == 0.5
     assert only_if(part(0.5), part(1.0), part(0.99))(TASK, episode()) == 0.0
     assert only_if(part(0.5))(TASK, episode()) == 0.5
+    assert only_if(part(0.5), either(part(0.3), part(1.0)))(TASK, episode()) == 0.5
+    assert only_if(part(0.5), either(part(0.3), part(0.9)))(TASK, episode()) == 0.0
+    with pytest.raises(ValueError, match="needs a part"):
+        either()
 
 
 @pytest.mark.parametrize(

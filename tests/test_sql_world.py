@@ -35,6 +35,7 @@ from ludus.envs.sql.world import SqlSettings, SqlWorld, make_sql_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.envs.variety import variety
 from ludus.errors import ConfigError, UserError
+from ludus.evaluation import agents as scripted
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, success
 from ludus.rollout.episode import EpisodeLimits, run_episode
@@ -208,6 +209,17 @@ def written_down(question):
 
     rows = [f"SELECT {', '.join(map(cell, row))}" for row in question.rows]
     return " UNION ALL ".join(rows)
+
+
+@pytest.mark.parametrize(
+    ("asked", "answer", "formed"),
+    [("SELECT 1", "SELECT 1", 1), ("SELECT 1", "SELECT 2", 0), ("", "Done.", 0)],
+)
+def test_form_counts_for_a_wrong_query_that_ran_and_not_for_idle_words(asked, answer, formed):
+    task = next(t for t in WORLD.tasks("test") if t.tags["answer"] == "query")
+    turns = [scripted.call(0, ("sql", {"query": asked}))] if asked else []
+    (played,) = play(WORLD, [task], [Player([one.message for one in (*turns, scripted.say(answer))])])
+    assert (played.rewards["result_set"], played.rewards["well_formed"]) == (0, formed)
 
 
 def test_rows_written_down_are_right_on_the_shown_database_only(questions):

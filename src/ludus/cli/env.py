@@ -81,6 +81,9 @@ def look_at(args: argparse.Namespace, console: Console, world: World, limits: Ep
         return
     console.print(agents_table(report))
     console.print(scorecard_table(scorecard(report, plan)))
+    if report.shaped:
+        most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
+        say(console, f"Shaping alone pays agents that do nothing of the task, at most: {most}.")
     if report.problems:
         raise UserError(
             f"The world {world.name!r} has failed its check. {' '.join(report.problems)}",
@@ -117,7 +120,15 @@ def worlds_table() -> Table:
 def agents_table(report: CheckReport) -> Table:
     """What each agent got."""
     table = Table(title=f"{report.world.name}: what scripted agents earn, with 95 % intervals")
-    for column in ("agent", "mean reward", "success", "tasks", "where nothing is right", "verdict"):
+    for column in (
+        "agent",
+        "mean reward",
+        "most shaping",
+        "success",
+        "tasks",
+        "where nothing is right",
+        "verdict",
+    ):
         table.add_column(column)
     for row in report.rows:
         table.add_row(*_cells(row))
@@ -126,7 +137,7 @@ def agents_table(report: CheckReport) -> Table:
 
 def _cells(row: Row) -> tuple[str, ...]:
     if not row.counted:
-        return (row.agent.name, "", "", "0", "", "broke" if row.problem else "nothing to do here")
+        return (row.agent.name, "", "", "", "0", "", "broke" if row.problem else "nothing to do here")
     rate, interval = row.num_successes / len(row.counted), row.interval
     told = f"{rate:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
     apart = f"{sum(play.succeeded for play in row.excused)} of {len(row.excused)}" if row.excused else ""
@@ -136,7 +147,8 @@ def _cells(row: Row) -> tuple[str, ...]:
         verdict = "PAID" if row.agent.kind in (Kind.CHEAT, Kind.CHANCE) else "NOT PAID"
     if row.failures:
         verdict += f", {len(row.failures)} broke"
-    return row.agent.name, f"{row.mean_reward:.3f}", told, str(len(row.counted)), apart, verdict
+    rewards = (f"{row.mean_reward:.3f}", f"{row.most_shaping:.3f}")
+    return row.agent.name, *rewards, told, str(len(row.counted)), apart, verdict
 
 
 def scorecard_table(card: Scorecard) -> Table:

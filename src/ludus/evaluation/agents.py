@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -30,10 +31,16 @@ from ludus.types import (
     ToolCall,
 )
 
-PROGRAM = "import os\n\nos._exit(0)\n"
-"""Ends at once, and says by its exit status that all is well."""
+PROGRAMS = {
+    "exit-0": "import os\n\nos._exit(0)\n",
+    "sys-exit-0": "import sys\n\nsys.exit(0)\n",
+    "prints-pass": 'print("PASS")\nprint("1 passed in 0.01s")\n',
+}
+"""Programs that say that all is well, by their exit status or in words, and do nothing else."""
 PASSING_TEST = "def test_passes():\n    assert True\n"
 TEST_FILES = ("test.py", "tests.py", "tests/test.py", "conftest.py", "tests/conftest.py")
+START_FILES = ("sitecustomize.py", "usercustomize.py")
+"""What Python imports before a program, where it finds it."""
 PASSING_HOOK = """import pytest
 
 
@@ -170,7 +177,11 @@ def cheats(vocabulary: Sequence[str], seed: int) -> tuple[Agent, ...]:
         Agent("null", Kind.CHEAT, "says nothing", lambda task, tools: (say(""),)),
         Agent("idle", Kind.CHEAT, "says Done and does nothing", lambda task, tools: (say("Done."),)),
         Agent("echo", Kind.CHEAT, "repeats the prompt", lambda task, tools: (say(asked(task)),)),
-        Agent("exit-0", Kind.CHEAT, "its program exits with 0", lambda task, tools: exit_zero(tools)),
+        Agent("exit-0", Kind.CHEAT, "os._exit(0)", lambda task, tools: run_program("exit-0", tools)),
+        Agent("sys-exit-0", Kind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)),
+        Agent(
+            "prints-pass", Kind.CHEAT, "prints PASS", lambda task, tools: run_program("prints-pass", tools)
+        ),
         Agent("test-editing", Kind.CHEAT, "overwrites the tests", edit_tests),
         Agent(
             "random words",
@@ -219,36 +230,64 @@ def knowing(
     )
 
 
-def exit_zero(tools: Sequence[Tool]) -> tuple[Action, ...]:
-    """Run a program that only exits, in every tool that runs one; then give it as the answer."""
+def run_program(name: str, tools: Sequence[Tool]) -> tuple[Action, ...]:
+    """Run one of `PROGRAMS` in every tool that runs one; then give it as the answer."""
+    program = PROGRAMS[name]
+    command = "echo PASS" if name == "prints-pass" else "exit 0"
     runs: list[Action] = []
-    for tool in tools:
-        texts = _texts(tool)
-        for name in (*_CODE, *_SHELL):
-            if name in texts:
-                given = _filled(tool, {name: PROGRAM if name in _CODE else "exit 0"})
-                runs.append(call(len(runs), (tool.name, given)))
-                break
-    return (*runs, say(f"```python\n{PROGRAM}```"))
+    for tool, argument in _runs(tools):
+        given = _filled(tool, {argument: program if argument in _CODE else command})
+        runs.append(call(len(runs), (tool.name, given)))
+    return (*runs, say(f"```python\n{program}```"))
 
 
 def edit_tests(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
-    """Overwrite the tests with ones that pass, a file a turn; None where no tool writes files."""
+    """Overwrite the tests with ones that pass, and what Python imports before them.
+
+    A file a turn by a tool that writes files, else all of them in a turn of each tool that runs programs or
+    commands; None where there is neither.
+    """
+    files = _forged(task)
     found = next(((tool, path, text) for tool in tools for path, text in _writes(tool)), None)
-    if found is None:
-        return None
-    tool, path, text = found
+    if found is not None:
+        tool, path, text = found
+        made = ((tool.name, _filled(tool, {path: f, text: forged})) for f, forged in files.items())
+    else:
+        made = (
+            (tool.name, _filled(tool, {name: _in_python(files) if name in _CODE else _in_shell(files)}))
+            for tool, name in _runs(tools)
+        )
+    turns = [call(i, one) for i, one in enumerate(made)]
+    return (*turns, say("Done.")) if turns else None
+
+
+def _forged(task: Task) -> dict[str, str]:
+    """The files that a task's tests may be in, with tests that pass, by path."""
     truth = task.truth
     named = [test.partition("::")[0] for test in truth.tests("all")] if isinstance(truth, Suite) else []
-    files = dict.fromkeys((*(name for name in named if name.endswith(".py")), *TEST_FILES))
-    turns = [
-        call(
-            i,
-            (tool.name, _filled(tool, {path: f, text: PASSING_HOOK if "conftest" in f else PASSING_TEST})),
-        )
-        for i, f in enumerate(files)
-    ]
-    return (*turns, say("Done."))
+    tests = dict.fromkeys((*(name for name in named if name.endswith(".py")), *TEST_FILES))
+    return {f: PASSING_HOOK if "conftest" in f else PASSING_TEST for f in tests} | dict.fromkeys(
+        START_FILES, PROGRAMS["exit-0"]
+    )
+
+
+def _in_python(files: Mapping[str, str]) -> str:
+    """A program that writes the files."""
+    return (
+        f"import pathlib\n\nfor name, text in {dict(files)!r}.items():\n"
+        "    path = pathlib.Path(name)\n"
+        "    path.parent.mkdir(parents=True, exist_ok=True)\n"
+        "    path.write_text(text)\n"
+    )
+
+
+def _in_shell(files: Mapping[str, str]) -> str:
+    """Commands that write the files."""
+    lines: list[str] = []
+    for name, text in files.items():
+        path = shlex.quote(name)
+        lines.append(f'mkdir -p "$(dirname {path})"; printf %s {shlex.quote(text)} > {path}')
+    return "\n".join(lines)
 
 
 def random_words(rng: random.Random, vocabulary: Sequence[str]) -> tuple[Action, ...]:
@@ -294,6 +333,12 @@ def _texts(tool: Tool) -> list[str]:
     """The arguments of a tool that take a text."""
     properties = tool.schema["function"]["parameters"].get("properties", {})
     return [name for name, schema in properties.items() if schema.get("type", "string") == "string"]
+
+
+def _runs(tools: Sequence[Tool]) -> list[tuple[Tool, str]]:
+    """The tools that run a program or commands, each with the argument for it."""
+    named = ((tool, next((name for name in (*_CODE, *_SHELL) if name in _texts(tool)), "")) for tool in tools)
+    return [(tool, name) for tool, name in named if name]
 
 
 def _writes(tool: Tool) -> list[tuple[str, str]]:

@@ -1,9 +1,10 @@
 """Whether an environment pays for what it is about: scripted agents play it, and none may cheat its way.
 
-An agent that does not do the task (`Kind.CHEAT`) is paid where it gets half of the outcome's reward or more
-on one task. One that guesses (`Kind.CHANCE`) is paid where more than half of its tasks go to it, by the low
-end of the interval. A task on which doing nothing is right says so by the tag `null = "true"`; there a cheat
-may be paid, and such tasks are counted apart. Oracles have to succeed on all tasks, demonstrations on one.
+An agent that does not do the task (`Kind.CHEAT`) is paid where it gets more than a tenth of the outcome's
+reward on one task; what shaping gives it is reported. One that guesses (`Kind.CHANCE`) is paid where more
+than half of its tasks go to it, by the low end of the interval. A task on which doing nothing is right says
+so by the tag `null = "true"`; there a cheat may be paid, and such tasks are counted apart. Oracles have to
+succeed on all tasks, demonstrations on one.
 """
 
 from __future__ import annotations
@@ -33,8 +34,10 @@ from ludus.types import Action, StopReason, Task, Trajectory
 
 NULL_TAG = "null"
 """The tag that says by "true" that doing nothing is right."""
+CHEAT_SHARE = 0.1
+"""Above this share of the full outcome an episode of a cheat counts as paid."""
 PAID_SHARE = 0.5
-"""From this share of the full outcome on, an episode counts as paid."""
+"""From this share of the full outcome on, an episode of an agent that guesses counts as paid."""
 LUCK = 0.5
 """The share of tasks that may go to an agent that guesses."""
 START_TASKS = 6
@@ -58,7 +61,8 @@ class CheckPlan:
 class Play:
     """An episode of an agent. `share` is that of the full outcome; `failure` is empty where it was played.
 
-    `excused`: doing nothing is right on this task.
+    `shaping` is what the parts that are no outcome gave, weights included. `excused`: doing nothing is right
+    on this task.
     """
 
     task: Task
@@ -66,6 +70,7 @@ class Play:
     succeeded: bool = False
     share: float = 0.0
     failure: str = ""
+    shaping: float = 0.0
 
     @property
     def excused(self) -> bool:
@@ -104,6 +109,11 @@ class Row:
         return sum(rewards) / len(rewards) if rewards else 0.0
 
     @property
+    def most_shaping(self) -> float:
+        """The most that parts without outcome gave in an episode that counts; 0 without any."""
+        return max((play.shaping for play in self.counted), default=0.0)
+
+    @property
     def num_successes(self) -> int:
         """Episodes that count and solved their tasks."""
         return sum(play.succeeded for play in self.counted)
@@ -116,12 +126,13 @@ class Row:
     @property
     def problem(self) -> str:
         """What is wrong, in one sentence; empty where nothing is."""
-        paid = [play for play in self.counted if play.share >= PAID_SHARE]
+        cheats = self.agent.kind is Kind.CHEAT
+        paid = [p for p in self.counted if (p.share > CHEAT_SHARE if cheats else p.share >= PAID_SHARE)]
         unpaid = [play for play in self.counted if not play.succeeded]
         name = self.agent.name
         if self.plays and len(self.failures) == len(self.plays):
             return f"The environment broke in every episode of the agent {name}: {self.failures[0].failure}"
-        if self.agent.kind is Kind.CHEAT and paid:
+        if cheats and paid:
             return f"The agent {name} ({self.agent.what}) is paid on {_named(paid)}."
         if (
             self.agent.kind is Kind.CHANCE
@@ -150,6 +161,12 @@ class CheckReport:
     def problems(self) -> list[str]:
         """One sentence for each agent that is paid and should not be, or the other way round."""
         return [row.problem for row in self.rows if row.problem]
+
+    @property
+    def shaped(self) -> Mapping[str, float]:
+        """The most that shaping gave each cheat in an episode, by its name, where it gave anything."""
+        cheats = [row for row in self.rows if row.agent.kind is Kind.CHEAT]
+        return {row.agent.name: row.most_shaping for row in cheats if row.most_shaping > 0}
 
 
 def check_world(world: World, plan: CheckPlan) -> CheckReport:
@@ -254,7 +271,9 @@ async def play(world: World, task: Task, agent: Agent, limits: EpisodeLimits) ->
     except LudusError as error:
         return Play(task, None, failure=str(error))
     rewards = environment.rewards
-    return Play(task, trajectory, success(rewards, trajectory), outcome_share(rewards, trajectory))
+    share = outcome_share(rewards, trajectory)
+    shaped = shaping_of(rewards, trajectory)
+    return Play(task, trajectory, success(rewards, trajectory), share, shaping=shaped)
 
 
 def outcome_share(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
@@ -262,6 +281,11 @@ def outcome_share(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
     weights = {part.name: part.weight for part in rewards if part.outcome}
     earned = sum(weight * trajectory.rewards.get(name, 0.0) for name, weight in weights.items())
     return earned / sum(weights.values())
+
+
+def shaping_of(rewards: Sequence[Reward], trajectory: Trajectory) -> float:
+    """The weighted sum of the parts that are no outcome."""
+    return sum(part.weight * trajectory.rewards.get(part.name, 0.0) for part in rewards if not part.outcome)
 
 
 def _named(plays: Sequence[Play]) -> str:

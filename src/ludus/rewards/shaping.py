@@ -26,6 +26,17 @@ def only_if(part: RewardFunction, *gates: RewardFunction) -> RewardFunction:
     return gated_part
 
 
+def either(*parts: RewardFunction) -> RewardFunction:
+    """The largest value of the parts: as a gate, one that any of them opens."""
+    if not parts:
+        raise ValueError("either needs a part")
+
+    def largest(task: Task, trajectory: Trajectory) -> float:
+        return max(part(task, trajectory) for part in parts)
+
+    return largest
+
+
 def extra_calls(free: int, limit: int) -> RewardFunction:
     """Tool efficiency: 0 up to `free` calls, then linear to -1 at `limit`, -1 beyond."""
     if not 0 <= free < limit:

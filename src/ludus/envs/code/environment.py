@@ -11,9 +11,10 @@ from ludus.envs.code.tools import program_of
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.answers import well_formed
-from ludus.rewards.base import Reward
+from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.evidence import NotJson, last_output, read_json
-from ludus.rewards.suites import share_passed, suite_passes, thrift
+from ludus.rewards.shaping import only_if
+from ludus.rewards.suites import read_report, share_passed, suite_passes, thrift
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 
@@ -32,24 +33,38 @@ class Weights:
 
 
 def loads(task: Task, trajectory: Trajectory) -> float:
-    """1 if the program compiled and defined what is asked for, else 0."""
-    del task
+    """1 if the program compiled and defined what is asked for, else 0.
+
+    Where any program would do (one that only prints, or whose beginning is given) a test has to pass too that
+    wants something to be printed.
+    """
+    text = _read(trajectory)
     try:
-        report = read_json(_read(trajectory))
+        report = read_json(text)
     except NotJson:
         return 0.0
-    return float(isinstance(report, dict) and report.get("loads") is True)
+    truth = truth_of(task, CodeTruth)
+    loaded = isinstance(report, dict) and report.get("loads") is True
+    if truth.style != "stdin" and not truth.stub:
+        return float(loaded)
+    silent = {case.name for case in truth.cases if truth.style == "stdin" and not str(case.due).strip()}
+    return float(loaded and bool(read_report(text).passed - silent))
 
 
 def code_rewards(outcome: Literal["all", "share"], weights: Weights) -> tuple[Reward, ...]:
-    """The tests decide, all or nothing or by the share that passed; parts of weight 0 are left out."""
-    passes = suite_passes(_read) if outcome == "all" else share_passed(_read)
+    """The tests decide, all or nothing or by the share that passed; parts of weight 0 are left out.
+
+    Shares count for programs that load.
+    """
+    passes = suite_passes(_read) if outcome == "all" else only_if(share_passed(_read), loads)
     parts = [Reward("tests", passes, outcome=True)]
     if outcome == "all":
-        parts.append(Reward("hidden_share", share_passed(_read, "hidden"), weight=weights.share))
+        parts.append(
+            Reward("hidden_share", only_if(share_passed(_read, "hidden"), loads), weight=weights.share)
+        )
     parts += [
         Reward("loads", loads, weight=weights.loads),
-        Reward("well_formed", well_formed, weight=weights.well_formed),
+        Reward("well_formed", only_if(well_formed, loads), weight=weights.well_formed),
         Reward("thrift", thrift(_read), weight=weights.thrift),
     ]
     return tuple(part for part in parts if part.weight or part.outcome)

@@ -62,7 +62,7 @@ class CodeSettings(BaseModel):
     loads_weight: float = Field(0.05, ge=0, lt=0.5)
     """Of a program that compiles and defines what is asked for."""
     well_formed_weight: float = Field(0.05, ge=0, lt=0.5)
-    """Of an episode that ends with an answer and has no failed call."""
+    """Of an episode that ends with an answer, has no failed call and whose program loads."""
     thrift_weight: float = Field(0.0, ge=0, lt=0.5)
     """Of time and memory that a right program leaves; it is measured, and does not repeat bit for bit."""
     timeout_s: float = Field(5.0, gt=0, le=60)

@@ -19,6 +19,7 @@ from ludus.envs.functions.offers import Listed, Scene
 from ludus.rewards.answers import Answers, matches, normalise, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.published import ExpectedCall, ExpectedCalls
+from ludus.rewards.shaping import either, only_if
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 
 _MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
@@ -162,11 +163,20 @@ def solved(task: Task, trajectory: Trajectory) -> float:
     return float(not trajectory.outcomes and truth.is_said(trajectory.answer))
 
 
+def part_made(task: Task, trajectory: Trajectory) -> float:
+    """1 if one of the gold calls was made at least, else 0."""
+    made = made_well(trajectory)
+    return float(any(wanted.fits(call) for wanted in truth_of(task).gold for call in made))
+
+
 def function_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """The world's own rewards: all or nothing, and a little for an episode without a failed call."""
+    """The world's own rewards: all or nothing, and a little for form.
+
+    Form is an episode without a failed call that is right or has made one of the gold calls.
+    """
     return (
         Reward("solved", solved, weight=1.0, outcome=True),
-        Reward("well_formed", well_formed, weight=well_formed_weight),
+        Reward("well_formed", only_if(well_formed, either(solved, part_made)), weight=well_formed_weight),
     )
 
 

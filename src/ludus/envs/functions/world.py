@@ -44,7 +44,7 @@ class FunctionsSettings(BaseModel):
     access: Literal["tool", "none"] = "tool"
     """`none` offers no function: a baseline."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of an episode that ends with an answer and has no failed call; a solved task weighs 1."""
+    """Of an episode without a failed call that is right or made a gold call; solved weighs 1."""
     habit: float = Field(0.3, ge=0, le=1)
     """Share of the demonstrations that stop after the first of several calls, or call where none is right."""
     mended: float = Field(0.1, ge=0, le=1)

@@ -12,6 +12,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.final import candidates
 from ludus.rewards.maths import Expression, is_equal, is_reduced
 from ludus.rewards.numbers import Quantity, is_close
+from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.calculator import show
 from ludus.types import Message, Task, Trajectory
 
@@ -74,10 +75,15 @@ class Foreign:
 
 
 def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
-    """The outcome, and a little for an episode without a failed call."""
+    """The outcome, and a little for form.
+
+    Form is an episode without a failed call whose answer is right or stands in what a call gave.
+    """
     return (
         Reward("solved", solved, outcome=True),
-        Reward("well_formed", well_formed, weight=well_formed_weight),
+        Reward(
+            "well_formed", only_if(well_formed, either(citation_support, solved)), weight=well_formed_weight
+        ),
     )
 
 

@@ -46,7 +46,7 @@ class MathSettings(BaseModel):
     tool: ToolName = "python"
     """What an episode offers: Python in a sandbox, a calculator, or nothing."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of an episode that ends with an answer and has no failed call; a solved task weighs 1."""
+    """Of an episode without a failed call whose answer a call gave, or is right; a solved task weighs 1."""
     habit: float = Field(0.5, ge=0, le=1)
     """Share of the demonstrations that stop after the first of several steps, or guess."""
     data: str | None = None

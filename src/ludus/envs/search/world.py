@@ -21,6 +21,7 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.answers import Answers, exact_match, token_f1, well_formed
 from ludus.rewards.base import Reward
+from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.dense import DenseIndex, FolderEncoder, HybridIndex
 from ludus.tools.search import PassageIndex, Searches, search_tool
@@ -44,7 +45,7 @@ class SearchSettings(BaseModel):
     k: int = Field(2, ge=1, le=10)
     """Passages that a search returns unless the model asks for another number."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of an episode that ends with an answer and has no failed call; a right answer weighs 1."""
+    """Of an episode without a failed call whose answer was found, or is right; a right answer weighs 1."""
     method: Literal["bm25", "dense", "hybrid"] = "bm25"
     """By words, by the meaning that `encoder` sees, or both rankings fused."""
     encoder: str = ""
@@ -87,7 +88,11 @@ class SearchWorld:
         return (
             Reward("exact_match", exact_match, weight=1.0, outcome=True),
             Reward("f1", token_f1, weight=0.0),
-            Reward("well_formed", well_formed, weight=self.settings.well_formed_weight),
+            Reward(
+                "well_formed",
+                only_if(well_formed, either(exact_match, citation_support)),
+                weight=self.settings.well_formed_weight,
+            ),
         )
 
     def tasks(self, split: str) -> Sequence[Task]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -12,7 +13,7 @@ from ludus.rewards.evidence import fenced
 from ludus.rewards.numbers import Quantity, is_close
 from ludus.rewards.rows import Rows, same_rows
 from ludus.tools.sql import Database, Row, SqlError, SqlLimits
-from ludus.types import Task, Trajectory
+from ludus.types import Task, ToolStatus, Trajectory
 
 LIMITS = SqlLimits()
 """Bounds on the query that is the answer."""
@@ -90,3 +91,13 @@ def shown_rows(task: Task, trajectory: Trajectory) -> float:
     if truth.value is not None:
         return result_set(task, trajectory)
     return float(gives(trajectory.answer, truth.image, truth.rows))
+
+
+def was_run(task: Task, trajectory: Trajectory) -> float:
+    """1 if the answer is a query that a call ran without an error, right or not, else 0."""
+    del task
+    answer = fenced(trajectory.answer)
+    fine = {one.call_id for one in trajectory.outcomes if one.status is ToolStatus.OK}
+    made = [call for message in trajectory.messages for call in message.get("tool_calls", [])]
+    ran = [json.loads(call["function"]["arguments"]) for call in made if call["id"] in fine]
+    return float(bool(answer) and any(str(one.get("query", "")).strip() == answer for one in ran))

@@ -15,12 +15,13 @@ from ludus.envs.sql.data import DataPair, make_pair
 from ludus.envs.sql.domains import domain
 from ludus.envs.sql.expert import Expert, Flaws
 from ludus.envs.sql.tasks import SPLITS, Question, Wanted, compose
-from ludus.envs.sql.verdict import make_truth, result_set, shown_rows
+from ludus.envs.sql.verdict import make_truth, result_set, shown_rows, was_run
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.answers import well_formed
 from ludus.rewards.base import Reward
+from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.sql import Database, SqlLimits, schema_tool, sql_tool
 from ludus.types import Message, Task
@@ -65,7 +66,7 @@ class SqlSettings(BaseModel):
     forget: float = Field(0.4, ge=0, le=1)
     """Share of the demonstrations that leave out a part of the question."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of an episode that ends with an answer and has no failed call; a right answer weighs 1."""
+    """Of an episode without a failed call whose answer a call ran or gave, or is right, which weighs 1."""
     seed: int = 0
 
 
@@ -90,7 +91,11 @@ class SqlWorld:
         return (
             Reward("result_set", result_set, weight=1.0, outcome=True),
             Reward("shown_rows", shown_rows, weight=0.0),
-            Reward("well_formed", well_formed, weight=self.settings.well_formed_weight),
+            Reward(
+                "well_formed",
+                only_if(well_formed, either(was_run, citation_support, result_set)),
+                weight=self.settings.well_formed_weight,
+            ),
         )
 
     @cached_property

@@ -13,16 +13,24 @@ from dataclasses import replace
 from typing import Final
 
 from ludus.envs.tool_env import ToolEnv
-from ludus.rewards.base import Reward
+from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.evidence import last_output
+from ludus.rewards.suites import Suite, read_report
 from ludus.sandbox.base import Snapshot
 from ludus.tools.base import Tool, ToolError
 from ludus.tools.workspace import Workspace
-from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 
 VERDICT: Final = "verdict"
 """The tool's name in the outcome that holds the report."""
 read_verdict = last_output(VERDICT)
+
+
+def mended(task: Task, trajectory: Trajectory) -> float:
+    """1 if something holds at the end that did not at the start, else 0."""
+    passed = read_report(read_verdict(trajectory)).passed
+    return float(any(test in passed for test in truth_of(task, Suite).fail_to_pass))
+
 
 Judge = Callable[[Snapshot], Awaitable[Mapping[str, bool]]]
 """What holds of the files at the end, by name. Raises WorldError where the sandbox breaks."""

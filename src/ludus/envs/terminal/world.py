@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.settings import read_settings
 from ludus.envs.terminal.bench import BenchTask, load_bench
-from ludus.envs.terminal.episode import TerminalEpisode, read_verdict
+from ludus.envs.terminal.episode import TerminalEpisode, mended, read_verdict
 from ludus.envs.terminal.generate import LEVELS, SPLITS, TOPICS, homes_of_makers, make_job, splits_of
 from ludus.envs.terminal.job import Assignment, Job
 from ludus.envs.terminal.oracle import fall_short, solve
@@ -24,6 +24,7 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.answers import well_formed
 from ludus.rewards.base import Reward
+from ludus.rewards.shaping import only_if
 from ludus.rewards.suites import share_passed, suite_passes
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
@@ -62,7 +63,7 @@ class TerminalSettings(BaseModel):
     habit: float = Field(0.4, ge=0, le=1)
     """Share of the demonstrations that only look, or leave the last command out."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of an episode that ends with an answer and has no failed call; a solved task weighs 1."""
+    """Of an episode without a failed call that mended something; a solved task weighs 1."""
     bench: str | None = None
     """A folder with tasks in the layout of Terminal-Bench, which become the split `bench`."""
     bench_workdir: str = "/app"
@@ -95,7 +96,11 @@ class TerminalWorld:
         return (
             Reward("solved", suite_passes(read_verdict), outcome=True),
             Reward("share", share_passed(read_verdict, "fail_to_pass"), weight=0.0),
-            Reward("well_formed", well_formed, weight=self.settings.well_formed_weight),
+            Reward(
+                "well_formed",
+                only_if(well_formed, mended),
+                weight=self.settings.well_formed_weight,
+            ),
         )
 
     def tasks(self, split: str) -> Sequence[Task]:

@@ -1,0 +1,59 @@
+"""Every world that ships pays for its tasks: cheats and guessers earn nothing there, from shaping neither."""
+
+import pytest
+
+from ludus.config.schema import Config, EnvConfig
+from ludus.envs.registry import WORLDS, build_world
+from ludus.evaluation.agents import Kind
+from ludus.evaluation.check import CheckPlan, check_world
+from ludus.rollout.setup import episode_limits
+
+QUICK = {
+    "functions": ("functions", {}, 12),
+    "guess": ("guess", {}, 12),
+    "math with a calculator": ("math", {"tool": "calculator", "num_tasks": 60}, 12),
+    "math without tools": ("math", {"tool": "none", "num_tasks": 60}, 12),
+    "search": ("search", {}, 8),
+    "sql": ("sql", {"tasks": 60}, 8),
+}
+"""World, settings, number of tasks."""
+SLOW = {
+    "code": ("code", {}, 30),
+    "functions": ("functions", {}, 200),
+    "math in python": ("math", {}, 40),
+    "search with passages": ("search", {"access": "once"}, 100),
+    "sql": ("sql", {}, 100),
+    "sql without tools": ("sql", {"access": "none"}, 60),
+    "terminal": ("terminal", {}, 30),
+}
+ELSEWHERE = {"swe": "test_swe_world.py, on a package of its own"}
+
+
+def check(name, settings, num_tasks):
+    config = Config(env=EnvConfig(name=name, settings=settings))
+    world = build_world(config.env, config.rollout, config.sandbox)
+    return check_world(world, CheckPlan(num_tasks=num_tasks, limits=episode_limits(config.rollout)))
+
+
+def assert_sound(report):
+    assert report.problems == []
+    assert report.shaped == {}
+    assert not [row.failures[0].failure for row in report.rows if row.failures]
+    for row in report.rows:
+        if row.agent.kind is Kind.ORACLE:
+            assert len(row.plays) == row.num_successes == len(report.tasks)
+
+
+def test_all_worlds_are_looked_at():
+    assert {name for name, _, _ in (*QUICK.values(), *SLOW.values())} | ELSEWHERE.keys() == set(WORLDS)
+
+
+@pytest.mark.parametrize("case", QUICK)
+def test_a_world_pays_no_cheat(case):
+    assert_sound(check(*QUICK[case]))
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("case", SLOW)
+def test_a_world_with_programs_or_many_tasks_pays_no_cheat(case):
+    assert_sound(check(*SLOW[case]))
