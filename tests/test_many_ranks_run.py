@@ -78,6 +78,23 @@ def test_a_run_with_two_processes_is_the_run_with_one(tmp_path, shard):
     assert len(found) == 3
 
 
+def test_processes_that_torchrun_starts_write_the_files_of_those_of_the_run(tmp_path):
+    """New and resumed: what follows a leader under torchrun goes another way than a follower of ours."""
+    ours, theirs = tmp_path / "ours", tmp_path / "torchrun"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    new = ["search", *small_runs.words(theirs, **small_runs.SMALLEST, training__learner__shard="true")]
+    more = ["--training.steps", "3"]
+    run(ours, **SPLIT)
+    run(ours, *more)
+    for words in (new, ["--resume", str(theirs), *more]):
+        command = [*torchrun, "-m", "ludus", "train", *words]
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=500)
+        assert ended.returncode == 0, ended.stderr
+    found, expected = small_runs.lasting_files(theirs), small_runs.lasting_files(ours)
+    assert found.keys() == expected.keys()
+    assert [name for name in expected if found[name] != expected[name]] == []
+
+
 def test_one_step_behind_with_two_processes_is_as_with_one(tmp_path):
     behind = {"training__mode": "one_step", "training__steps": "3"}
     two = run(tmp_path / "two", **behind, **SPLIT)
