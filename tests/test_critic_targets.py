@@ -12,9 +12,11 @@ from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import algorithm_of
 from ludus.config.load import load_config
+from ludus.training.batch import row_of_trajectory
 from ludus.training.credit import Estimates, assign_credit, with_estimates
-from ludus.training.judges import make_judge, train_judge
+from ludus.training.judges import at_openings, make_judge, train_judge
 from ludus.training.refine import refine
+from ludus.types import Segment, StopReason, Trajectory
 from test_credit import REWARDS, group, inputs, real_group
 
 GAE = replace(PRESETS["ppo"], options=PartOptions(advantage={"lam": 0.9}))
@@ -82,3 +84,17 @@ def test_a_critic_of_turns_learns_at_their_first_tokens_alone(preset, tokens):
         errors += [0.5 * (credit.values[t] - credit.targets[t]) ** 2 for t in first]
     assert len(errors) == tokens
     assert train_judge(judge, credits)["critic/loss"] == pytest.approx(sum(errors) / tokens, abs=1e-9)
+
+
+def test_each_turn_of_a_tree_opens_once():
+    """Two answers to one first turn: three turns, of which the first is in both paths and opens once."""
+    segments = (
+        Segment("prompt", (1, 2)),
+        Segment("action", (3, 4), 0, logprobs=(-1.0,) * 2, versions=(0,) * 2),
+        Segment("observation", (5,), 0),
+        Segment("action", (6, 7), 1, logprobs=(-1.0,) * 2, versions=(0,) * 2),
+        Segment("action", (8, 9), 1, logprobs=(-1.0,) * 2, versions=(0,) * 2, parent=2),
+    )
+    tree = Trajectory("t", 0, segments, (), StopReason.ANSWERED)
+    row = at_openings(row_of_trajectory(tree, 0.0), tree)
+    assert [token for token, opens in zip(row.tokens, row.trains, strict=True) if opens] == [3, 6, 8]
