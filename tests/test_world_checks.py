@@ -2,7 +2,7 @@
 
 import pytest
 
-from ludus.config.schema import Config, EnvConfig
+from ludus.config.schema import Config, EnvConfig, RolloutConfig
 from ludus.envs.registry import WORLDS, build_world
 from ludus.evaluation.agents import Kind
 from ludus.evaluation.check import CheckPlan, check_world
@@ -26,11 +26,14 @@ SLOW = {
     "sql without tools": ("sql", {"access": "none"}, 60),
     "terminal": ("terminal", {}, 30),
 }
+TURNS = 16
+"""As many as the oracle of `math` takes on the highest level, and more."""
 ELSEWHERE = {"swe": "test_swe_world.py, on a package of its own"}
 
 
 def check(name, settings, num_tasks):
-    config = Config(env=EnvConfig(name=name, settings=settings))
+    rollout = RolloutConfig(max_turns=TURNS)
+    config = Config(env=EnvConfig(name=name, settings=settings), rollout=rollout)
     world = build_world(config.env, config.rollout, config.sandbox)
     return check_world(world, CheckPlan(num_tasks=num_tasks, limits=episode_limits(config.rollout)))
 
