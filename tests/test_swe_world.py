@@ -25,11 +25,13 @@ from ludus.envs.swe.mutations import KINDS, edits, is_sound
 from ludus.envs.swe.oracle import applies, unified
 from ludus.envs.swe.repository import git_files
 from ludus.envs.swe.sources import fetch, read_archive, require
+from ludus.envs.swe.survey import survey
 from ludus.envs.swe.trials import Said
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.agents import ScriptedConversation, actions_of, call
 from ludus.evaluation.check import CheckPlan, check_world
+from ludus.recipes import recipe_folder
 from ludus.rollout.episode import EpisodeLimits, run_episode
 
 FIXTURE = Path(__file__).parent / "swe_fixture" / "tidy"
@@ -653,6 +655,26 @@ def test_issues_tell_the_symptom_and_not_the_place():
     texts = {write_issue(symptom, named=True, rng=random.Random(seed)) for seed in range(40)}
     assert {style for style, _ in texts} >= {"report", "story", "regression", "question"}
     assert all("f(2)" in text and "x = 2" in text and "`4`" in text and "`3`" in text for _, text in texts)
+
+
+def test_the_shipped_tasks_are_as_many_as_the_page_says():
+    shipped = load_catalogue(shipped_folder())
+    kinds = {bug.edit.kind for bug in shipped.bugs}
+    assert len(shipped.bugs) == 205
+    assert len(shipped.packages) == len({bug.package for bug in shipped.bugs}) == 15
+    assert kinds == set(KINDS)
+    assert len(kinds) == 15
+    page = (recipe_folder("swe") / "README.md").read_text()
+    assert survey(shipped) in page
+
+
+def test_the_baseline_without_tools_is_counted():
+    shipped = load_catalogue(shipped_folder())
+    first = [bug for bug in shipped.bugs if bug.level == 1]
+    rest = [bug for bug in shipped.bugs if bug.level > 1]
+    lines = survey(replace(shipped, bugs=(*(replace(bug, broken=()) for bug in first), *rest))).splitlines()
+    shares = {line.split()[0]: line.split()[4] for line in lines[-3:]}
+    assert shares == {"1": "100.0%", "2": "0.0%", "3": "0.0%"}
 
 
 def test_the_shipped_tasks_are_whole():

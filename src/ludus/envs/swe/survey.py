@@ -3,8 +3,9 @@
     python -m ludus.envs.swe.survey
 
 The shape of a solution is the edit with what stands around it in its function, identifiers, texts and numbers
-blotted out. *No tool* answers without touching a file; *majority* makes the repair that is most frequent in
-training at the first place of the package where it can be made. Both are judged by the text of the repair.
+blotted out. *No tool* answers without touching a file, which is right where no test was broken when the task
+was mined; *majority* makes the repair that is most frequent in training at the first place of the package
+where it can be made, and is judged by the text of the repair.
 """
 
 from __future__ import annotations
@@ -60,8 +61,9 @@ def _levels(catalogue: Catalogue) -> list[str]:
         held = [bug for bug in bugs if catalogue.packages[bug.package].split != "train"]
         right = sum((bug.edit.new, bug.edit.old) == most for bug in held)
         share = f"{right / max(len(held), 1):.1%}"
+        idle = f"{sum(not bug.broken for bug in bugs) / len(bugs):.1%}"
         issues, shapes = len({blotted(bug.issue) for bug in bugs}), len(set(map(shape_of, bugs)))
-        lines.append(f"{level:5} {len(bugs):6} {issues:7} {shapes:7}     0.0%  {share:>8}")
+        lines.append(f"{level:5} {len(bugs):6} {issues:7} {shapes:7}  {idle:>7}  {share:>8}")
     return lines
 
 
