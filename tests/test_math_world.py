@@ -453,8 +453,8 @@ class Sums:
     """A stand-in for a generator of reasoning-gym; `pays` and `stores` break it in the ways that occur."""
 
     def __init__(self, size, seed, pays="", stores=True):
-        rng = random.Random(seed)
-        self.pairs = [(rng.randint(1, 99), rng.randint(1, 99)) for _ in range(size)]
+        rngs = [random.Random(seed + i) for i in range(size)]  # as in the package: seeds overlap
+        self.pairs = [(rng.randint(1, 99), rng.randint(1, 99)) for rng in rngs]
         self.pays, self.stores = pays, stores
 
     def __getitem__(self, index):

@@ -22,6 +22,9 @@ _FULL = 0.99
 """The score from which an answer counts as right."""
 _TRIED = 5
 """Problems on which a generator is tried."""
+_APART = 10_000_019
+"""Between the seeds of two splits: problem i of seed s is as a rule problem 0 of seed s + i."""
+_SEEDS = 2**31
 _WRONG = ("", "no idea", "The answer is unknown", "-987654321", "?")
 
 
@@ -53,17 +56,16 @@ class GymJudge:
             return 0.0
 
 
-def gym_tasks(names: Sequence[str], split: str, num: int, seed: int) -> tuple[Task, ...]:
-    """`num` tasks of the generators in turn; questions of a split occur in no earlier one.
+def gym_tasks(names: Sequence[str], sizes: Mapping[str, int], seed: int) -> dict[str, tuple[Task, ...]]:
+    """So many tasks of each split, of the generators in turn; no question is in two splits.
 
     Raises UserError without the package, ConfigError for a generator that is unknown or cannot be trusted.
     """
     taken: set[str] = set()
-    found: tuple[Task, ...] = ()
-    for one in SPLITS[: SPLITS.index(split) + 1]:
-        share = num if one == split else max(num, 1)
-        found = _tasks(names, one, share, seed, taken)
-        taken |= {task.prompt[-1]["content"] for task in found}
+    found: dict[str, tuple[Task, ...]] = {}
+    for split in SPLITS:
+        found[split] = _tasks(names, split, sizes[split], seed, taken)
+        taken |= {task.prompt[-1]["content"] for task in found[split]}
     return found
 
 
@@ -75,7 +77,7 @@ def _tasks(names: Sequence[str], split: str, num: int, seed: int, taken: set[str
 
 def _of_one(name: str, split: str, num: int, seed: int, taken: set[str]) -> list[Task]:
     made = 3 * num + _TRIED
-    dataset = _dataset(name, made, 1_000_003 * seed + SPLITS.index(split))
+    dataset = _dataset(name, made, _APART * (len(SPLITS) * seed + SPLITS.index(split)) % _SEEDS)
     tasks: list[Task] = []
     seen = set(taken)
     for index in range(made):

@@ -142,10 +142,10 @@ class MathWorld:
         settings = self.settings
         if settings.data is not None:
             return records.load_problems(Path(settings.data))
-        num = max(round(settings.num_tasks * SHARES[split]), 1)
+        sizes = {name: max(round(settings.num_tasks * share), 1) for name, share in SHARES.items()}
         if settings.gym:
-            return {split: foreign.gym_tasks(settings.gym, split, num, settings.seed)}
-        problems = make_problems(split, num, settings.levels, settings.topics, settings.seed)
+            return foreign.gym_tasks(settings.gym, sizes, settings.seed)
+        problems = make_problems(split, sizes[split], settings.levels, settings.topics, settings.seed)
         return {split: tuple(as_task(p, split, number) for number, p in enumerate(problems))}
 
 
