@@ -65,4 +65,5 @@ def fault_of(what: str, values: Sequence[float], name: str) -> str:
     if math.isfinite(sum(values)):
         return ""
     odd = [value for value in values if not math.isfinite(value)]
-    return f"A {what} of {name} is {odd[0]}." if odd else ""
+    article = "An" if what[0] in "aeiou" else "A"
+    return f"{article} {what} of {name} is {odd[0]}." if odd else ""
