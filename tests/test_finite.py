@@ -44,7 +44,7 @@ CHANGES = {
 @pytest.mark.parametrize("what", CHANGES)
 def test_what_an_episode_brings(what, odd):
     members = with_trajectory(lambda t: CHANGES[what](t, odd))
-    with pytest.raises(LearnerError, match=f"A {what} of sample 2 of task t is {odd}"):
+    with pytest.raises(LearnerError, match=f"An? {what} of sample 2 of task t is {odd}"):
         assign_credit([members], PRESETS["grpo"])
 
 
@@ -96,7 +96,7 @@ def test_what_a_row_brings(field, what, odd):
     values = list(getattr(rows[3], field))
     values[first_trained(rows[3])] = odd
     rows[3] = replace(rows[3], **{field: tuple(values)})
-    refused(learner(tiny_model()), rows, f"A {what} of sample 3 of task t is {odd}")
+    refused(learner(tiny_model()), rows, f"An? {what} of sample 3 of task t is {odd}")
 
 
 @ODD

@@ -178,6 +178,6 @@ def test_a_fault_of_one_process_is_raised_in_all(group_of_one):
     sharded_ranks.ranks_here().split(model)
     one = learner(model)
     rows = [replace(row, advantages=(float("inf"),) * len(row.tokens)) for row in random_rows()]
-    with pytest.raises(LearnerError, match="An advantage of .* is inf"):
+    with pytest.raises(LearnerError, match=r"An advantage of .* is inf"):
         one.train(rows, seed=0)
     assert all(parameter.grad is None for parameter in model.parameters())
