@@ -524,6 +524,7 @@ def test_the_world_pays_the_oracle_and_no_cheat(catalogue):
     world = make(catalogue)
     report = check_world(world, CheckPlan(num_tasks=2, limits=EpisodeLimits(max_turns=12)))
     assert report.problems == []
+    assert report.shaped == {}
     rows = {row.agent.name: row for row in report.rows}
     assert rows["oracle"].num_successes == 2
     assert sum(row.num_successes for row in report.rows) == 2
