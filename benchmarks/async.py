@@ -189,7 +189,7 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
     slow_steps = 20 * alone.turn_s / max(alone.engine_s, alone.learner_s)
     return "\n".join(rows) + (
         f"\n\n{args.groups} groups of {args.members} a step, {args.steps} steps, median of {args.repeats}; "
-        f"model {args.model}. Alone, a step's episodes take the engine {alone.engine_s:.2f} s and the "
+        f"model {args.model}, actions of {args.new} tokens. Alone, a step's episodes take the engine {alone.engine_s:.2f} s and the "
         f"learner {alone.learner_s:.2f} s; one turn takes {alone.turn_s:.2f} s. A straggler lasts "
         f"{slow_steps:.1f} steps of the ideal; max_staleness is {args.bound}."
     )
@@ -197,7 +197,7 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
 
 def speed(args: argparse.Namespace) -> None:
     """Measure, print, and fill the page."""
-    sizes = Sizes(turns=args.turns)
+    sizes = Sizes(turns=args.turns, new=args.new, most=max(160, 4 * args.new))
     alone = pure(args, sizes)
     print(alone, file=sys.stderr, flush=True)
     if not args.bound:
@@ -264,6 +264,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--groups", type=int, default=4, help="a step")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--new", type=int, default=24, help="mean tokens of an action")
     parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 3 times a straggler")
     parser.add_argument("--in-flight", type=int, default=0)
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of `correction`")
