@@ -123,7 +123,8 @@ def test_the_gradient_of_a_mixture_does_not_depend_on_the_partition():
         order = random.Random(tokens).sample(range(len(rows)), len(rows))
         settings = LearnerSettings(microbatch_tokens=tokens)
         learner(model, settings=settings).gradient([rows[i] for i in order])
-        assert largest_difference(expected, gradients(model)) < 1e-6
+        # transformers' router takes its softmax in float32, whatever the model's precision
+        assert largest_difference(expected, gradients(model)) < 1e-7
 
 
 @pytest.mark.parametrize("kind", KINDS)
