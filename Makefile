@@ -97,7 +97,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test pages learning fault faults-matrix soak scale foreign cluster security smollm2
+all-tests: test pages learning fault soak scale foreign cluster security smollm2
 
 # Makes the cold start that ships in the package, from nothing, in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready
