@@ -190,7 +190,8 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
     return "\n".join(rows) + (
         f"\n\n{args.groups} groups of {args.members} a step, {args.steps} steps, median of {args.repeats}; "
         f"model {args.model}, actions of {args.new} tokens. Alone, a step's episodes "
-        f"take the engine {alone.engine_s:.2f} s and the learner {alone.learner_s:.2f} s; one turn takes {alone.turn_s:.2f} s. A straggler lasts "
+        f"take the engine {alone.engine_s:.2f} s and the learner {alone.learner_s:.2f} s; one turn takes "
+        f"{alone.turn_s:.2f} s. A straggler lasts "
         f"{slow_steps:.1f} steps of the ideal; max_staleness is {args.bound}."
     )
 
