@@ -63,7 +63,7 @@ async def _sample(
     jobs = [Job(RolloutKey(0, task.id, i), task) for task in tasks for i in range(wanted.samples)]
     play = Play("attempts", config.rollout.temperature, config.run.seed)
     async with closing(world):
-        sync = WeightSync(session.model, engine, probe_tokens(session), config.training.sync_tolerance)
+        sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
         await sync.publish(0)
         scheduler = engine_scheduler(world, engine, session.renderer, config.rollout, play, Ledger())
         watch.phase("attempts", len(jobs), engine)
