@@ -10,11 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Final, TypeVar
 
 import torch
 from torch import Tensor
 
+from ludus.engines.pages import common_prefix
 from ludus.types import Segment, Trajectory
 
 BREAK: Final = -1
@@ -108,7 +110,8 @@ def num_distinct(tokens: tuple[int, ...]) -> int:
     """Tokens of a row that a model has to compute: a prefix that paths share counts once."""
     if BREAK not in tokens:
         return len(tokens)
-    return len({tokens[start : i + 1] for start, end in _spans(tokens) for i in range(start, end)})
+    ways = sorted(tokens[start:end] for start, end in _spans(tokens))
+    return sum(map(len, ways)) - sum(common_prefix(a, b) for a, b in pairwise(ways))
 
 
 def _spans(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
