@@ -20,6 +20,7 @@ ACCEPTED = [
     ("5*10^3", done("5000")),
     ("y = 53 + 15*x", done("15x + 53")),
     (r"\sqrt{8}", done(r"2\sqrt{2}")),
+    ("12 cm", Expression("12", ("cm",), evaluated=True)),
     ("123*456", e("56088")),
     ("42", e("42")),
     ("42.", e("42")),
@@ -94,6 +95,7 @@ ACCEPTED = [
 REJECTED = [
     ("123*456", done("56088")),
     ("17*23-4", done("387")),
+    ("3*4 cm", Expression("12", ("cm",), evaluated=True)),
     ("435/15", done("29")),
     ("6/8", done("3/4")),
     ("2^10", done("1024")),

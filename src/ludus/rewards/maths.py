@@ -110,18 +110,19 @@ def is_equal(answer: str, truth: Expression) -> bool:
     if gold is None:
         raise ValueError(f"the gold answer {truth.gold[:80]!r} cannot be read")
     found = candidates(answer)
-    if truth.evaluated and not all(is_evaluated(one, truth.gold) for one in found):
+    if truth.evaluated and not all(is_evaluated(one, truth) for one in found):
         return False
     return bool(found) and all(_is_right(one, gold, truth) for one in found)
 
 
-def is_evaluated(answer: str, gold: str) -> bool:
+def is_evaluated(answer: str, truth: Expression) -> bool:
     """Whether an answer is as far worked out as the gold one: as few numbers and letters, reduced fractions.
 
     A power of ten, a mixed number and a percentage are one number each.
     """
-    room = 2 if _NUMERAL.fullmatch(gold) and "." in gold else _num_leaves(gold)  # 0.75 is 3/4 too
-    return is_reduced(answer) and _num_leaves(answer) <= room
+    gold, units = truth.gold, truth.units
+    room = 2 if _NUMERAL.fullmatch(gold) and "." in gold else _num_leaves(gold, units)  # 0.75 is 3/4 too
+    return is_reduced(answer) and _num_leaves(answer, units) <= room
 
 
 def is_reduced(answer: str) -> bool:
@@ -130,9 +131,9 @@ def is_reduced(answer: str) -> bool:
     return all(down > 1 and math.gcd(up, down) == 1 for up, down in found)
 
 
-def _num_leaves(text: str) -> int:
+def _num_leaves(text: str, units: tuple[str, ...]) -> int:
     """Numbers and letters behind the last equals sign; a function's name is one letter, \\frac is none."""
-    *_, last = _EQUALS.split(_latex(text, ()) or text)
+    *_, last = _EQUALS.split(_latex(text, units) or text)
     plain = _TEN.sub("1", _MIXED.sub(r"\1", re.sub(r"\\frac\{(.*)\}\{100\}$", r"\1", last)))
     return len(_LEAF.findall(re.sub(r"\\(?:[dt]?frac|cdot|times|left|right)(?![a-zA-Z])|\\[{}]", " ", plain)))
 
