@@ -99,6 +99,11 @@ class EngineStats:
         before = asdict(earlier)
         return EngineStats(**{name: value - before[name] for name, value in asdict(self).items()})
 
+    def __add__(self, other: EngineStats) -> EngineStats:
+        """What was done here and there."""
+        more = asdict(other)
+        return EngineStats(**{name: value + more[name] for name, value in asdict(self).items()})
+
     def metrics(self) -> dict[str, float]:
         """Rates by time in the engine's steps, means over those steps, and shares. Empty without a step.
 
@@ -136,8 +141,8 @@ class EngineStats:
 
 def combined(now: Mapping[Key, EngineStats], before: Mapping[Key, EngineStats]) -> EngineStats:
     """What engines did since `before`: tokens and steps of all, seconds as the mean over them."""
-    done = [asdict(stats - before.get(number, EngineStats())) for number, stats in now.items()]
-    total = EngineStats(**{name: sum(one[name] for one in done) for name in asdict(EngineStats())})
+    done = [stats - before.get(number, EngineStats()) for number, stats in now.items()]
+    total = sum(done, EngineStats())
     count = max(1, len(done))
     return replace(
         total,

@@ -11,7 +11,7 @@ import asyncio
 import re
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 
 import httpx
 
@@ -118,8 +118,8 @@ class Watched:
                 looked = EngineStats(
                     steps=1, running_steps=running, queue_steps=waiting, wall_s=at_s - self._at_s
                 )
-                new = _plus(new, looked)
-            self.total = _plus(self.total, new)
+                new += looked
+            self.total += new
         self._last, self._at_s = reading.counts, at_s
 
 
@@ -172,8 +172,3 @@ class ServerStats:
         reading = reading_of(response.text) if response.is_success else None
         if reading is not None:
             self._servers.setdefault(url, Watched()).take(reading, time.monotonic())
-
-
-def _plus(a: EngineStats, b: EngineStats) -> EngineStats:
-    more = asdict(b)
-    return EngineStats(**{name: value + more[name] for name, value in asdict(a).items()})
