@@ -23,8 +23,8 @@ from ludus.training.pairs import (
     Arm,
     Pair,
     load_pairs,
+    pairs_of_branches,
     pairs_of_rollouts,
-    pairs_of_steps,
     with_others,
     with_reference,
 )
@@ -146,15 +146,15 @@ def test_a_step_gives_its_best_branch_against_its_worst(tmp_path):
     path = rollouts_path(tmp_path, 1)
     write_rollouts(path, [tree, chain, other])
 
-    first, second = pairs_of_steps([path], 0.0, 99)
+    first, second = pairs_of_rollouts([path], 0.0, 99, pairs_of_branches)
     assert first.gap == pytest.approx(0.75 - (1.0 + 0.0 + 0.5) / 3)
     assert (first.chosen.tokens, first.rejected.tokens) == ((1, 2, 8), (1, 2, 3))
     assert second.gap == pytest.approx(1.0 - (0.0 + 0.5) / 2)
     assert second.chosen == Arm((1, 2, 3, 4, 5, 6), (False,) * 4 + (True,) * 2)
     assert second.rejected == Arm((1, 2, 3, 4, 7), (False,) * 4 + (True,))
     assert second.source == "step-000001/a/step of 4 tokens"
-    assert pairs_of_steps([path], 0.5, 99) == [second]
-    assert pairs_of_steps([path], 0.0, 5)[-1].gap == pytest.approx(first.gap)
+    assert pairs_of_rollouts([path], 0.5, 99, pairs_of_branches) == [second]
+    assert pairs_of_rollouts([path], 0.0, 5, pairs_of_branches)[-1].gap == pytest.approx(first.gap)
 
 
 def test_others_are_the_prompt_with_the_answers_to_another_prompt():

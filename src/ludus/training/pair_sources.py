@@ -15,11 +15,11 @@ from ludus.training.branches import paths
 from ludus.training.credit import Credit
 from ludus.training.pairs import (
     Pair,
+    PairMaker,
     pairs_of_attempts,
     pairs_of_branches,
     pairs_of_file,
     pairs_of_rollouts,
-    pairs_of_steps,
     rollout_files,
     with_others,
 )
@@ -51,8 +51,7 @@ def gather_pairs(session: Session, watch: EpisodeReporter | None = None) -> Gath
         run = RunFolder(Path(settings.run))
         files = rollout_files(run.path)
         check_tokenizer(run, session)
-        made = pairs_of_steps if settings.pairs == "steps" else pairs_of_rollouts
-        pairs = made(files, settings.min_reward_gap, limit)
+        pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _maker(session))
         where = f"No group of {settings.run} has two attempts with different rewards that make a pair."
     else:
         pairs, sampled = _own_pairs(session, watch)
@@ -68,13 +67,16 @@ def _own_pairs(session: Session, watch: EpisodeReporter | None) -> tuple[list[Pa
     settings, limit = session.config.preference, session.config.rollout.max_tokens
     episodes = sample_attempts(session, Attempts(settings.tasks, settings.samples), watch)
     records = [Credit(episode, *_unpaired(episode)).record for episode in episodes]
-    made = pairs_of_branches if settings.pairs == "steps" else pairs_of_attempts
-    pairs = made("step-000000", records, settings.min_reward_gap, limit)
+    pairs = _maker(session)("step-000000", records, settings.min_reward_gap, limit)
     arms = {arm.tokens for pair in pairs for arm in pair.arms}
     return pairs, [
         replace(record, outcome=Outcome.TRAINED, reason="trained") if _is_in(record, arms) else record
         for record in records
     ]
+
+
+def _maker(session: Session) -> PairMaker:
+    return pairs_of_branches if session.config.preference.pairs == "steps" else pairs_of_attempts
 
 
 def _is_in(record: RolloutRecord, arms: Collection[tuple[int, ...]]) -> bool:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -68,24 +68,19 @@ class Pair:
         return (self.chosen, self.rejected, *self.others)
 
 
-def pairs_of_rollouts(files: Sequence[Path], min_gap: float, max_tokens: int) -> list[Pair]:
-    """The best against the worst of each group of each file, in the order of the files.
-
-    Groups whose rewards are all equal give none, nor do those whose gap is below `min_gap`. Of several that
-    are best (or worst) the first counts. Attempts that the infrastructure failed, that sampled nothing, that
-    branch or that are longer than `max_tokens` stay out of it.
-    """
-    return [
-        pair
-        for file in files
-        for pair in pairs_of_attempts(_name(file), read_rollouts(file), min_gap, max_tokens)
-    ]
+PairMaker = Callable[[str, Iterable[RolloutRecord], float, int], list["Pair"]]
+"""Makes pairs of the records of a file: its name, the records, the least gap, the most tokens."""
 
 
 def pairs_of_attempts(
     name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
 ) -> list[Pair]:
-    """`pairs_of_rollouts` of one file, which is called `name`."""
+    """The best against the worst of each group of a file, which is called `name`.
+
+    Groups whose rewards are all equal give none, nor do those whose gap is below `min_gap`. Of several that
+    are best (or worst) the first counts. Attempts that the infrastructure failed, that sampled nothing, that
+    branch or that are longer than `max_tokens` stay out of it.
+    """
     pairs = []
     for source, group in _groups(name, (r for r in records if is_usable(r, max_tokens))):
         best = max(group, key=lambda r: r.trajectory.reward)
@@ -96,25 +91,16 @@ def pairs_of_attempts(
     return pairs
 
 
-def pairs_of_steps(files: Sequence[Path], min_gap: float, max_tokens: int) -> list[Pair]:
+def pairs_of_branches(
+    name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
+) -> list[Pair]:
     """At each step of each group's tree where several actions were tried, the best against the worst.
 
     The paths of a group's trajectories, chains and trees alike, make one tree: two actions are branches of
     one step where all tokens before them are equal. A branch is worth the mean reward of the leaves below it,
     each path counted once. Both arms are the shared history and that one action, which alone trains
-    (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_rollouts`.
+    (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_attempts`.
     """
-    return [
-        pair
-        for file in files
-        for pair in pairs_of_branches(_name(file), read_rollouts(file), min_gap, max_tokens)
-    ]
-
-
-def pairs_of_branches(
-    name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
-) -> list[Pair]:
-    """`pairs_of_steps` of one file, which is called `name`."""
     pairs = []
     for source, group in _groups(name, records):
         for history, branches in _steps(group, max_tokens).items():
@@ -125,6 +111,13 @@ def pairs_of_branches(
                 where = f"{source}/step of {len(history)} tokens"
                 pairs.append(Pair(where, gap, _step(history, best), _step(history, worst)))
     return pairs
+
+
+def pairs_of_rollouts(
+    files: Sequence[Path], min_gap: float, max_tokens: int, made: PairMaker = pairs_of_attempts
+) -> list[Pair]:
+    """What `made` makes of each file, in the order of the files."""
+    return [pair for file in files for pair in made(_name(file), read_rollouts(file), min_gap, max_tokens)]
 
 
 Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
