@@ -115,6 +115,7 @@ mask-table: $(VENV)/.ready
 
 algorithms-table: $(VENV)/.ready
 	$(PY) benchmarks/algorithms.py table --game guess
+	$(PY) benchmarks/algorithms.py ladder --game guess
 	$(PY) benchmarks/algorithms.py ladder
 	$(PY) benchmarks/algorithms.py credit
 	$(PY) benchmarks/algorithms.py stages

@@ -1,7 +1,7 @@
 """Do the algorithms learn? Whole training runs over seeds with equal budgets, and one table.
 
     python benchmarks/algorithms.py table --game guess     # ten algorithms that stand for the mechanisms
-    python benchmarks/algorithms.py ladder --game guess    # GRPO, then one part of DAPO after the other
+    python benchmarks/algorithms.py ladder                # GRPO, then one part of DAPO after the other
     python benchmarks/algorithms.py credit                # turn by turn against the whole trajectory
     python benchmarks/algorithms.py stages                # as many demonstrations as RL has episodes
 
@@ -35,6 +35,7 @@ LONG = (
     *("--env.settings.largest", "40", "--env.settings.sizes", "[27, 29, 31]"),
     *("--env.settings.composition_size", "35", "--rollout.max_turns", "7"),
 )
+TIGHT = ("--rollout.max_tokens", "220", "--training.epochs", "2", "--training.minibatches", "4")
 SPLITS = ("validation", "test", "composition")
 
 
@@ -67,6 +68,7 @@ GAMES = {
     "guess": Game("guess", 50, 90),
     "guess-long": Game("guess", 50, 180, LONG, sft_steps=4000),
     "search": Game("search", 30, 256, episodes=96, demonstrations=24),
+    "search-tight": Game("search", 30, 256, TIGHT, episodes=96, demonstrations=24),
 }
 
 
@@ -216,14 +218,15 @@ def main() -> None:
         "stages": (STAGES, "grpo"),
     }
     parser.add_argument("what", choices=tuple(arms))
-    parser.add_argument("--game", choices=tuple(GAMES), help="default: guess, and guess-long for credit")
+    defaults = {"ladder": "search-tight", "credit": "guess-long"}
+    parser.add_argument("--game", choices=tuple(GAMES), help=f"default: guess, or of {defaults}")
     parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--steps", type=int, help="training steps (default: the game's)")
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     args = parser.parse_args()
-    args.game = args.game or ("guess-long" if args.what == "credit" else "guess")
+    args.game = args.game or defaults.get(args.what, "guess")
     chosen, baseline = arms[args.what]
     print(table(run(args, chosen), baseline))
 
