@@ -30,10 +30,12 @@ TOKEN = "a-token-of-the-tests"
 
 
 def test_every_backend_has_a_name_and_unknown_ones_are_refused():
-    with pytest.raises(UserError, match="namespaces, docker, podman, remote, process"):
+    with pytest.raises(
+        UserError, match="namespaces, docker, podman, remote, sandbox_fusion, piston, process"
+    ):
         open_sandbox(SandboxSettings(backend="docker-compose"))
     assert isinstance(open_sandbox(), NamespacesSandbox)
-    assert len(BACKENDS) == 5
+    assert len(BACKENDS) == 7
 
 
 def test_the_process_backend_must_be_called_unsafe():

@@ -17,7 +17,7 @@ from pathlib import Path
 from ludus.cli.terminal import make_console, say
 from ludus.errors import UserError
 from ludus.gateway.listening import listening
-from ludus.sandbox import BACKENDS, Limits, Sandbox, SandboxSettings, open_sandbox
+from ludus.sandbox import BACKENDS, SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
 
 _PROGRAM = "import platform; print(platform.python_version())"
 
@@ -25,7 +25,9 @@ _PROGRAM = "import platform; print(platform.python_version())"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments."""
     parser.add_argument("act", choices=("check", "serve"), help="look at the backend, or serve it")
-    parser.add_argument("--backend", default="namespaces", choices=[b for b in BACKENDS if b != "remote"])
+    parser.add_argument(
+        "--backend", default="namespaces", choices=[b for b in BACKENDS if b not in ("remote", *SERVICES)]
+    )
     parser.add_argument("--image", default=SandboxSettings().image, help="for docker and podman")
     parser.add_argument("--runtime", default="", help="for docker and podman: runsc is gVisor's")
     parser.add_argument("--unsafe", action="store_true", help="for process, which isolates nothing")

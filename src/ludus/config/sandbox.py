@@ -12,7 +12,9 @@ from ludus.config.section import Section
 class SandboxConfig(Section):
     """Where tools run programs; worlds without such tools open none. See docs/sandbox.md."""
 
-    backend: Literal["namespaces", "docker", "podman", "remote", "process"] = "namespaces"
+    backend: Literal["namespaces", "docker", "podman", "remote", "sandbox_fusion", "piston", "process"] = (
+        "namespaces"
+    )
     """What keeps programs apart from the host; nothing weaker is ever taken instead."""
     concurrency: int = Field(0, ge=0)
     """Of namespaces: runs at once, sessions not counted; 0 is one for each processor, at least 2."""
@@ -27,9 +29,9 @@ class SandboxConfig(Section):
     runtime: str = ""
     """Of docker and podman: the runtime, `runsc` for gVisor; empty is the engine's own."""
     url: str = ""
-    """Of remote: the address of `ludus sandbox serve`."""
+    """Of remote: the address of `ludus sandbox serve`; of sandbox_fusion and piston: that of the service."""
     token_file: str | None = None
-    """Of remote: a file with the server's token, which is kept out of the run folder so."""
+    """A file with the server's token, which is kept out of the run folder so; services may need none."""
     unsafe: bool = False
     """Of process: yes, programs may do all that your user may."""
 
@@ -37,6 +39,8 @@ class SandboxConfig(Section):
     def _fits(self) -> Self:
         if self.backend == "remote" and not (self.url and self.token_file):
             raise ValueError("sandbox.backend remote needs sandbox.url and sandbox.token_file")
+        if self.backend in ("sandbox_fusion", "piston") and not self.url:
+            raise ValueError(f"sandbox.backend {self.backend} needs sandbox.url")
         if self.backend == "process" and not self.unsafe:
             raise ValueError("sandbox.backend process isolates nothing and needs sandbox.unsafe = true")
         return self

@@ -85,7 +85,7 @@ def _sandbox(config: SandboxConfig | None) -> Sandbox:
 def sandbox_settings(config: SandboxConfig) -> SandboxSettings:
     """The section `sandbox` as the sandbox takes it. Raises ConfigError for a token that cannot be read."""
     token = ""
-    if config.backend == "remote" and config.token_file:
+    if config.token_file:
         try:
             token = Path(config.token_file).read_text("utf-8").strip()
         except (OSError, UnicodeDecodeError) as error:

@@ -4,11 +4,12 @@ See docs/sandbox.md.
 """
 
 from ludus.sandbox.base import Change, Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
-from ludus.sandbox.choose import BACKENDS, SandboxSettings, open_sandbox
+from ludus.sandbox.choose import BACKENDS, SERVICES, SandboxSettings, open_sandbox
 from ludus.sandbox.namespaces import NamespaceSettings, NamespacesSandbox
 
 __all__ = [
     "BACKENDS",
+    "SERVICES",
     "Change",
     "Limits",
     "NamespaceSettings",

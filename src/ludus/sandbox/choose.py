@@ -10,13 +10,15 @@ from ludus.sandbox.container import ContainerSandbox, ContainerSettings
 from ludus.sandbox.namespaces import NamespaceSettings, NamespacesSandbox
 from ludus.sandbox.process import ProcessSandbox
 
-BACKENDS = ("namespaces", "docker", "podman", "remote", "process")
+SERVICES = ("sandbox_fusion", "piston")
+BACKENDS = ("namespaces", "docker", "podman", "remote", *SERVICES, "process")
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
     """Which backend, and what it needs: `concurrency`, `python`, `binds` and `paths` are for namespaces,
-    `image` and `runtime` for docker and podman, `url` and `token` for remote, `unsafe` for process."""
+    `image` and `runtime` for docker and podman, `url` and `token` for remote and for public services,
+    `unsafe` for process."""
 
     backend: str = "namespaces"
     concurrency: int = 0
@@ -43,6 +45,11 @@ def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
             from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
 
             return RemoteSandbox(RemoteSettings(given.url, given.token))
+        case "sandbox_fusion" | "piston":
+            from ludus.sandbox.services import FusionSandbox, PistonSandbox, ServiceSettings
+
+            service = FusionSandbox if given.backend == "sandbox_fusion" else PistonSandbox
+            return service(ServiceSettings(given.url, given.token))
         case "process":
             return ProcessSandbox(unsafe=given.unsafe)
     raise UserError(f"There is no sandbox backend {given.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")

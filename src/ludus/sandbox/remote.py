@@ -5,7 +5,6 @@ Every question has a deadline: what the limits allow and a margin. A question is
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -14,6 +13,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from ludus.errors import UserError, WorldError
+from ludus.sandbox.asking import Asker
 from ludus.sandbox.base import (
     Change,
     Limits,
@@ -56,8 +56,7 @@ class RemoteSandbox:
 
     settings: RemoteSettings
     name: str = field(default="remote", init=False)
-    _client: httpx.AsyncClient | None = field(default=None, init=False)
-    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    _asker: Asker = field(init=False)
 
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")) or not self.settings.token:
@@ -65,6 +64,8 @@ class RemoteSandbox:
                 "The remote backend needs the address and the token of a server.",
                 "Start one: ludus sandbox serve; then set sandbox.url and sandbox.token.",
             )
+        hint = "Look at its log, or start it: ludus sandbox serve"
+        self._asker = Asker(self.settings.url, self.settings.token, hint)
 
     async def run(
         self,
@@ -103,43 +104,22 @@ class RemoteSandbox:
 
     async def close(self) -> None:
         """Close the connections."""
-        client, self._client = self._client, None
-        if client is not None and self._loop is asyncio.get_running_loop():
-            await client.aclose()
+        await self._asker.close()
 
     async def ask(self, path: str, asked: BaseModel, reply: type[Reply], wall_s: float) -> Reply:
         """A POST and its answer. Raises UserError for what the server refuses, WorldError for what fails."""
-        deadline = wall_s + self.settings.margin_s
-        url = f"{self.settings.url.rstrip('/')}{path}"
-        try:
-            async with asyncio.timeout(deadline):
-                response = await self._own_client().post(url, content=asked.model_dump_json())
-        except TimeoutError as error:
-            raise WorldError(f"The sandbox server {url} gave no answer within {deadline:g} s.") from error
-        except httpx.HTTPError as error:
-            raise WorldError(
-                f"The sandbox server {url} cannot be reached: {type(error).__name__}: {error}.",
-                "Look at its log, or start it: ludus sandbox serve",
-            ) from error
+        content, within_s = asked.model_dump_json(), wall_s + self.settings.margin_s
+        response = await self._asker.post(path, content, within_s)
         try:
             if response.status_code == httpx.codes.OK:
                 return reply.model_validate_json(response.content)
             refusal = Refusal.model_validate_json(response.content)
         except ValidationError as error:
             raise WorldError(
-                f"{url} answered {response.status_code} and nothing that can be read."
+                f"{response.url} answered {response.status_code} and nothing that can be read."
             ) from error
         kind = WorldError if refusal.kind == "environment" else UserError
         raise kind(refusal.message, refusal.hint)
-
-    def _own_client(self) -> httpx.AsyncClient:
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
-            headers = {"Authorization": f"Bearer {self.settings.token}", "Content-Type": "application/json"}
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=False)
-            self._loop = loop
-        return self._client
 
 
 @dataclass(eq=False)

@@ -1,0 +1,50 @@
+"""Questions to a service over HTTP, each with a deadline, none sent twice."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import httpx
+
+from ludus.errors import WorldError
+
+
+@dataclass(eq=False)
+class Asker:
+    """A service at `url`; `hint` says what helps where it cannot be reached. For one event loop at a time."""
+
+    url: str
+    token: str = ""
+    hint: str = ""
+    _client: httpx.AsyncClient | None = field(default=None, init=False)
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+
+    async def post(self, path: str, content: str, within_s: float) -> httpx.Response:
+        """The answer to a POST of JSON. Raises WorldError where none comes within these seconds."""
+        url = f"{self.url.rstrip('/')}{path}"
+        try:
+            async with asyncio.timeout(within_s):
+                return await self._own_client().post(url, content=content)
+        except TimeoutError as error:
+            raise WorldError(f"The sandbox server {url} gave no answer within {within_s:g} s.") from error
+        except httpx.HTTPError as error:
+            words = f"The sandbox server {url} cannot be reached: {type(error).__name__}: {error}."
+            raise WorldError(words, self.hint) from error
+
+    async def close(self) -> None:
+        """Close the connections, on the loop of the questions."""
+        client, self._client = self._client, None
+        if client is not None and self._loop is asyncio.get_running_loop():
+            await client.aclose()
+
+    def _own_client(self) -> httpx.AsyncClient:
+        loop = asyncio.get_running_loop()
+        if self._client is None or self._loop is not loop:
+            headers = {"Content-Type": "application/json"}
+            if self.token:
+                headers["Authorization"] = f"Bearer {self.token}"
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
+            self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=False)
+            self._loop = loop
+        return self._client
