@@ -259,34 +259,6 @@ def test_turns_of_one_token_make_all_three_kinds_of_gae_one(b):
 
 
 @quick
-@given(b=oracle.turn_batches(), shift=st.sampled_from([-3.0, 8.0]), scale=st.sampled_from([0.25, 4.0]))
-def test_shift_and_scale_of_the_rewards(b, shift, scale):
-    shares = torch.nan_to_num(b.turn_rewards, 0.0, 0.0, 0.0)
-    ids = {"group": b.group, "mask": b.mask, "turn": b.turn}
-
-    def moved(function, rewards, turn_rewards, **more):
-        return function(**ids, rewards=rewards, turn_rewards=turn_rewards, **more)
-
-    for function in (adv.turn_grpo, adv.turn_return_hybrid):
-        at_home = moved(function, b.rewards, shares, eps=0.0)
-        torch.testing.assert_close(moved(function, b.rewards * scale, shares * scale, eps=0.0), at_home)
-    at_home = adv.turn_grpo(**ids, rewards=b.rewards, turn_rewards=shares, eps=0.0)
-    torch.testing.assert_close(moved(adv.turn_grpo, b.rewards + shift, shares + shift, eps=0.0), at_home)
-    plain = {"group": b.group, "mask": b.mask}
-    same(
-        adv.best_of_group(**plain, rewards=b.rewards * scale),
-        scale * adv.best_of_group(**plain, rewards=b.rewards),
-    )
-    torch.testing.assert_close(
-        adv.best_of_group(**plain, rewards=b.rewards + shift), adv.best_of_group(**plain, rewards=b.rewards)
-    )
-    same(adv.maxrl(**plain, rewards=b.rewards * scale), adv.maxrl(**plain, rewards=b.rewards))
-    whole = critic(b) | {"rewards": b.rewards}
-    scaled = {name: tensor if name == "mask" else tensor * scale for name, tensor in whole.items()}
-    same(adv.gae(**scaled, gamma=0.9, lam=0.8), scale * adv.gae(**whole, gamma=0.9, lam=0.8))
-
-
-@quick
 @given(b=oracle.turn_batches([0.3, 0.1 + 0.2, 0.3]))
 def test_equal_rewards_give_exactly_zero(b):
     flat = torch.full_like(b.turn_rewards, 0.7)
