@@ -1,4 +1,4 @@
-"""Traps of a policy that is scored in two states: with dropout on and off, with its adapters on and off."""
+"""Traps of a policy that is scored in two states: with dropout, autocast or its adapters on and off."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import copy
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from ludus.algorithms.presets import PRESETS
 from ludus.training.critic import Critic
@@ -14,6 +14,7 @@ from ludus.training.learner import LearnerSettings
 from ludus.training.optimiser import OptimiserSettings
 from ludus.training.scoring import Scorer
 from ludus.training.start import AdapterOff
+from test_forest import SHAPE
 from test_learner import VOCAB, gradients, largest_difference, learner, random_rows, tiny_model
 
 
@@ -41,6 +42,36 @@ def test_dropout_does_not_move_the_ratio_of_an_unchanged_policy(dtype):
     model.train()
     one.gradient(rows, known)
     assert largest_difference(again, gradients(model)) == 0
+
+
+def under_autocast():
+    return torch.autocast("cpu", torch.bfloat16)
+
+
+def padded_model():
+    """A model whose rows are padded and not shared."""
+    torch.manual_seed(0)
+    return Gemma2ForCausalLM(Gemma2Config(**(SHAPE | {"vocab_size": VOCAB}), head_dim=8))
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_autocast_around_one_pass_does_not_move_the_ratio_of_an_unchanged_policy(shared):
+    """Trap 7: a caller that runs `old`, or the gradient, under autocast, and not the other."""
+    rows = random_rows()
+    model = tiny_model(torch.float32) if shared else padded_model()
+    with under_autocast():
+        assert model(torch.arange(8)[None]).logits.dtype == torch.bfloat16, "autocast changes this model"
+    one = learner(model, settings=LearnerSettings(microbatch_tokens=10**6, epochs=2))
+    assert one.scorer.shares_prefixes == shared
+    known = one._start(rows, seed=0)
+    one.gradient(rows, known)
+    expected = gradients(model)
+    with under_autocast():
+        again = one._start(rows, seed=0)
+        statistics, _ = one.gradient(rows, known)
+    assert all(torch.equal(a, b) for a, b in zip(known.proximal, again.proximal, strict=True))
+    assert (statistics.clip.ratio_mean, statistics.clip.ratio_max) == (1.0, 1.0)
+    assert largest_difference(expected, gradients(model)) == 0
 
 
 def test_a_critic_values_states_without_dropout():

@@ -34,7 +34,7 @@ from ludus.training.optimiser import Optimiser
 from ludus.training.others import Beside, FullKl, Others, TokenScorer, table_of
 from ludus.training.ranks import Ranks, current_ranks, merged, raise_together, sum_gradients
 from ludus.training.routing import following, recording
-from ludus.training.scoring import Scorer, Scores
+from ludus.training.scoring import Scorer, Scores, own_types
 from ludus.training.sharding import is_sharded
 from ludus.training.token_budget import TokenBudget
 
@@ -264,7 +264,8 @@ class Learner:
 
         self._fault = fault_of_rows(rows)
         self._check_finite()
-        self.budget.each(lambda limit: self._split(rows, limit), backward, forget)
+        with own_types(self.scorer.model):
+            self.budget.each(lambda limit: self._split(rows, limit), backward, forget)
         self._check_finite()
         sum_gradients(self.optimiser.parameters, self.ranks)
         everything = [statistics for part in self.ranks.gather(found) for statistics in part]
@@ -381,7 +382,8 @@ class Learner:
             if part.index and routing is not None and routing.records:
                 experts.update(zip((mine[i] for i in part.index), routing.taken(), strict=True))
 
-        self.budget.each(lambda limit: self._split(own, limit), score, found.clear)
+        with own_types(self.scorer.model):
+            self.budget.each(lambda limit: self._split(own, limit), score, found.clear)
         found, experts = merged(found, self.ranks), merged(experts, self.ranks)
         every = range(len(rows))
         return [found[i] for i in every], [experts[i] for i in every] if experts else None

@@ -262,6 +262,14 @@ class Scorer:
         return holds
 
 
+def own_types(model: PreTrainedModel) -> torch.autocast:
+    """A context in which passes compute in the model's own types, under a caller's autocast too.
+
+    A pass under it and one without would give an unchanged policy a ratio that is not 1.
+    """
+    return torch.autocast(next(model.parameters()).device.type, enabled=False)
+
+
 def _placed(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
     empty = torch.zeros(like.shape, dtype=values.dtype, device=values.device)
     return empty.index_put(at, values)
