@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -10,17 +11,19 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
+from ludus.algorithms.algorithm import GREEDY_ADVANTAGES
 from ludus.algorithms.filters import variance_top
 from ludus.algorithms.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.rollout.ledger import Ledger, Outcome
 from ludus.tasks.order import TaskOrder
-from ludus.training.credit import assign_credit, settle
-from ludus.training.sampling import Sampler
+from ludus.training.credit import assign_credit, settle, training_rows
+from ludus.training.sampling import Sampler, num_training_groups
 from ludus.training.selection import as_one_batch, keep_most_varied
 from ludus.types import StopReason, Task
 from test_baselines import run
 from test_credit import group, same, table
+from test_learner import gradients, largest_difference, learner, tiny_model
 
 FLAT, WIDE, NARROW, EQUAL = (0.5, 0.4, 0.5, 0.4), (1.0, 0.0, 1.0, 0.0), (1.0, 0.8, 1.0, 0.8), (0.3,) * 4
 SPREADS = (FLAT, WIDE, NARROW, EQUAL)
@@ -126,3 +129,80 @@ def test_a_round_more_replaces_the_groups_without_variance(rounds, played):
     assert asked == names[:played]
     kept = {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED}
     assert kept == {name for k, name in enumerate(names[:played]) if k in (2, 4)}
+
+
+def cut_off(members):
+    """A group of which a token limit ended every member."""
+    return [replace(e, trajectory=replace(e.trajectory, stop_reason=StopReason.TRUNCATED)) for e in members]
+
+
+def with_gradient(credits, algorithm):
+    model = tiny_model()
+    one = learner(model, replace(algorithm, kl_coef=0.0))
+    statistics, tokens = one.gradient(training_rows(credits, mask_observations=True))
+    return gradients(model), statistics, tokens
+
+
+@pytest.mark.parametrize("name", ["grpo", "dapo", "reinforce_pp_baseline", "ppo", "dr_grpo", "gspo"])
+def test_a_group_that_was_cut_off_whole_leaves_no_trace_in_the_gradient(name):
+    """With the filter it is compared, counted as masked and in no normaliser; without, it trains as any."""
+    algorithm = replace(PRESETS[name], overlong_mask=True)
+    rare = (1.0, 0.0, 0.0, 0.0)
+    groups = [cut_off(group(rare, "t0")), group(NARROW, "t1")]
+    credits = assign_credit(groups, algorithm)
+    fates = [(c.outcome, c.reason) for c in credits]
+    assert fates == [(Outcome.MASKED, "overlong")] * 4 + [(Outcome.TRAINED, "trained")] * 4
+    assert all(math.isfinite(a) for c in credits for a in c.advantages)
+    ledger = Ledger()
+    for credit in credits:
+        ledger.start(credit.episode.key)
+    settle(ledger, credits)
+    assert ledger.close(1, trained=4).metrics()["ledger/masked/overlong"] == 4
+    found, statistics, tokens = with_gradient(credits, algorithm)
+    alone, expected, num_alone = with_gradient(assign_credit([groups[1]], algorithm), algorithm)
+    assert largest_difference(found, alone) == 0
+    assert (statistics.loss, tokens) == (expected.loss, num_alone)
+    off = replace(algorithm, overlong_mask=False)
+    unfiltered, whole, num_whole = with_gradient(assign_credit(groups, off), off)
+    assert num_whole == sum(c.episode.trajectory.num_action_tokens for c in credits)
+    assert math.isfinite(whole.loss)
+    assert largest_difference(found, unfiltered) > 1e-4
+    uncut, _, _ = with_gradient(assign_credit([group(rare, "t0"), groups[1]], off), off)
+    assert largest_difference(unfiltered, uncut) == 0
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_step_of_which_everything_was_cut_off_trains_nothing(name):
+    algorithm = replace(PRESETS[name], overlong_mask=True, zero_variance=False)
+    members = cut_off(group((1.0, 0.0, 1.0, 0.0, 0.0), "t0"))
+    greedy = algorithm.advantage in GREEDY_ADVANTAGES
+    members[4] = replace(members[4], greedy=greedy)
+    credits = as_one_batch(assign_credit([members], algorithm), algorithm, 0)
+    fates = [(c.outcome, c.reason) for c in credits]
+    assert sorted(fates) == [
+        *[(Outcome.MASKED, "baseline")] * greedy,
+        *[(Outcome.MASKED, "overlong")] * (5 - greedy),
+    ]
+    assert all(math.isfinite(a) for c in credits for a in c.advantages or ())
+    assert num_training_groups(credits) == 0
+    model = tiny_model()
+    before = {n: p.clone() for n, p in model.state_dict().items()}
+    assert learner(model, algorithm).train(training_rows(credits, mask_observations=True), seed=0) == {}
+    assert all(torch.equal(before[n], p) for n, p in model.state_dict().items())
+
+
+def test_a_group_that_was_cut_off_whole_is_replaced():
+    order = TaskOrder([Task(name, (), None) for name in "abcdefgh"], 0)
+    names = [task.id for task in order.take(0, 8)]
+    asked = []
+
+    async def roll_out(step, tasks):
+        asked.extend(task.id for task in tasks)
+        return [cut_off(group(WIDE, t.id)) if t.id == names[0] else group(WIDE, t.id) for t in tasks]
+
+    session = SimpleNamespace(config=load_config("search", ["--training.tasks_per_step", "2"]))
+    sampler = Sampler(session, None, replace(PRESETS["dapo"], overlong_cache=0.0), None, Ledger())
+    sampler.roll_out = roll_out
+    credits = asyncio.run(sampler.sample(1, order))
+    assert asked == names[:3]
+    assert {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED} == set(names[1:3])

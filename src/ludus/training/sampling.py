@@ -14,7 +14,7 @@ from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, Algorithm
 from ludus.config.schema import Config, RolloutConfig
 from ludus.engines.base import Engine
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
-from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Attempt, Episode, Job, Scheduler
 from ludus.rollout.setup import Play, engine_scheduler
 from ludus.tasks.order import Order
@@ -173,6 +173,5 @@ def max_action_tokens(config: Config) -> int:
 
 
 def num_training_groups(credits: Sequence[Credit]) -> int:
-    """Groups that no filter dropped."""
-    taking_part = (c for c in credits if not c.episode.greedy)
-    return len({c.group for c in taking_part if c.outcome in ("trained", "masked")})
+    """Groups of which something trains."""
+    return len({c.group for c in credits if c.outcome is Outcome.TRAINED})
