@@ -10,6 +10,7 @@ import asyncio
 import math
 import random
 from dataclasses import replace
+from itertools import combinations
 from types import SimpleNamespace
 
 import pytest
@@ -98,30 +99,44 @@ def step(algorithm: Algorithm) -> Gradient:
     }
 
 
-def of_the_paper() -> Gradient:
-    """The first two tasks of which some attempts succeed and some do not, all their tokens in one mean."""
-    names = names_in_order()[1]
-    varied = [place for place in range(8) if len(set(rewards_at(place))) > 1][:2]
-    tokens = len(varied) * sum(LENGTHS)
+WHOLE = frozenset(("clip-higher", "dynamic sampling", "token-level loss", "soft overlong punishment"))
+
+
+def of_the_paper(parts: frozenset[str] = WHOLE) -> Gradient:
+    """GRPO with these parts of DAPO.
+
+    Dynamic sampling takes the first two tasks of which some attempts succeed and some do not, in the place of
+    the first two; the mean of a token-level loss is over all tokens, in the place of one over attempts of
+    those over their tokens.
+    """
+    names, high = names_in_order()[1], 1.28 if "clip-higher" in parts else 1.2
+    varied = [place for place in range(8) if len(set(rewards_at(place))) > 1]
+    places = varied[:2] if "dynamic sampling" in parts else [0, 1]
     found = {}
-    for place in varied:
+    for place in places:
         late = [min(0.0, max(-1.0, (BUDGET - CACHE - length) / CACHE)) for length in LENGTHS]
-        rewards = [reward + x for reward, x in zip(rewards_at(place), late, strict=True)]
+        punished = "soft overlong punishment" in parts
+        rewards = [reward + punished * x for reward, x in zip(rewards_at(place), late, strict=True)]
         mean = sum(rewards) / 4
         deviation = math.sqrt(sum((reward - mean) ** 2 for reward in rewards) / 3)
         for i, reward in enumerate(rewards):
             a, name = (reward - mean) / (deviation + 1e-6), f"sample {i} of task {names[place]}"
+            tokens = sum(LENGTHS) if "token-level loss" in parts else 4 * LENGTHS[i]
             for t, gap in enumerate(gaps(name)[: LENGTHS[i]]):
                 ratio = math.exp(gap)
-                cut = (a > 0 and ratio > 1.28) or (a < 0 and ratio < 0.8)
-                found[name, t] = 0.0 if cut else -ratio * a / tokens
+                cut = (a > 0 and ratio > high) or (a < 0 and ratio < 0.8)
+                found[name, t] = 0.0 if cut else -ratio * a / (len(places) * tokens)
     return found
 
 
-def test_a_step_is_that_of_the_paper():
-    found, expected = step(DAPO), of_the_paper()
-    assert found.keys() == expected.keys()
-    assert list(found.values()) == pytest.approx([expected[key] for key in found], abs=1e-12)
+@pytest.mark.parametrize("number", range(len(WHOLE) + 1))
+def test_with_any_of_its_parts_a_step_is_grpo_and_their_terms(number):
+    """From GRPO, without a part, to DAPO, with all four."""
+    for parts in combinations(sorted(WHOLE), number):
+        missing = {key: value for part in WHOLE.difference(parts) for key, value in PARTS[part].items()}
+        found, expected = step(replace(DAPO, **missing)), of_the_paper(frozenset(parts))
+        assert found.keys() == expected.keys(), parts
+        assert list(found.values()) == pytest.approx([expected[key] for key in found], abs=1e-12), parts
 
 
 @pytest.mark.parametrize("part", PARTS)

@@ -543,7 +543,7 @@ GRPO = Paper()
 PAPERS = {
     "grpo": GRPO,
     "grpo_paper": Paper(groups("grpo", 0), CLIP, seq_mean, (kl_loss("k3", 0.04),)),
-    "dapo": GRPO,
+    "dapo": GRPO,  # test_dapo.py holds it against the GRPO of its paper, part by part
     "dr_grpo": Paper(groups("dr_grpo"), CLIP, constant),
     "rloo": Paper(groups("rloo"), reinforce, seq_sum),
     "remax": Paper(against(greedy), reinforce, seq_sum),
