@@ -21,7 +21,7 @@ from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.stream import Stream, StreamedGroup
 from ludus.training.credit import Credit, training_rows
-from ludus.training.staleness import ages, mask_over_age, staleness_metrics, without_over_age
+from ludus.training.staleness import ages, mask_over_age, staleness_metrics
 from ludus.training.stream_state import StreamState
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 
@@ -184,7 +184,7 @@ def without_the_old(episodes, step, bound):
     """The ages of the tokens that a step trains where those over age are masked, and what is reported."""
     made = [Credit(e, Outcome.TRAINED, "trained", advantages=(1.0, 1.0)) for e in episodes]
     credits = mask_over_age(made, step, bound)
-    rows = without_over_age(training_rows(credits, mask_observations=True), credits, step, bound)
+    rows = training_rows(credits, mask_observations=True)
     trained = [credit.episode.trajectory for credit in credits if credit.outcome is Outcome.TRAINED]
     kept = [
         step - 1 - version

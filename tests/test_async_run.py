@@ -23,11 +23,10 @@ from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training import start
-from ludus.training.batch import row_of_trajectory
 from ludus.training.checkpoint import checkpoint_path, list_checkpoints
-from ludus.training.credit import Credit
+from ludus.training.credit import Credit, training_rows
 from ludus.training.learner_thread import LearnerThread
-from ludus.training.staleness import ESS, EssGuard, mask_over_age, staleness_metrics, without_over_age
+from ludus.training.staleness import ESS, EssGuard, mask_over_age, staleness_metrics
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
 from tiny_run import cold_start, ludus, make_recipe, refused
@@ -347,8 +346,7 @@ def test_tokens_over_age_are_masked_and_counted():
     old, mixed, new = chain(0, 0), chain(0, 2, 3), chain(3, 3)
     credits = mask_over_age([old, mixed, new], step=4, bound=1)
     assert [c.reason for c in credits] == ["over_age", "trained", "trained"]
-    rows = [row_of_trajectory(c.episode.trajectory, c.advantages or ()) for c in credits[1:]]
-    rows = without_over_age(rows, credits, step=4, bound=1)
+    rows = training_rows(credits, mask_observations=True)
     assert rows[0].trains == (False, False, False, True, True)
     assert rows[1].trains == (False, False, True, True)
     config = StalenessConfig(max_staleness=1, over_age="mask")

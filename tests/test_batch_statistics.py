@@ -12,10 +12,13 @@ from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, WHITENED_ADVANTAGES
 from ludus.algorithms.kl import penalised_advantages
 from ludus.algorithms.presets import PRESETS
 from ludus.rollout.ledger import Outcome, RolloutKey
-from ludus.training.credit import Estimates, assign_credit, with_estimates
+from ludus.training.branches import paths
+from ludus.training.credit import Estimates, assign_credit, training_rows, with_estimates
 from ludus.training.refine import refine
 from ludus.training.staleness import mask_over_age
 from ludus.types import StopReason
+from test_branches import episodes as branching
+from test_branches import tree
 from test_credit import REWARDS, group, inputs, real_group, table
 
 BASELINE = replace(PRESETS["reinforce_pp_baseline"], kl_coef=0.0)
@@ -31,8 +34,9 @@ def with_cut(episodes, *places):
 
 def moments(credits):
     """Mean and standard deviation of the advantages of what trains, and how many tokens that are."""
-    trained = [c for c in credits if c.outcome is Outcome.TRAINED]
-    numbers = torch.tensor([a for c in trained for a in c.advantages], dtype=torch.float64)
+    rows = training_rows(credits, mask_observations=True)
+    each = [a for row in rows for a, trains in zip(row.advantages, row.trains, strict=True) if trains]
+    numbers = torch.tensor(each, dtype=torch.float64)
     return float(numbers.mean()), float(numbers.std()), len(numbers)
 
 
@@ -73,6 +77,46 @@ def test_what_is_too_old_is_in_no_mean():
     credits = mask_over_age(assign_credit([episodes], one.algorithm), 1, bound=2)
     assert [c.reason for c in credits] == ["over_age", *["trained"] * 3]
     assert moments(refine(credits, one, 0)) == standard(31)
+
+
+@pytest.mark.parametrize("name", sorted(WHITENED_ADVANTAGES))
+def test_tokens_that_are_too_old_are_in_no_mean(name):
+    """An attempt that began under weights beyond the bound and went on under newer ones."""
+    episodes, one = real_group()
+    one.algorithm = replace(PRESETS["grpo"], advantage=name)
+    first = episodes[0].trajectory
+    began = next(i for i, segment in enumerate(first.segments) if segment.versions)
+    segments = list(first.segments)
+    segments[began] = replace(segments[began], versions=(-9,) * len(segments[began].tokens))
+    episodes[0] = replace(episodes[0], trajectory=replace(first, segments=tuple(segments)))
+    credits = mask_over_age(assign_credit([episodes], one.algorithm), 1, bound=2)
+    assert [c.reason for c in credits] == ["trained"] * 4
+    left = 38 - len(segments[began].tokens)
+    assert credits[0].trains == tuple(i >= 38 - left for i in range(first.num_action_tokens))
+    assert moments(refine(credits, one, 0)) == standard(left)
+
+
+def test_old_tokens_of_a_tree_are_in_no_mean():
+    """A mean is over the paths, in each of which a token that they share counts."""
+    old, new = tree(), tree(1, (0.0, 0.0, 1.0))
+    began = replace(old.segments[1], versions=(-9, -9))
+    old = replace(old, segments=(old.segments[0], began, *old.segments[2:]))
+    credits = mask_over_age(assign_credit([branching(old, new)], BASELINE), 1, bound=2)
+    ways = [path for credit in credits for path in paths(credit.episode.trajectory)]
+    lengths = torch.tensor([len(path.places) for path in ways])
+    mask = torch.arange(int(lengths.max())) < lengths[:, None]
+    trains = mask.clone()
+    trains[:3, :2] = False
+    expected = advantages.reinforce_pp_baseline(
+        rewards=torch.tensor([path.trajectory.reward for path in ways], dtype=torch.float64),
+        group=torch.zeros(len(ways), dtype=torch.int64),
+        mask=mask,
+        trains=trains,
+    )
+    owners = [credit for credit in with_estimates(credits, BASELINE, 0, Estimates()) for _ in range(3)]
+    ends = [owner.advantages[path.places[-1]] for owner, path in zip(owners, ways, strict=True)]
+    assert ends == pytest.approx(expected[:, 2].tolist(), abs=1e-12)
+    assert [credit.trains for credit in credits] == [(False, False, *(True,) * 8), None]
 
 
 def test_a_kl_in_the_advantage_is_centred_over_what_trains():

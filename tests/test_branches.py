@@ -22,7 +22,7 @@ from ludus.training.learner import LearnerSettings
 from ludus.training.refine import refine
 from ludus.training.routing import Routing
 from ludus.training.scoring import Scorer
-from ludus.training.staleness import without_over_age
+from ludus.training.staleness import mask_over_age
 from ludus.types import Segment, StopReason, Task, Trajectory
 from test_critic import critic
 from test_learner import learner, tiny_model
@@ -194,8 +194,8 @@ def test_old_tokens_of_a_tree_are_masked_where_they_stand():
         return replace(one, segments=tuple(replace(s, versions=v) for s, v in both))
 
     group = episodes(aged(tree(), old=3), aged(tree(1, (0.0, 0.0, 1.0))))
-    credits = assign_credit([group], PRESETS["dr_grpo"])
-    first, second = without_over_age(training_rows(credits, mask_observations=True), credits, 5, 2)
+    credits = mask_over_age(assign_credit([group], PRESETS["dr_grpo"]), 5, 2)
+    first, second = training_rows(credits, mask_observations=True)
     trained = [t for t, own in zip(first.tokens, first.trains, strict=True) if own]
     assert trained == [4, 5, 8, 12, 11, 14, 15]
     assert sum(second.trains) == 10

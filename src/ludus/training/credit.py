@@ -40,6 +40,7 @@ class Credit:
     """What becomes of one episode.
 
     `advantages` has one number per action token; None unless the episode took part in its group's comparison.
+    `trains` says of each whether it trains with the episode; None: all do.
     `values` and `targets`, as many, are the critic's where there is one; `reference`, as many, the
     reference's log-probabilities where a process reward model reads them. `group` numbers a step's groups.
     `baseline` is what the reward is compared with, where that is not the group. `replayed`: it has trained
@@ -51,6 +52,7 @@ class Credit:
     reason: str
     group: int = 0
     advantages: tuple[float, ...] | None = None
+    trains: tuple[bool, ...] | None = None
     values: tuple[float, ...] | None = None
     targets: tuple[float, ...] | None = None
     reference: tuple[float, ...] | None = None
@@ -270,7 +272,9 @@ def _advantages(
 
 
 def _along(credit: Credit, path: Path) -> Credit:
-    return replace(credit, episode=replace(credit.episode, trajectory=path.trajectory))
+    trains = None if credit.trains is None else tuple(credit.trains[place] for place in path.places)
+    episode = replace(credit.episode, trajectory=path.trajectory)
+    return replace(credit, episode=episode, trains=trains)
 
 
 def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -339,12 +343,11 @@ def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
         given = trajectories[i].turn_rewards[:most]
         turn_rewards[i, : len(given)] = torch.tensor(given, dtype=torch.float64)
     mask = torch.arange(width)[None, :] < lengths[:, None]
-    trained = torch.tensor([credit.outcome is Outcome.TRAINED for credit in credits])
     return Outcomes(
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
         group=torch.tensor([credit.group for credit in credits]),
         mask=mask,
-        trains=mask & trained[:, None] if trained.any() else None,
+        trains=_training_tokens(credits, mask),
         turn=turn,
         turn_rewards=turn_rewards,
         kl=_table(estimates.kl, width),
@@ -360,6 +363,17 @@ def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
         proposer=proposer,
         proposals=proposals,
     )
+
+
+def _training_tokens(credits: Sequence[Credit], mask: Tensor) -> Tensor | None:
+    """Which of the action tokens in `mask` [N, L] train; None where none does."""
+    found = mask.clone()
+    for i, credit in enumerate(credits):
+        if credit.outcome is not Outcome.TRAINED:
+            found[i] = False
+        elif credit.trains is not None:
+            found[i, : len(credit.trains)] &= torch.tensor(credit.trains, dtype=torch.bool)
+    return found if found.any() else None
 
 
 def _behavior(credits: Sequence[Credit], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
@@ -446,6 +460,16 @@ def settle(ledger: Ledger, credits: Sequence[Credit]) -> None:
             ledger.finish(credit.episode.key, credit.outcome, credit.reason)
 
 
+def _trains(row: Row, credit: Credit) -> tuple[bool, ...]:
+    """`row.trains` without the action tokens that do not train."""
+    if credit.trains is None:
+        return row.trains
+    given = iter(credit.trains)
+    return tuple(
+        next(given) if action else trains for trains, action in zip(row.trains, row.sampled, strict=True)
+    )
+
+
 def training_rows(
     credits: Sequence[Credit], *, mask_observations: bool, rewards: Sequence[Reward] = ()
 ) -> list[Row]:
@@ -458,6 +482,7 @@ def training_rows(
         if credit.outcome is Outcome.TRAINED:
             one = credit.episode.trajectory
             row = row_of_trajectory(one, credit.advantages or (), mask_observations=mask_observations)
+            row = replace(row, trains=_trains(row, credit))
             parts = [one.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
             sampled = (False,) * len(row.tokens) if credit.expert else row.sampled
             positive = max(parts, default=one.reward) > 0

@@ -19,7 +19,7 @@ from ludus.training.learner import Learner
 from ludus.training.refine import refine
 from ludus.training.sampling import max_action_tokens
 from ludus.training.session import Session
-from ludus.training.staleness import mask_over_age, on_policy, without_over_age
+from ludus.training.staleness import mask_over_age, on_policy
 
 T = TypeVar("T")
 
@@ -63,8 +63,6 @@ class Learning:
             mask_observations=self.session.config.training.mask_observations,
             rewards=self.session.world.rewards,
         )
-        if self.bound is not None:
-            rows = without_over_age(rows, found, step, self.bound)
         return found, await work(lambda: self._train(step, found, rows))
 
     def control_kl(self, metrics: Mapping[str, float]) -> str:

@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 from ludus.config.staleness import StalenessConfig
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
-from ludus.training.batch import Row
-from ludus.training.branches import laid
+from ludus.training.branches import new_actions
 from ludus.training.credit import Credit
 from ludus.types import Trajectory
 
@@ -36,28 +35,23 @@ def on_policy(credits: Sequence[Credit], step: int) -> list[Credit]:
 
 
 def mask_over_age(credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
-    """The credits, those of which every token is older than `bound` as masked."""
+    """The credits, in which tokens older than `bound` do not train; those with no other token as masked."""
     return [
-        replace(credit, outcome=Outcome.MASKED, reason=OVER_AGE)
-        if credit.outcome is Outcome.TRAINED and min(ages(credit.episode.trajectory, step), default=0) > bound
-        else credit
+        _without_old(credit, step - 1 - bound) if credit.outcome is Outcome.TRAINED else credit
         for credit in credits
     ]
 
 
-def without_over_age(rows: Sequence[Row], credits: Sequence[Credit], step: int, bound: int) -> list[Row]:
-    """The rows of the credits that train, in their order, without tokens older than `bound`."""
-    trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED]
-    versions = [
-        [v for s, _ in laid(c.episode.trajectory) for v in (s.versions or (-1,) * len(s.tokens))]
-        for c in trained
-    ]
-    return [_masked(row, own, step - 1 - bound) for row, own in zip(rows, versions, strict=True)]
-
-
-def _masked(row: Row, versions: Sequence[int], oldest: int) -> Row:
-    trains = (t and not 0 <= version < oldest for t, version in zip(row.trains, versions, strict=True))
-    return replace(row, trains=tuple(trains))
+def _without_old(credit: Credit, oldest: int) -> Credit:
+    """The credit without tokens of versions before `oldest`; those of an expert have no version."""
+    actions = new_actions(credit.episode.trajectory)
+    versions = (v for action in actions for v in (action.versions or (oldest,) * len(action.tokens)))
+    young = tuple(version >= oldest for version in versions)
+    if all(young):
+        return credit
+    if not any(young):
+        return replace(credit, outcome=Outcome.MASKED, reason=OVER_AGE)
+    return replace(credit, trains=young)
 
 
 def staleness_metrics(
