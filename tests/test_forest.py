@@ -21,6 +21,7 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
+from ludus.engines.pages import common_prefix
 from ludus.training.batch import Row, microbatches
 from ludus.training.forest import LEAST_SHARED, plant
 from ludus.training.head import Head, logits_to_scores
@@ -269,3 +270,11 @@ def test_microbatches_are_of_about_one_size():
     rows = [row([i] * 10) for i in range(12)]
     sizes = [len(part.index) for part in microbatches(rows, 100, CPU, torch.float32)]
     assert sizes == [6, 6]
+
+
+@given(families_of_sequences())
+def test_the_common_prefix_is_that_of_a_loop(sequences):
+    for left, right in zip(sequences, sequences[1:] + sequences[:1], strict=True):
+        pairs = zip(left, right, strict=False)
+        expected = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
+        assert common_prefix(left, right) == common_prefix(list(left), right) == expected

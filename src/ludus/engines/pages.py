@@ -60,7 +60,7 @@ def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
     length = min(len(left), len(right))
     if left[:length] == right[:length]:
         return length
-    return next(i for i in range(length) if left[i] != right[i])
+    return next((i for i in range(length) if left[i] != right[i]), length)
 
 
 class PageTree:

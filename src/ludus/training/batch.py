@@ -13,8 +13,9 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
+from ludus.engines.pages import common_prefix
 from ludus.training.branches import laid, num_distinct
-from ludus.training.forest import LEAST_SHARED, shared_length
+from ludus.training.forest import LEAST_SHARED
 from ludus.types import Segment, Trajectory
 
 
@@ -176,7 +177,7 @@ def _in_order(rows: Sequence[Row]) -> tuple[list[int], list[int]]:
     order = sorted(range(len(rows)), key=lambda i: rows[i].tokens)
     new = [num_distinct(rows[i].tokens) for i in order]
     for at, (a, b) in enumerate(pairwise(order), start=1):
-        shared = shared_length(rows[a].tokens, rows[b].tokens)
+        shared = common_prefix(rows[a].tokens, rows[b].tokens)
         new[at] -= shared if shared >= LEAST_SHARED else 0
     return order, new
 

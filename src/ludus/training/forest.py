@@ -20,6 +20,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from ludus.engines.pages import common_prefix
 from ludus.engines.scores import MaskShape, added_mask
 
 NAME = "ludus_forest"
@@ -64,18 +65,10 @@ class Forest:
         return any(node.above for node in self.nodes)
 
 
-def shared_length(left: Sequence[int], right: Sequence[int]) -> int:
-    """Tokens at the start that two sequences have in common."""
-    for i, (a, b) in enumerate(zip(left, right, strict=False)):
-        if a != b:
-            return i
-    return min(len(left), len(right))
-
-
 def plant(sequences: Sequence[Sequence[int]], device: torch.device) -> Forest:
     """The forest of `sequences`; empty ones take no place."""
     order = sorted((i for i, s in enumerate(sequences) if len(s)), key=lambda i: tuple(sequences[i]))
-    common = [shared_length(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    common = [common_prefix(sequences[a], sequences[b]) for a, b in pairwise(order)]
     grower = _Grower([sequences[i] for i in order], common)
     grower.grow()
     places: list[Tensor] = [torch.empty(0, dtype=torch.int64, device=device)] * len(sequences)
