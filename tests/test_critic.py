@@ -134,14 +134,43 @@ def test_a_head_alone_learns_on_the_policys_states_and_leaves_it_alone():
     assert not torch.equal(values, one.values(rows)[0])
 
 
-def test_a_value_head_is_refused_without_a_critic_and_on_split_weights():
-    for settings, words in (
-        ({"algorithm": {"preset": "grpo"}}, "has no critic"),
-        ({"algorithm": {"preset": "ppo"}, "training": {"learner": {"shard": True, "ranks": 2}}}, "splits"),
-    ):
-        one = Config.model_validate(settings | {"critic": {"model": "head"}})
-        with pytest.raises(ConfigError, match=words):
-            check_critic(one, algorithm_of(one))
+@pytest.mark.parametrize(
+    ("preset", "settings", "words"),
+    [
+        ("grpo", {"model": "head"}, "critic.model = head would have no effect: the advantage grpo has no"),
+        ("grpo", {"learning_rate": 0.1}, "critic.learning_rate = 0.1 would have no effect"),
+        ("rloo", {"warmup_steps": 0}, "critic.warmup_steps = 0 would have no effect"),
+        ("coderl", {"clip": 0.1}, "critic.clip = 0.1 would have no effect: the critic of coderl"),
+        ("prime", {"epochs": 2}, "critic.epochs = 2 would have no effect: the advantage prime has a process"),
+        ("ppo", {"prime": {"epochs": 2}}, "critic.prime = .* the advantage gae has no process reward model"),
+    ],
+)
+def test_settings_of_a_critic_that_is_not_there_are_refused(preset, settings, words):
+    one = Config.model_validate({"algorithm": {"preset": preset}, "critic": settings})
+    with pytest.raises(ConfigError, match=words):
+        check_critic(one, algorithm_of(one))
+
+
+@pytest.mark.parametrize(
+    ("preset", "settings"),
+    [
+        ("grpo", {"clip": 0.2}),
+        ("coderl", {"learning_rate": 0.1, "epochs": 2, "warmup_steps": 1, "model": "head"}),
+        ("prime", {"prime": {"epochs": 2, "learning_rate": 0.1}}),
+        ("vapo", {"clip": 0.1, "learning_rate": 0.1, "epochs": 2, "warmup_steps": 1, "model": "head"}),
+    ],
+)
+def test_settings_that_are_read_or_as_they_are_anyhow_are_taken(preset, settings):
+    one = Config.model_validate({"algorithm": {"preset": preset}, "critic": settings})
+    check_critic(one, algorithm_of(one))
+
+
+def test_a_value_head_is_refused_on_split_weights():
+    learner_settings = {"learner": {"shard": True, "ranks": 2}}
+    one = {"algorithm": {"preset": "ppo"}, "training": learner_settings, "critic": {"model": "head"}}
+    config = Config.model_validate(one)
+    with pytest.raises(ConfigError, match="splits"):
+        check_critic(config, algorithm_of(config))
 
 
 def test_vapo_trains_its_critic_first_unless_it_is_told_otherwise():

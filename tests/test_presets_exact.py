@@ -27,6 +27,9 @@ from ludus.algorithms.batch import Outcomes, TokenBatch
 from ludus.algorithms.kl import KLS, penalised_rewards
 from ludus.algorithms.objective import objective
 from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.resolve import resolve
+from ludus.config.schema import AlgorithmConfig
+from ludus.errors import ConfigError
 
 EXACT, MISSED = 1e-10, 1e-6
 BUDGET = 40
@@ -725,3 +728,37 @@ def test_what_a_loss_does_not_read_changes_no_bit(name, key):
     assert key in differing(name)
     case = case_of(name)
     assert torch.equal(real_gradient(case, PRESETS[name]), real_gradient(case, without(name, key)))
+
+
+OTHER_VALUES = {
+    "eps_low": (0.02, 0.9),
+    "eps_high": (1e-4, 0.9),
+    "dual_clip": (1.05,),
+    "kl": ("abs",),
+    "kl_coef": (0.3,),
+    "correction": ("none", "tis", "icepop", "decoupled"),
+    "tis_cap": (0.5,),
+    "std_ddof": (0, 1),
+    "entropy_coef": (0.3,),
+    "aggregation": ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"),
+    "advantage": ("raw", "dr_grpo", "opo", "best_of_group", "reinforce_pp_baseline", "gae"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:k1 in the loss")
+@pytest.mark.parametrize("name", [name for name in PRESETS if name != "pass_at_k"])
+def test_a_setting_that_is_taken_changes_the_gradient(name):
+    """What a preset does not read is refused, with values of which one at least is felt on the batch."""
+    case, preset = case_of(name), PRESETS[name]
+    plain = real_gradient(case, preset)
+    for key, values in OTHER_VALUES.items():
+        found = []
+        for value in values:
+            if getattr(preset, key) == value:
+                continue
+            try:
+                changed = resolve(AlgorithmConfig.model_validate({"preset": name, key: value}))
+            except ConfigError:
+                continue
+            found.append(not torch.equal(real_gradient(case, changed), plain))
+        assert not found or any(found), key

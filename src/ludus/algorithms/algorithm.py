@@ -110,6 +110,8 @@ SCALED_ADVANTAGES = (
     "hierarchical",
 )
 """Advantages that divide by a standard deviation and so read std_ddof."""
+POSITIVE_ADVANTAGES = ("best_of_group",)
+"""Advantages that are never below 0, where a clip has one side only."""
 TURN_ADVANTAGES = ("turn_grpo", "turn_return", "turn_return_hybrid")
 """Advantages that read the rewards of turns."""
 

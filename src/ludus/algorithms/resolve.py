@@ -22,8 +22,10 @@ from ludus.algorithms.algorithm import (
     LOSS_OPTIONS,
     OPTION_WORDS,
     PLACEMENTS,
+    POSITIVE_ADVANTAGES,
     SCALED_ADVANTAGES,
     SEQUENCE_LOSSES,
+    TEACHER_LOSSES,
     TERM_NAMES,
     Algorithm,
     Options,
@@ -61,6 +63,8 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     check_corrections(algorithm.correction, algorithm.loss, algorithm.advantage)
     _check_sequence_weights(algorithm)
     _refuse_idle_settings(config, algorithm)
+    _refuse_unread_parts(config, algorithm)
+    _check_rewards_stay(algorithm)
     if algorithm.resample_rounds and not algorithm.zero_variance:
         raise ConfigError(
             f"algorithm.resample_rounds = {algorithm.resample_rounds} replaces groups that"
@@ -179,6 +183,38 @@ def _refuse_idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> None
     if algorithm.kl_placement == "reward":
         reason = "a KL in the reward adds up over the trajectory by itself"
         _refuse("options.kl.granularity", config.options.kl.get("granularity"), reason)
+
+
+def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
+    """A part that the loss or the advantage does not read."""
+    loss, in_loss = algorithm.loss, algorithm.kl_placement == "loss"
+    penalised = algorithm.kl_coef > 0
+    if loss in SEQUENCE_LOSSES and algorithm.entropy_coef == 0 and not (penalised and in_loss):
+        _refuse("aggregation", config.aggregation, f"the loss {loss} is a mean over trajectories by itself")
+    if loss in TEACHER_LOSSES:
+        reason = f"the loss {loss} reads a teacher and no reward"
+        _refuse("advantage", config.advantage, reason)
+        _refuse("options.advantage", config.options.advantage or None, reason)
+        _refuse("overlong_cache", algorithm.overlong_cache or None, reason)
+        _refuse("kl_placement", algorithm.kl_placement if penalised and not in_loss else None, reason)
+    one_sided = algorithm.advantage in POSITIVE_ADVANTAGES and loss != "cispo"
+    if one_sided and not (penalised and algorithm.kl_placement == "advantage"):
+        reason = f"the advantage {algorithm.advantage} is never below 0"
+        _refuse("eps_low", config.eps_low, reason)
+        _refuse("dual_clip", config.dual_clip, reason)
+
+
+def _check_rewards_stay(algorithm: Algorithm) -> None:
+    """ConfigError where something is added to rewards that have to be 0 or 1."""
+    if algorithm.advantage != "pass_at_k":
+        return
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
+    if penalised or algorithm.overlong_cache:
+        what = "algorithm.kl_placement = 'reward'" if penalised else "algorithm.overlong_cache"
+        raise ConfigError(
+            f"The advantage pass_at_k takes rewards of 0 and 1, and {what} adds to them.",
+            "Set kl_placement = 'loss' and overlong_cache = 0, or choose another advantage.",
+        )
 
 
 def _refuse(key: str, value: object, reason: str) -> None:

@@ -393,7 +393,7 @@ class CriticConfig(Section):
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of one step."""
     clip: float = Field(0.2, ge=0)
-    """How far a value may move in one step; 0 is not bounded. The critic of coderl has no values."""
+    """How far a value may move in one step; 0 is not bounded. Not of coderl, whose critic has no values."""
     warmup_steps: int | None = Field(None, ge=0)
     """First steps in which the critic alone learns. None is 0, and a tenth of training.steps for vapo."""
     prime: PrimeConfig = PrimeConfig()

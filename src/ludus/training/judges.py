@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ludus.algorithms.algorithm import CRITIC_ADVANTAGES, TURN_VALUE_ADVANTAGES, Algorithm, number
 from ludus.algorithms.resolve import resolve
-from ludus.config.schema import Config
+from ludus.config.schema import Config, CriticConfig
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory
@@ -70,19 +70,35 @@ def make_judge(
 
 
 def check_critic(config: Config, algorithm: Algorithm) -> None:
-    """Raise ConfigError for a value head where there is no critic, or on states of split weights."""
-    if config.critic.model == "separate":
-        return
-    if algorithm.advantage not in (*CRITIC_ADVANTAGES, "coderl"):
+    """Raise ConfigError for settings of a critic that nothing reads, and for a head on split weights."""
+    read, reason = _read_of_critic(algorithm)
+    given, plain = config.critic.model_dump(), CriticConfig().model_dump()
+    idle = [key for key, value in given.items() if value != plain[key] and key not in read]
+    if idle:
         raise ConfigError(
-            f"critic.model = head would have no effect: the advantage {algorithm.advantage} has no critic.",
-            "Leave it out, or choose an algorithm with a critic (ludus algorithms).",
+            f"critic.{idle[0]} = {given[idle[0]]} would have no effect: {reason}.",
+            "Leave it out, or choose an algorithm that reads it (ludus algorithms).",
         )
-    if config.training.learner.shard:
+    if config.critic.model == "head" and config.training.learner.shard:
         raise ConfigError(
             "critic.model = head reads the policy's states, and training.learner.shard splits its weights.",
             "Leave one of them out.",
         )
+
+
+def _read_of_critic(algorithm: Algorithm) -> tuple[set[str], str]:
+    """The settings of `critic` that an algorithm reads, and why it does not read the others."""
+    of_critics = set(CriticConfig.model_fields) - {"prime"}
+    match algorithm.advantage:
+        case "prime":
+            return {"prime"}, "the advantage prime has a process reward model (critic.prime) and no critic"
+        case "coderl":
+            reason = "the critic of coderl says how likely the outcome is, and has no values"
+            return of_critics - {"clip"}, reason
+        case name if name in CRITIC_ADVANTAGES:
+            return of_critics, f"the advantage {name} has no process reward model"
+        case name:
+            return set(), f"the advantage {name} has no critic"
 
 
 def part_name(judge: Judge) -> str:
