@@ -1,4 +1,4 @@
-"""A batch split between two processes has the gradient of one."""
+"""A batch split between two processes has the gradient of one, also in a mixture of experts."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from test_learner import largest_difference
-from two_ranks import CASES, SHARES, results
+from two_ranks import CASES, SHARES, results, results_of_experts
 
 
 @pytest.mark.fault
@@ -24,7 +24,7 @@ def test_two_processes_take_the_step_of_one(tmp_path):
         )
         for rank, file in enumerate(files)
     ]
-    expected = results(slice(0, 9))
+    expected, of_experts = results(slice(0, 9)), results_of_experts(slice(0, 9))
     for process in processes:
         _, error = process.communicate(timeout=300)
         assert process.returncode == 0, error.decode()
@@ -38,3 +38,8 @@ def test_two_processes_take_the_step_of_one(tmp_path):
             assert largest_difference(found["weights"], expected["weights"]) < 1e-10
             assert found["metrics"] == pytest.approx(expected["metrics"], abs=1e-9)
             assert found["nothing"] == {}
+            experts = found["experts"]
+            for what, most in (("gradient", 1e-10), ("weights", 1e-10), ("replayed", 1e-6)):
+                # what is replayed is weighed by a softmax in float32, as in transformers' routers
+                assert largest_difference(experts[what], of_experts[what]) < most, (share, what)
+            assert experts["numbers"] == pytest.approx(of_experts["numbers"], abs=1e-10)

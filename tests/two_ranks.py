@@ -12,7 +12,9 @@ from torch import distributed
 from ludus.algorithms.presets import PRESETS
 from ludus.training.learner import Known, LearnerSettings
 from ludus.training.scoring import Scorer
+from test_forest import in_double
 from test_learner import WITH_ALL_TERMS, gradients, learner, random_rows, tiny_model
+from test_routing import mixture, replaying, rows_with_prefixes
 
 CASES = {
     "tokens": WITH_ALL_TERMS,
@@ -44,10 +46,30 @@ def results(part: slice) -> dict[str, object]:
     return found
 
 
+def results_of_experts(part: slice) -> dict[str, object]:
+    """For these rows, the gradient of a mixture of experts, and its weights after two updates of a step.
+
+    `replayed` are the weights where the second update took the experts that the first pass recorded.
+    """
+    every = rows_with_prefixes()
+    proximal = [torch.full((len(row.tokens),), -2.0, dtype=torch.float64) for row in every]
+    model = in_double(mixture())
+    reference = {"reference": Scorer(in_double(mixture(seed=1)))}
+    one = learner(model, WITH_ALL_TERMS, LearnerSettings(microbatch_tokens=60), reference)
+    statistics, tokens = one.gradient(every[part], Known(proximal[part]))
+    found: dict[str, object] = {"gradient": gradients(model), "numbers": (statistics.loss, tokens)}
+    for name, step in (("weights", learner), ("replayed", replaying)):
+        model = in_double(mixture())
+        step(model, settings=LearnerSettings(epochs=2)).train(every[part], seed=0)
+        found[name] = {name: p.detach() for name, p in model.named_parameters()}
+    return found
+
+
 if __name__ == "__main__":
     rank, store, result = int(sys.argv[1]), sys.argv[2], Path(sys.argv[3])
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
     torch.set_num_threads(1)
     parts = {name: share if rank == 0 else slice(share.stop, 9) for name, share in SHARES.items()}
-    torch.save({name: results(part) for name, part in parts.items()}, result)
+    of_each = {name: results(part) | {"experts": results_of_experts(part)} for name, part in parts.items()}
+    torch.save(of_each, result)
     distributed.destroy_process_group()
