@@ -8,10 +8,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ludus.algorithms.presets import PRESETS
 from ludus.errors import LearnerError
+from ludus.training.batch import microbatches
 from ludus.training.credit import Estimates, assign_credit, with_estimates
+from ludus.training.finite import Watch
 from ludus.training.learner import Known, LearnerSettings
 from ludus.training.scoring import Scorer
 from test_credit import group
@@ -140,3 +143,60 @@ def test_what_stands_where_nothing_trains_does_not_matter():
         for row in rows
     ]
     assert one.gradient(odd)[0].loss == expected.loss
+
+
+class Reads(TorchDispatchMode):
+    """Counts what has to wait for the device that computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        self.count += function.name() in ("aten::_local_scalar_dense", "aten::nonzero")
+        return function(*args, **(kwargs or {}))
+
+
+def seen(*, odd_at=None, odd=math.nan, loss=1.0):
+    """A watch that has seen the microbatches of a batch, and how many reads that took."""
+    watch, rows = Watch(), named_rows()
+    parts = microbatches(rows, 40, torch.device("cpu"), torch.float64)
+    assert len(parts) > 2
+    tables = [torch.zeros(part.tokens.shape, dtype=torch.float64) for part in parts]
+    for part, table in zip(parts, tables, strict=True):
+        if odd_at in part.index:
+            table[part.index.index(odd_at), first_trained(rows[odd_at])] = odd
+        table[~part.trains] = math.inf
+    with Reads() as reads:
+        for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
+            given = {"entropy": torch.zeros_like(table), "log-probability": table, "KL": None}
+            watch.numbers(part, part.trains, given)
+            watch.loss(torch.tensor(loss if number == 1 else 1.0))
+    return watch, reads.count
+
+
+def test_all_microbatches_of_a_step_are_waited_for_once():
+    watch, reads = seen()
+    assert reads == 0
+    with Reads() as looks:
+        assert watch.fault == ""
+    assert looks.count == 1
+
+
+@ODD
+@pytest.mark.parametrize("row", range(9))
+def test_only_where_something_is_odd_its_row_is_searched_for(row, odd):
+    watch, reads = seen(odd_at=row, odd=odd, loss=math.nan)
+    assert reads == 0
+    assert watch.fault == f"A log-probability of sample {row} of task t is {odd}."
+    watch.clear()
+    assert watch.fault == ""
+
+
+def test_a_loss_that_is_odd_by_itself_is_said():
+    assert seen(loss=math.inf)[0].fault == "The loss is inf."
+
+
+def test_a_loss_beyond_all_numbers_changes_no_weight():
+    rows = [replace(row, advantages=(1e308,) * len(row.tokens)) for row in named_rows()]
+    refused(learner(tiny_model(), PRESETS["rloo"]), rows, "The loss is -?(inf|nan)")

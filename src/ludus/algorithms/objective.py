@@ -116,9 +116,20 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
     teacher = batch.teacher_kl
     if teacher is None and batch.teacher_logprobs is not None:
         teacher = batch.logprobs - batch.teacher_logprobs
+    read = _read(
+        {
+            "loss": total,
+            "policy": policy,
+            "kl": _sum(kl, batch.mask),
+            "entropy": _sum(batch.entropy, batch.mask),
+            "teacher": _sum(teacher, batch.mask),
+            "chosen": None if batch.chosen is None else (batch.chosen.bool() & batch.mask.bool()).sum(),
+        }
+        | {f"term {name}": value for name, value in terms.items()}
+    )
     statistics = Statistics(
-        loss=float(total.detach()),
-        policy_loss=float(policy.detach()),
+        loss=read["loss"],
+        policy_loss=read["policy"],
         clip=clip_stats(
             logprobs=batch.logprobs,
             old_logprobs=batch.old_logprobs,
@@ -129,11 +140,11 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
         by_length=mismatch_by_length(
             old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask
         ),
-        kl_sum=_sum(kl, batch.mask),
-        entropy_sum=_sum(batch.entropy, batch.mask),
-        teacher_sum=_sum(teacher, batch.mask),
-        chosen_sum=None if batch.chosen is None else float((batch.chosen.bool() & batch.mask.bool()).sum()),
-        terms={name: float(value.detach()) for name, value in terms.items()},
+        kl_sum=read.get("kl"),
+        entropy_sum=read.get("entropy"),
+        teacher_sum=read.get("teacher"),
+        chosen_sum=read.get("chosen"),
+        terms={name: read[f"term {name}"] for name in terms},
     )
     return total, statistics
 
@@ -177,8 +188,14 @@ def _needed(term: Tensor | None, name: str, coefficient: str) -> Tensor:
     return term
 
 
-def _sum(values: Tensor | None, mask: Tensor) -> float | None:
-    return None if values is None else float(select(values.detach(), mask).sum(dtype=torch.float64))
+def _sum(values: Tensor | None, mask: Tensor) -> Tensor | None:
+    return None if values is None else select(values.detach(), mask).sum(dtype=torch.float64)
+
+
+def _read(numbers: Mapping[str, Tensor | None]) -> dict[str, float]:
+    """Those that are there, by their names: one transfer from the device for all of them."""
+    there = {name: value.detach().double() for name, value in numbers.items() if value is not None}
+    return dict(zip(there, torch.stack(list(there.values())).tolist(), strict=True))
 
 
 def _add(left: float | None, right: float | None) -> float | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -49,15 +50,54 @@ def fault_of_rows(rows: Sequence[Row]) -> str:
     return ""
 
 
-def fault_of_part(part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> str:
-    """A sentence on the first row that has a number `[B, L]` not finite where `mask` is set; "" without."""
-    there = {what: values.detach() for what, values in given.items() if values is not None}
-    odd = torch.stack([mask & ~values.isfinite() for values in there.values()])
-    if not bool(odd.any()):
-        return ""
-    field, place, column = odd.nonzero()[0].tolist()
-    what, values = list(there.items())[field]
-    return fault_of(what, [float(values[place, column])], part.names[place] or f"row {part.index[place]}")
+@dataclass
+class Watch:
+    """Whether the numbers of a step's microbatches are finite, looked at once, after the last of them.
+
+    On a GPU each look waits for the device; so what is odd is gathered there, and only where something is,
+    the row that it belongs to is searched for.
+    """
+
+    _odd: list[Tensor] = field(default_factory=list, init=False)
+    _losses: list[Tensor] = field(default_factory=list, init=False)
+    _seen: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
+
+    def numbers(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
+        """Numbers `[B, L]` of a microbatch, by their names in a sentence; they matter where `mask` is set."""
+        there = {what: values.detach() for what, values in given.items() if values is not None}
+        self._odd.append((mask & _odd_of(there).any(0)).any())
+        self._seen.append((part, mask, there))
+
+    def loss(self, loss: Tensor) -> None:
+        """The loss `[]` of a microbatch."""
+        self._losses.append(loss.detach())
+        self._odd.append(~loss.detach().isfinite())
+
+    def clear(self) -> None:
+        """Forget what was seen: the passes are made again."""
+        self._odd.clear()
+        self._losses.clear()
+        self._seen.clear()
+
+    @property
+    def fault(self) -> str:
+        """A sentence on the first row with a number that is not finite, or on the loss; "" without."""
+        if not self._odd or not bool(torch.stack(self._odd).any()):
+            return ""
+        for part, mask, there in self._seen:
+            odd = (mask & _odd_of(there)).nonzero()
+            if len(odd):
+                field_number, place, column = odd[0].tolist()
+                what, values = list(there.items())[field_number]
+                name = part.names[place] or f"row {part.index[place]}"
+                return fault_of(what, [float(values[place, column])], name)
+        odd_loss = next(float(loss) for loss in self._losses if not loss.isfinite())
+        return f"The loss is {odd_loss}."
+
+
+def _odd_of(given: Mapping[str, Tensor]) -> Tensor:
+    """Where each of them is not finite, `[K, B, L]`."""
+    return torch.stack([~values.isfinite() for values in given.values()])
 
 
 def fault_of(what: str, values: Sequence[float], name: str) -> str:

@@ -26,7 +26,7 @@ from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batch import Microbatch, Row, balanced, blank, microbatches
 from ludus.training.crew import Score, Train
-from ludus.training.finite import fault_of_part, fault_of_rows
+from ludus.training.finite import Watch, fault_of_rows
 from ludus.training.head import Entropy
 from ludus.training.kept import Kept
 from ludus.training.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
@@ -98,7 +98,7 @@ class Learner:
     ranks: Ranks = field(default_factory=current_ranks)
     budget: TokenBudget = field(init=False)
     _kept: Kept = field(default_factory=Kept, init=False)
-    _fault: str = field(default="", init=False)
+    _watch: Watch = field(default_factory=Watch, init=False)
 
     def __post_init__(self) -> None:
         self._sharded = is_sharded(self.scorer.model)
@@ -260,13 +260,15 @@ class Learner:
 
         def forget() -> None:
             found.clear()
+            self._watch.clear()
             self.optimiser.clear()
 
-        self._fault = fault_of_rows(rows)
-        self._check_finite()
+        self._watch.clear()
+        self._check_finite(fault_of_rows(rows))
         with own_types(self.scorer.model):
             self.budget.each(lambda limit: self._split(rows, limit), backward, forget)
-        self._check_finite()
+        self._check_finite(self._watch.fault)
+        self._watch.clear()
         sum_gradients(self.optimiser.parameters, self.ranks)
         everything = [statistics for part in self.ranks.gather(found) for statistics in part]
         if not everything:
@@ -288,12 +290,10 @@ class Learner:
         most = max(self.ranks.gather(len(parts)))
         return parts + [blank(device, self._float)] * (most - len(parts))
 
-    def _check_finite(self) -> None:
-        """Raise LearnerError in all processes where the loss of one is not finite."""
+    def _check_finite(self, fault: str) -> None:
+        """Raise LearnerError in all processes where one has a fault; no gradient is left then."""
         try:
-            raise_together(
-                self._fault, "Look for extreme rewards or log-probabilities in this step.", self.ranks
-            )
+            raise_together(fault, "Look for extreme rewards or log-probabilities in this step.", self.ranks)
         except LearnerError:
             self.optimiser.clear()
             raise
@@ -319,10 +319,7 @@ class Learner:
         experts = None if known.experts is None else [known.experts[i] for i in part.index]
         with following(self.scorer.routing, experts):
             loss, statistics = self._loss(part, normaliser, known, others)
-            if not torch.isfinite(loss):
-                self._fault = self._fault or f"The loss is {float(loss.detach())}."
-            if self._fault and self.ranks.count == 1:
-                self._check_finite()
+            self._watch.loss(loss)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
         return statistics
@@ -355,7 +352,7 @@ class Learner:
             positive=part.positive,
             expert=part.expert,
         )
-        self._fault = self._fault or fault_of_part(part, _scored(asked), _said(batch))
+        self._watch.numbers(part, _scored(asked), _said(batch))
         loss, statistics = objective(batch, self.algorithm, normaliser)
         if self._sharded and not (loss.requires_grad and part.index):
             loss = 0.0 * scores.logprobs.sum()
