@@ -116,9 +116,10 @@ def test_experts_that_nobody_reads_or_gives_are_refused():
     class World:
         name = "mute"
 
-    given = Config.model_validate({"experts": {"path": "some.jsonl"}})
-    with pytest.raises(ConfigError, match="would have no effect"):
-        check_experts(given, PRESETS["grpo"], World())
+    for settings in ({"path": "some.jsonl"}, {"per_group": 2}):
+        given = Config.model_validate({"experts": settings})
+        with pytest.raises(ConfigError, match="would have no effect"):
+            check_experts(given, PRESETS["grpo"], World())
     with pytest.raises(ConfigError, match="shows none"):
         check_experts(Config(), PRESETS["mixed_policy"], World())
 

@@ -207,6 +207,22 @@ def test_what_changes_the_meaning_of_training_is_announced(settings, found):
     assert any("cut distribution" in text for text in said) == (settings[:1] != [])
 
 
+def test_settings_of_another_mode_of_training_are_announced():
+    given = [
+        "--staleness.max_staleness",
+        "4",
+        "--staleness.replay.share",
+        "0.2",
+        "--staleness.min_ess",
+        "0.5",
+    ]
+    for mode, told in (("sync", True), ("one_step", True), ("async", False)):
+        said = doubts(load_config("search", [*given, "--training.mode", mode]))
+        for key in ("max_staleness = 4", "replay = "):
+            assert any(f"staleness.{key}" in text for text in said) == told
+        assert not any("min_ess" in text for text in said)
+
+
 def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished, tmp_path):
     reporter = run(tmp_path / "unmasked", training__mask_observations="false", training__steps="1")
     assert any("Observations are in the loss" in text for text in reporter.alarms)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ludus.algorithms.algorithm import EXPERT_LOSSES, Algorithm
 from ludus.chat.render import render_dialogue
-from ludus.config.schema import Config
+from ludus.config.schema import Config, ExpertsConfig
 from ludus.envs.base import ShowsTasks, World
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import score
@@ -75,6 +75,12 @@ def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
     if path is not None and not reads:
         raise ConfigError(
             f"experts.path = {path} would have no effect: the loss {algorithm.loss} knows no experts.",
+            "Leave it out, or set algorithm.preset = 'mixed_policy'.",
+        )
+    if config.experts.per_group != ExpertsConfig().per_group and not reads:
+        raise ConfigError(
+            f"experts.per_group = {config.experts.per_group} would have no effect: the loss {algorithm.loss} "
+            "knows no experts.",
             "Leave it out, or set algorithm.preset = 'mixed_policy'.",
         )
     if reads and path is None and not isinstance(world, ShowsTasks):

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from ludus.config.schema import Config
 from ludus.config.staleness import StalenessConfig
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
@@ -19,6 +20,8 @@ from ludus.types import Trajectory
 
 ESS = "policy/effective_sample_share"
 """The name under which the learner reports the effective sample share."""
+OF_EVERY_MODE = ("min_ess", "ess_patience")
+"""Settings of `staleness` that every mode of training reads."""
 OVER_AGE = "over_age"
 """Why an episode is masked of which every token is older than the bound."""
 
@@ -52,6 +55,19 @@ def _without_old(credit: Credit, oldest: int) -> Credit:
     if not any(young):
         return replace(credit, outcome=Outcome.MASKED, reason=OVER_AGE)
     return replace(credit, trains=young)
+
+
+def staleness_doubts(config: Config) -> list[str]:
+    """A sentence for each setting of `staleness` that the mode of training does not read."""
+    if config.training.mode == "async":
+        return []
+    given, plain = config.staleness.model_dump(), StalenessConfig().model_dump()
+    mode = config.training.mode
+    return [
+        f"staleness.{key} = {value} has no effect: training.mode is {mode}, and it is of async."
+        for key, value in given.items()
+        if value != plain[key] and key not in OF_EVERY_MODE
+    ]
 
 
 def staleness_metrics(

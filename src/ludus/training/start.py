@@ -61,6 +61,7 @@ from ludus.training.run import RunFolder, save_config
 from ludus.training.sampling import Elsewhere, Sampler
 from ludus.training.scoring import Scorer, Scores
 from ludus.training.session import Session, make_engine, open_session
+from ludus.training.staleness import staleness_doubts
 from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import WeightSync
 from ludus.training.task_stream import TaskStream
@@ -249,7 +250,7 @@ def doubts(config: Config) -> list[str]:
             "ratios are those of the whole one: each action was likelier than training believes, and no "
             "correction sees it."
         )
-    return found + reward_doubts(config)
+    return found + staleness_doubts(config) + reward_doubts(config)
 
 
 def build_loop(
