@@ -29,7 +29,9 @@ from ludus.training.shards import SHARDS, save_shards
 from ludus.training.state_model import StateSettings
 from rank_processes import work
 from served import COLD_START
+from test_forest import in_double
 from test_learner import WITH_ALL_TERMS, random_rows, tiny_model
+from test_routing import mixture
 
 CASES = {
     "tokens": WITH_ALL_TERMS,
@@ -40,7 +42,9 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32}
 
 
 def policy(kind, dtype):
-    """A tiny model: plain, with adapters, untied, or padded (its attention knows no forest)."""
+    """A tiny model: plain, of experts, with adapters, untied, or padded (its attention knows no forest)."""
+    if kind == "experts":
+        return in_double(mixture(dtype))
     model = tiny_model(dtype)
     if kind == "lora":
         from peft import LoraConfig, get_peft_model

@@ -23,7 +23,7 @@ from rank_processes import in_processes
 from test_learner import learner, random_rows, tiny_model
 
 SCRIPT = Path(sharded_ranks.__file__)
-POLICIES = ["plain", "lora", "untied", "recomputed"]
+POLICIES = ["plain", "lora", "untied", "recomputed", "experts"]
 LEARNERS = [f"{kind}:float64" for kind in POLICIES] + ["plain:float32", "lora:float32", "padded:float32"]
 CRITICS = ["critic:float64", "critic:float32"]
 
