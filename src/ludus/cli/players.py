@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 from ludus.config.schema import Config
@@ -11,6 +11,7 @@ from ludus.errors import ConfigError
 from ludus.rollout.endpoint import Endpoint, EndpointSettings, endpoint_conversations
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scheduler import Scheduler
+from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.setup import Play, engine_scheduler, scheduler
 
 if TYPE_CHECKING:
@@ -48,9 +49,10 @@ class EnginePlayer:
     def scheduler(self, play: Play) -> Scheduler:
         """The same one that training uses."""
         session = self.opened.session
-        return engine_scheduler(
+        made = engine_scheduler(
             self.world, self.opened.engine, session.renderer, session.config.rollout, play, Ledger()
         )
+        return replace(made, scoring=session.scoring)
 
     async def close(self) -> None:
         """Stop the engine."""
@@ -64,6 +66,7 @@ class EndpointPlayer:
     config: Config
     world: World
     endpoint: Endpoint
+    scoring: ProcessScoring
     step: int = 0
 
     def scheduler(self, play: Play) -> Scheduler:
@@ -71,7 +74,7 @@ class EndpointPlayer:
         rollout, parser = self.config.rollout, self.config.env.tool_parser
         named = "" if parser == "auto" else parser
         converse = endpoint_conversations(self.endpoint, rollout, play, named, self.world)
-        return scheduler(self.world, converse, rollout, Ledger())
+        return replace(scheduler(self.world, converse, rollout, Ledger()), scoring=self.scoring)
 
     async def close(self) -> None:
         """Close the connections."""
@@ -85,4 +88,4 @@ def endpoint_player(config: Config, world: World, settings: EndpointSettings) ->
             f"An endpoint takes chat messages, and env.rendering is {config.env.rendering!r}.",
             "Add --env.rendering chat.",
         )
-    return EndpointPlayer(config, world, Endpoint(settings))
+    return EndpointPlayer(config, world, Endpoint(settings), ProcessScoring.of(config))

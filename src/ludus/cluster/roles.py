@@ -44,6 +44,7 @@ from ludus.errors import LudusError, WorldError
 from ludus.rollout.episode import scored
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scheduler import Scheduler, episode_name
+from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.setup import Play, engine_scheduler
 from ludus.tools.base import shared_by
 from ludus.training.session import (
@@ -198,12 +199,13 @@ def sandbox_of(config: Config) -> SandboxConfig:
 class WorkerRole:
     """Environments, and episodes played in them with the engines of a view.
 
-    Rewards are computed here where the run has no workers for them.
+    Rewards are computed beside it where the run has no workers for them.
     """
 
     spec: WorkerSpec
     address: str
     _world: World | None = field(default=None, init=False)
+    _scoring: ProcessScoring | None = field(default=None, init=False)
     _renderer: Renderer | None = field(default=None, init=False)
     _engine: ServerEngine | None = field(default=None, init=False)
     _serial: int = field(default=-1, init=False)
@@ -231,6 +233,7 @@ class WorkerRole:
         _enter(spec.folder)
         set_up_compute(config)
         self._world = build_world(config.env, config.rollout, sandbox_of(config))
+        self._scoring = ProcessScoring.of(config)
         tokenizer = load_tokenizer(spec.source, needs_template=config.env.rendering == "chat")
         self._renderer = make_renderer(config.env, tokenizer)
         return Started(self.address, os.getpid())
@@ -265,6 +268,8 @@ class WorkerRole:
         rollout = self.spec.config.rollout.model_copy(update={"reproducible": False})
         made = engine_scheduler(self._world, self._engine, self._renderer, rollout, play, Ledger())
         made.scores = self.spec.config.cluster.reward_workers == 0
+        if self._scoring is not None:
+            made.scoring = self._scoring
         return self._schedulers.setdefault(play, made)
 
     async def _stop(self) -> None:

@@ -144,7 +144,13 @@ class RolloutConfig(Section):
     tool_timeout_s: float = Field(20.0, gt=0)
     """Bound on a call of a tool that names none: instant tools have a quarter, slow ones thrice."""
     environment_timeout_s: float = Field(120.0, gt=0)
-    """Bound on one start, step or close of an environment; longer counts as its failure."""
+    """Bound on one start, step or close of an environment; longer counts as its failure. Waiting for a place
+    of the sandbox does not count, here and in the bounds of tools."""
+    reward_timeout_s: float = Field(120.0, gt=0)
+    """Bound on computing the rewards of one episode; longer counts as an infrastructure failure."""
+    reward_processes: int = Field(1, ge=0)
+    """Processes that do nothing but compute rewards, each those of one episode at a time. 0: a thread of this
+    process does."""
     episode_timeout_s: float | None = Field(None, gt=0)
     """Wall-clock limit of one episode; None is no limit. One that fires ends reproducibility, aloud."""
     concurrency: int = Field(128, ge=1)

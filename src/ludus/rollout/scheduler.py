@@ -23,10 +23,10 @@ from ludus.rollout.episode import (
     fresh_environment,
     is_being_cancelled,
     play_episode,
-    run_episode,
 )
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.lockstep import LockstepEngine
+from ludus.rollout.scoring import Scoring, ThreadScoring
 from ludus.types import Failure, StopReason, Task, ToolStatus, Trajectory
 
 
@@ -98,8 +98,8 @@ class Scheduler:
     """Plays jobs. `lockstep`, where given, is the engine that the conversations speak to.
 
     `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`. `elsewhere`,
-    where given, plays the attempts; account and retries stay here. Without `scores` somebody else gives
-    the trajectories their rewards.
+    where given, plays the attempts; account and retries stay here. `scoring` gives the trajectories their
+    rewards; without `scores` somebody else does.
     """
 
     world: World
@@ -111,6 +111,7 @@ class Scheduler:
     limits_of: Callable[[Task], EpisodeLimits] | None = None
     elsewhere: Attempt | None = None
     scores: bool = True
+    scoring: Scoring = field(default_factory=ThreadScoring)
 
     async def run(
         self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None
@@ -177,9 +178,9 @@ class Scheduler:
         conversation = self.converse(job)
         environment = fresh_environment(self.world, job.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
-        if self.scores:
-            return await run_episode(job.task, job.key.sample, environment, conversation, limits)
         played = await play_episode(job.task, job.key.sample, environment, conversation, limits)
+        if self.scores:
+            return await self.scoring.scored(self.world, environment, job.task, played)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return played
 

@@ -14,9 +14,9 @@ from ludus.envs.base import order_of
 from ludus.envs.registry import closing
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.setup import Play, engine_scheduler
+from ludus.rollout.setup import Play
 from ludus.training.sampling import EpisodeReporter
-from ludus.training.session import Session, make_engine
+from ludus.training.session import Session, make_engine, session_scheduler
 from ludus.training.start import check_cheats, probe_tokens
 from ludus.training.sync import WeightSync
 
@@ -65,6 +65,6 @@ async def _sample(
     async with closing(world):
         sync = WeightSync.of(config, session.model, engine, probe_tokens(session))
         await sync.publish(0)
-        scheduler = engine_scheduler(world, engine, session.renderer, config.rollout, play, Ledger())
+        scheduler = session_scheduler(session, engine, play, Ledger())
         watch.phase("attempts", len(jobs), engine)
         return await scheduler.run(jobs, watch.episode)

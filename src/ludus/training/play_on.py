@@ -16,9 +16,9 @@ from ludus.errors import ConfigError, UserError
 from ludus.rollout.conversation import Conversation, EngineConversation
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.setup import Play, engine_scheduler
+from ludus.rollout.setup import Play
 from ludus.rollout.store import RolloutRecord
-from ludus.training.session import Session, make_engine
+from ludus.training.session import Session, make_engine, session_scheduler
 from ludus.types import Segment, Task, Trajectory
 
 Told = tuple[Segment, ...]
@@ -69,7 +69,7 @@ def _task(tasks: dict[str, Task], task_id: str) -> Task:
 async def _play(session: Session, jobs: Sequence[Job], beginnings: dict[int, Told]) -> list[Episode]:
     config, engine = session.config, make_engine(session)
     play = Play("play on", config.rollout.temperature, config.run.seed)
-    scheduler = engine_scheduler(session.world, engine, session.renderer, config.rollout, play, Ledger())
+    scheduler = session_scheduler(session, engine, play, Ledger())
     converse = scheduler.converse
 
     def go_on(job: Job) -> Conversation:

@@ -37,7 +37,7 @@ from ludus.evaluation.evaluate import (
 from ludus.rewards.base import success
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.setup import Play, engine_scheduler
+from ludus.rollout.setup import Play
 from ludus.rollout.store import rollouts_path, write_rollouts
 from ludus.training.batch import row_of_trajectory
 from ludus.training.checkpoint import (
@@ -53,7 +53,7 @@ from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.rl import Reporter
 from ludus.training.run import RunFolder, save_config
 from ludus.training.scoring import Scorer
-from ludus.training.session import Session, make_engine
+from ludus.training.session import Session, make_engine, session_scheduler
 from ludus.training.sft import sft_step
 from ludus.training.start import (
     Comparison,
@@ -140,9 +140,7 @@ class RftLoop:
         order = order_of(world, config.run.seed, settings.tasks_per_round, settings.rounds)
         tasks = order.take((number - 1) * settings.tasks_per_round, settings.tasks_per_round)
         play = Play("rft", config.rollout.temperature, config.run.seed)
-        scheduler = engine_scheduler(
-            world, self.engine, self.session.renderer, config.rollout, play, self.ledger
-        )
+        scheduler = session_scheduler(self.session, self.engine, play, self.ledger)
         size = settings.samples
         jobs = [Job(RolloutKey(number, task.id, i), task) for task in tasks for i in range(size)]
         self.reporter.phase(f"round {number}: episodes", len(jobs), self.engine)
@@ -177,9 +175,7 @@ class RftLoop:
         """Evaluate the engine's present weights, and keep result and rollouts."""
         session = self.session
         play = Play("evaluate", plan.temperature, plan.seed)
-        scheduler = engine_scheduler(
-            session.world, self.engine, session.renderer, session.config.rollout, play, Ledger()
-        )
+        scheduler = session_scheduler(session, self.engine, play, Ledger())
         name = f"round {plan.step}: evaluation episodes, {plan.split}"
         self.reporter.phase(name, plan.num_tasks * plan.samples, self.engine)
         tasks = session.world.tasks(plan.split)

@@ -16,14 +16,14 @@ from ludus.engines.base import Engine
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Attempt, Episode, Job, Scheduler
-from ludus.rollout.setup import Play, engine_scheduler
+from ludus.rollout.setup import Play
 from ludus.tasks.order import Order
 from ludus.training.combine import Combiner
 from ludus.training.credit import Credit, assign_credit
 from ludus.training.experts import Experts
 from ludus.training.memory import Memory
 from ludus.training.selection import as_one_batch, with_role_baselines
-from ludus.training.session import Session
+from ludus.training.session import Session, session_scheduler
 from ludus.training.skipping import Draw, after_visits, choose
 from ludus.types import Task
 
@@ -133,8 +133,7 @@ class Sampler:
 
     def _scheduler(self, rollout: RolloutConfig, play: Play, ledger: Ledger) -> Scheduler:
         """One whose episodes are played in this process, or elsewhere: there is no lock-step then."""
-        world = self.session.world
-        here = engine_scheduler(world, self.engine, self.session.renderer, rollout, play, ledger)
+        here = session_scheduler(self.session, self.engine, play, ledger, rollout)
         if self.elsewhere is None:
             return here
         return replace(here, lockstep=None, elsewhere=self.elsewhere.attempts(play))

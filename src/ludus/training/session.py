@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +11,7 @@ import torch
 
 from ludus.chat.render import Renderer, TemplateRenderer
 from ludus.chat.tags import PROTOCOLS, TagsRenderer
-from ludus.config.schema import Config, EngineConfig, EnvConfig, LoraConfig
+from ludus.config.schema import Config, EngineConfig, EnvConfig, LoraConfig, RolloutConfig
 from ludus.engines.base import Engine
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import EngineSettings, LocalEngine
@@ -22,6 +22,10 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.recipes import recipe_folder
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.scheduler import Scheduler
+from ludus.rollout.scoring import ProcessScoring
+from ludus.rollout.setup import Play, engine_scheduler
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -42,6 +46,11 @@ class Session:
     renderer: Renderer
     source: str = ""
     """Where model and tokenizer came from: a folder or a name."""
+
+    @functools.cached_property
+    def scoring(self) -> ProcessScoring:
+        """What computes the rewards of the episodes that are played here."""
+        return ProcessScoring.of(self.config)
 
 
 def set_up_compute(config: Config) -> None:
@@ -89,6 +98,15 @@ def model_path(config: Config) -> str:
             f"Make one that does: `ludus sft {config.env.name} --env.rendering {config.env.rendering}`.",
         )
     return str(folder)
+
+
+def session_scheduler(
+    session: Session, engine: Engine, play: Play, ledger: Ledger, rollout: RolloutConfig | None = None
+) -> Scheduler:
+    """What plays the session's episodes; `rollout`, where given, in the place of the session's settings."""
+    how = rollout or session.config.rollout
+    made = engine_scheduler(session.world, engine, session.renderer, how, play, ledger)
+    return replace(made, scoring=session.scoring)
 
 
 def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (a transformers tokenizer)

@@ -1,0 +1,176 @@
+"""Where rewards are computed: off the event loop, in a process of their own, with a deadline."""
+
+import asyncio
+import os
+import time
+from dataclasses import replace
+
+import pytest
+
+from ludus.config import load_config
+from ludus.envs.registry import build_world
+from ludus.errors import WorldError
+from ludus.rewards.base import Reward
+from ludus.rollout.scoring import ProcessScoring, RewardFault, ThreadScoring
+from ludus.types import Message, StopReason, Task, Trajectory
+
+WORLD = """
+import os
+import time
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_world import ToolWorld
+from ludus.rewards.base import Reward
+
+def verdict(task, trajectory):
+    match task.id:
+        case "slow":
+            return float(sum(i % 2 for i in range(3_000_000)) > 0)
+        case "greedy":
+            return float(sum(range(20_000_000)) > 0)
+        case "hangs":
+            for _ in iter(int, 1):
+                pass
+        case "raises":
+            raise KeyError("no such verdict")
+        case "ends":
+            os._exit(3)
+        case "where":
+            return float(os.getpid())
+    return float(trajectory.answer == task.truth)
+
+def make_world(settings, limits):
+    return ToolWorld("judged", {"train": ()}, (), (Reward("solved", verdict, outcome=True),), limits)
+"""
+PLAYED = Trajectory("t", 0, (), (Message(role="assistant", content="Paris"),), StopReason.ANSWERED)
+
+
+def task(name="t") -> Task:
+    return Task(name, (), "Paris")
+
+
+@pytest.fixture
+def scoring(tmp_path):
+    def make(**settings):
+        file = tmp_path / "judged.py"
+        file.write_text(WORLD)
+        given = ["--env.name", str(file), "--env.check", "false"]
+        given += [text for name, value in settings.items() for text in (f"--rollout.{name}", str(value))]
+        config = load_config(None, given)
+        return ProcessScoring.of(config), build_world(config.env, config.rollout)
+
+    return make
+
+
+async def score(made, world, name="t"):
+    return await made.scored(world, world.environment(task(name)), task(name), PLAYED)
+
+
+def test_rewards_are_those_of_this_process_computed_in_another_one(scoring):
+    made, world = scoring()
+
+    async def scenario():
+        return await score(made, world), await score(made, world, "where"), await score(made, world, "where")
+
+    found, where, again = asyncio.run(scenario())
+    assert found == replace(PLAYED, rewards={"solved": 1.0}, reward=1.0)
+    assert where.reward == again.reward != os.getpid()
+    here, _ = scoring(reward_processes=0)
+    assert asyncio.run(score(here, world, "where")).reward == os.getpid()
+
+
+@pytest.mark.parametrize("slow", ["slow", "greedy"])
+def test_the_event_loop_goes_on_while_a_slow_reward_works(scoring, slow):
+    made, world = scoring()
+
+    async def scenario():
+        await score(made, world)
+        work = asyncio.ensure_future(score(made, world, slow))
+        begin, last, longest = time.perf_counter(), time.perf_counter(), 0.0
+        while not work.done():
+            await asyncio.sleep(0.005)
+            longest = max(longest, time.perf_counter() - last)
+            last = time.perf_counter()
+        return longest, last - begin, (await work).reward
+
+    longest, took, reward = asyncio.run(scenario())
+    assert reward == 1.0
+    assert longest < 0.5 * took
+
+
+def test_a_reward_that_hangs_ends_at_its_deadline_and_is_named(scoring):
+    made, world = scoring(reward_timeout_s=0.3)
+
+    async def scenario():
+        with pytest.raises(
+            RewardFault, match=r"task hangs took longer than 0\.3 s: verdict, at .*judged\.py, line 15"
+        ) as late:
+            await score(made, world, "hangs")
+        return late.value, (await score(made, world)).reward
+
+    error, after = asyncio.run(scenario())
+    assert isinstance(error.__cause__, TimeoutError)
+    assert error.part == "reward"
+    assert after == 1.0
+
+
+def test_what_a_reward_raises_or_ends_is_a_failure_with_its_words(scoring):
+    made, world = scoring()
+
+    async def scenario():
+        with pytest.raises(WorldError, match="A reward of task raises raised KeyError: 'no such verdict'"):
+            await score(made, world, "raises")
+        with pytest.raises(RewardFault, match="The process that scored task ends has ended"):
+            await score(made, world, "ends")
+        return (await score(made, world)).reward
+
+    assert asyncio.run(scenario()) == 1.0
+
+
+def test_what_another_process_cannot_know_is_scored_here_aloud(scoring, caplog):
+    made, world = scoring()
+    own = world.environment(task())
+    own.rewards = (Reward("own", lambda task, trajectory: 0.5, outcome=True),)
+    found = asyncio.run(made.scored(world, own, task(), PLAYED))
+    local = replace(task(), truth=lambda: "Paris")
+    asyncio.run(made.scored(world, world.environment(local), local, PLAYED))
+    other = replace(world, rewards=(Reward("another", lambda task, trajectory: 0.25, outcome=True),))
+    assert asyncio.run(score(made, other)).rewards == {"another": 0.25}
+    assert found.rewards == {"own": 0.5}
+    said = "\n".join(record.getMessage() for record in caplog.records)
+    assert "Its episodes have others" in said
+    assert "Task t cannot be sent to another process" in said
+    assert "has other rewards than the one that is played" in said
+
+
+def test_a_reward_on_a_thread_has_its_deadline_too():
+    async def scenario(made, environment):
+        with pytest.raises(RewardFault, match=r"took longer than 0\.05 s"):
+            await made.scored(None, environment, task(), PLAYED)
+
+    class Own:
+        rewards = (Reward("slow", lambda task, trajectory: time.sleep(0.3) or 1.0, outcome=True),)
+
+    asyncio.run(scenario(ThreadScoring(0.05), Own()))
+
+
+def test_as_many_are_scored_at_once_as_there_are_processes(scoring):
+    made, world = scoring(reward_processes=2)
+
+    async def scenario():
+        return await asyncio.gather(*(score(made, world, "where") for _ in range(12)))
+
+    assert len({one.reward for one in asyncio.run(scenario())}) == 2
+
+
+def test_processes_end_with_whoever_asks_them(scoring):
+    made, world = scoring()
+    pid = int(asyncio.run(score(made, world, "where")).reward)
+    os.kill(pid, 0)
+    del made
+    for _ in range(500):
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return
+        time.sleep(0.01)
+    raise AssertionError("it is still there")
