@@ -8,6 +8,7 @@ from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import Toolbox, ToolLimits
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
+from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.sandbox import Limits, NamespaceSettings, NamespacesSandbox
 from ludus.tools.base import Traits, tool
 from ludus.tools.calculator import calculator_tool
@@ -15,7 +16,7 @@ from ludus.tools.python import python_session_tool, python_tool, shell_tool
 from ludus.tools.submit import submit_tool
 from ludus.tools.workspace import Workspace
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus
-from worlds import call, is_right, make_task, play, scripted
+from worlds import call, converse, is_right, make_task, play, scripted
 
 QUICK = Limits(wall_s=0.4, files_out=200)
 
@@ -299,3 +300,42 @@ def test_the_calculator_refuses_at_once_and_says_why(expression, words):
         assert (status, words in text) == (ToolStatus.RAISED, True), text
         assert text.startswith("Error: ")
         assert "ToolError" not in text
+
+
+# places
+
+
+def test_waiting_for_a_place_of_the_sandbox_is_neither_the_tools_time_nor_the_environments():
+    async def act(sandbox, _):
+        @tool(timeout_s=1.5)
+        async def nap() -> str:
+            """Sleep in the sandbox."""
+            return (await sandbox.run("import time; time.sleep(0.4); print('woke')")).text
+
+        await sandbox.warm(2)
+        rewards = (Reward("right", is_right, outcome=True),)
+        limits = EpisodeLimits(max_turns=2, environment_timeout_s=2.0)
+
+        async def episode(number):
+            said = scripted([call("nap"), "Paris"])
+            environment = ToolEnv((nap,), rewards)
+            return await run_episode(make_task(), number, environment, converse(said), limits)
+
+        return await asyncio.gather(*map(episode, range(14)))
+
+    episodes = inside(act)
+    assert [outcome.output for one in episodes for outcome in one.outcomes] == ["woke\n"] * 14
+    assert max(outcome.seconds for one in episodes for outcome in one.outcomes) > 2.0
+
+
+def test_a_program_that_had_its_place_is_late_as_before():
+    async def act(sandbox, _):
+        @tool(timeout_s=0.3)
+        async def nap() -> str:
+            """Sleep in the sandbox."""
+            return (await sandbox.run("import time; time.sleep(5)")).text
+
+        await sandbox.warm(2)
+        return await ask(nap)
+
+    assert inside(act) == (ToolStatus.TIMED_OUT, "Error: nap took longer than 0.3 s.")

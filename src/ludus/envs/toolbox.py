@@ -2,12 +2,12 @@
 
 Takes the calls of one action. Gives one `ToolOutcome` for each: the well-formed calls in their order, then
 the malformed ones in theirs. Waits for the slowest call, at most its deadline, in which the wait for a free
-place of the tool counts. Never waits for one that hangs: a thread that outlives its deadline, or a coroutine
-that refuses to be cancelled, goes on unheard. A coroutine that blocks without awaiting holds up the event
-loop; what blocks belongs into a plain function. Never raises for what a call does, but for one thing: a tool
-that raises WorldError or EngineError says that its infrastructure failed. Such a call of an idempotent tool
-is sent once more, within the same deadline; where that fails too, and for every other tool at once, all calls
-of the action come to their ends and `ToolFault` is raised.
+place of the tool counts, and that for one of a sandbox does not. Never waits for one that hangs: a thread
+that outlives its deadline, or a coroutine that refuses to be cancelled, goes on unheard. A coroutine that
+blocks without awaiting holds up the event loop; what blocks belongs into a plain function. Never raises for
+what a call does, but for one thing: a tool that raises WorldError or EngineError says that its infrastructure
+failed. Such a call of an idempotent tool is sent once more, within the same deadline; where that fails too,
+and for every other tool at once, all calls of the action come to their ends and `ToolFault` is raised.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 from threading import Thread
 
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
+from ludus.sandbox.waiting import Clock, under
 from ludus.tools.base import PATIENCE, ArgumentError, Tool, ToolError
 from ludus.types import Action, CallError, ToolCall, ToolOutcome, ToolStatus
 
@@ -111,9 +112,12 @@ class Toolbox:
 
     async def _within_deadline(self, tool: Tool, arguments: Mapping[str, object], begun: _Begun) -> _Reply:
         timeout_s = self.limits.deadline_s(tool)
-        work = asyncio.get_running_loop().create_task(_run(tool, arguments, begun))
+        clock = Clock(timeout_s)
+        with under(clock):
+            work = asyncio.get_running_loop().create_task(_run(tool, arguments, begun))
         try:
-            await asyncio.wait({work}, timeout=timeout_s)
+            while not work.done() and (left_s := clock.left_s) > 0:
+                await asyncio.wait({work}, timeout=left_s)
             if work.done():
                 return work.result()
         finally:

@@ -2,7 +2,8 @@
 
 Takes a task, a fresh environment and a conversation. Gives a scored `Trajectory`, or one to be scored
 elsewhere, whatever the model and its tools do. Waits for the policy and for the environment, the latter at
-most `environment_timeout_s` a call (as long as it does not block the event loop or refuse to be cancelled).
+most `environment_timeout_s` a call (as long as it does not block the event loop or refuse to be cancelled);
+waiting for a place of a sandbox does not count.
 Raises `WorldError` or `EngineError` for the infrastructure only, never because of what the model wrote.
 Always closes conversation and environment, also when cancelled; `start`, `step` and `close` run in one
 asyncio task.
@@ -24,6 +25,7 @@ from ludus.envs.toolbox import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
 from ludus.rollout.conversation import Conversation
+from ludus.sandbox.waiting import Clock, under
 from ludus.types import (
     Action,
     Message,
@@ -221,7 +223,8 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
     """Call the environment; whatever it raises is a failure of the infrastructure, with its own words."""
     try:
         async with asyncio.timeout(limits.environment_timeout_s) as deadline:
-            result = await call()
+            with under(Clock(limits.environment_timeout_s, lambda left_s: _move(deadline, left_s))):
+                result = await call()
     except LudusError:
         raise
     except BaseException as error:  # boundary: foreign code; the cause travels in the failure
@@ -238,6 +241,13 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
     if not isinstance(result, expected):
         raise WorldError(f"The environment's {what} gave {type(result).__name__}, not {expected.__name__}.")
     return result
+
+
+def _move(deadline: asyncio.Timeout, left_s: float | None) -> None:
+    """Have a deadline come in so many seconds, or not at all; one that has come stays."""
+    if not deadline.expired():
+        when = None if left_s is None else asyncio.get_running_loop().time() + left_s
+        deadline.reschedule(when)
 
 
 def _observed(conversation: Conversation, result: StepResult) -> StopReason | None:

@@ -19,10 +19,11 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ludus.errors import UserError
-from ludus.sandbox.base import Limits, Outcome, Session, SessionKind, checked_files, make_order
+from ludus.sandbox.base import Limits, Order, Outcome, Session, SessionKind, checked_files, make_order
 from ludus.sandbox.cell import INSIDE_ID, Cell, CellPlan, start_cell
 from ludus.sandbox.namespace_session import NamespaceSession
 from ludus.sandbox.seccomp import system_call_filter
+from ludus.sandbox.waiting import waiting
 
 PRELOAD = (
     *("ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum"),
@@ -62,7 +63,8 @@ _RUNS_PER_CELL = 2000
 
 @dataclass(frozen=True, slots=True)
 class NamespaceSettings:
-    """`concurrency` is how many runs are under way at once (0: one for each processor, at least 2).
+    """`concurrency` is how many runs are under way at once (0: one for each processor, at least 2), and
+    `sessions` how many sessions should be open at once (0: those that half of the memory has room for).
 
     `python` is the interpreter inside (empty: this one, else the system's). `binds` are folders of the host
     that programs may read, at the same place or, written `folder:place`, at another. `paths` are added to
@@ -70,6 +72,7 @@ class NamespaceSettings:
     """
 
     concurrency: int = 0
+    sessions: int = 0
     python: str = ""
     binds: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
@@ -94,6 +97,12 @@ class NamespacesSandbox:
         """How many runs are under way at once."""
         return self.settings.concurrency or max(2, os.cpu_count() or 2)
 
+    @property
+    def most_sessions(self) -> int:
+        """Those of the settings."""
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        return self.settings.sessions or max(2, memory // 2 // Limits().memory_bytes)
+
     async def run(
         self,
         program: str | Sequence[str],
@@ -105,18 +114,26 @@ class NamespacesSandbox:
         """One run from a clean start. Raises UserError and WorldError as the protocol says."""
         order = make_order(program, files, stdin, limits)
         loop = asyncio.get_running_loop()
-        async with self._places.setdefault(loop, asyncio.Semaphore(self.concurrency)):
-            cell = await self._take()
-            try:
-                outcome = await cell.run(order)
-            except BaseException:
-                await asyncio.shield(self._end(cell))
-                raise
-            if cell.runs >= _RUNS_PER_CELL or not cell.is_alive:
-                await self._end(cell)
-            else:
-                self._idle.append(cell)
-            return outcome
+        places = self._places.setdefault(loop, asyncio.Semaphore(self.concurrency))
+        with waiting():
+            await places.acquire()
+        try:
+            return await self._run(order)
+        finally:
+            places.release()
+
+    async def _run(self, order: Order) -> Outcome:
+        cell = await self._take()
+        try:
+            outcome = await cell.run(order)
+        except BaseException:
+            await asyncio.shield(self._end(cell))
+            raise
+        if cell.runs >= _RUNS_PER_CELL or not cell.is_alive:
+            await self._end(cell)
+        else:
+            self._idle.append(cell)
+        return outcome
 
     async def session(
         self,
