@@ -6,14 +6,19 @@ from dataclasses import dataclass
 
 import pytest
 
+from ludus.config import load_config
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.base import Request
 from ludus.engines.scripted import Faults, ScriptedEngine
+from ludus.envs.base import HoldsSessions
+from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.lockstep import LockstepEngine
-from ludus.rollout.scheduler import SchedulerLimits, episode_name
+from ludus.rollout.scheduler import FailureBudget, SchedulerLimits, episode_name
+from ludus.rollout.setup import episodes_at_once
+from ludus.sandbox import NamespacesSandbox
 from ludus.types import Group, SamplingParams, StopReason, Task
 from worlds import (
     WatchedWorld,
@@ -610,3 +615,58 @@ def test_names_sort_by_step_task_and_sample_and_differ_by_attempt():
     names = [episode_name(key) for key in keys]
     assert names == sorted(names)
     assert len(set(names)) == len(names)
+
+
+# episodes that hold a session
+
+
+@dataclass
+class HoldingWorld(WatchedWorld):
+    """There is room for two sessions, and every episode holds one."""
+
+    open: int = 0
+    most: int = 0
+    episodes_at_once: int | None = 2
+
+    def __post_init__(self):
+        async def start(_):
+            self.open += 1
+            self.most = max(self.most, self.open)
+
+        async def close(_):
+            await asyncio.sleep(0.001)
+            self.open -= 1
+
+        self.hooks = {"start": start, "close": close}
+
+
+@pytest.mark.parametrize("lockstep", [True, False])
+def test_no_more_episodes_are_open_than_there_is_room_for_sessions_and_all_get_on(lockstep):
+    world, engine = HoldingWorld(), scripted(uneven)
+    limits = SchedulerLimits(episodes_at_once(world, 8))
+    scheduler = make_scheduler(engine, world, limits, lockstep=lockstep)
+    episodes = run(scheduler, make_jobs(9))
+    assert [e.trajectory.answer for e in episodes] == ["Paris"] * 9
+    assert (world.most, world.open) == (2, 0)
+
+
+def test_episodes_that_are_started_one_by_one_wait_for_room_too():
+    world = HoldingWorld()
+    scheduler = make_scheduler(scripted(uneven), world, SchedulerLimits(2))
+
+    async def all_at_once():
+        budget = FailureBudget(9)
+        return await asyncio.gather(*(scheduler.play(job, budget) for job in make_jobs(9)))
+
+    assert len(asyncio.run(all_at_once())) == 9
+    assert (world.most, world.open) == (2, 0)
+
+
+def test_worlds_with_sessions_have_the_room_of_their_sandbox():
+    config = load_config("terminal", ["--sandbox.sessions", "3"])
+    world = build_world(config.env, config.rollout, config.sandbox)
+    assert isinstance(world, HoldsSessions)
+    assert episodes_at_once(world, 128) == 3
+    assert episodes_at_once(world, 2) == 2
+    assert episodes_at_once(WatchedWorld(), 128) == 128
+    assert NamespacesSandbox().most_sessions >= 2

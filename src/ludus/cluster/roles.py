@@ -38,14 +38,15 @@ from ludus.config.schema import Config
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import LocalEngine
 from ludus.engines.server import ServerEngine
-from ludus.envs.base import Closes, World
-from ludus.envs.registry import build_world
+from ludus.envs.base import Closes, World, room_of
+from ludus.envs.registry import build_world, sandbox_settings
 from ludus.errors import LudusError, WorldError
 from ludus.rollout.episode import scored
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scheduler import Scheduler, episode_name
 from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.setup import Play, engine_scheduler
+from ludus.sandbox import open_sandbox
 from ludus.tools.base import shared_by
 from ludus.training.session import (
     engine_settings,
@@ -191,8 +192,11 @@ def sandbox_of(config: Config) -> SandboxConfig:
     if config.cluster.kind != "local":
         return config.sandbox
     places = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
-    share = max(1, places // config.cluster.workers)
-    return config.sandbox.model_copy(update={"concurrency": share})
+    shares = {"concurrency": max(1, places // config.cluster.workers)}
+    room = room_of(open_sandbox(sandbox_settings(config.sandbox)))
+    if room is not None:
+        shares["sessions"] = max(1, room // config.cluster.workers)
+    return config.sandbox.model_copy(update=shares)
 
 
 @dataclass

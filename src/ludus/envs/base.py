@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from ludus.config.schema import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
-from ludus.sandbox.base import Sandbox
+from ludus.sandbox.base import BoundsSessions, Sandbox
 from ludus.tasks.order import Order, TaskOrder
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task
@@ -161,6 +161,22 @@ class UsesSandbox(Closes, Protocol):
     def with_sandbox(self, sandbox: Sandbox) -> World:
         """This world with that sandbox, which nothing has been started in yet."""
         ...
+
+
+@runtime_checkable
+class HoldsSessions(Protocol):
+    """A world whose episodes each hold a session of a sandbox from their start to their end."""
+
+    @property
+    def episodes_at_once(self) -> int | None:
+        """How many the sandbox has room for; None where it does not say. More wait before they begin, so
+        that none that holds a session ever waits for one that does not."""
+        ...
+
+
+def room_of(sandbox: Sandbox) -> int | None:
+    """How many sessions the sandbox has room for; None where it does not say."""
+    return sandbox.most_sessions if isinstance(sandbox, BoundsSessions) else None
 
 
 @runtime_checkable

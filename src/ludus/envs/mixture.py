@@ -21,6 +21,7 @@ from ludus.envs.base import (
     Demonstrates,
     Demonstration,
     Environment,
+    HoldsSessions,
     OffersParaphrases,
     ShowsTasks,
     UsesSandbox,
@@ -221,6 +222,12 @@ class MixedWorld:
             for member in self.members
         ]
         return MixedWorld(tuple(members), self.name)
+
+    @property
+    def episodes_at_once(self) -> int | None:
+        """The least that one of the worlds has room for."""
+        rooms = [m.world.episodes_at_once for m in self.members if isinstance(m.world, HoldsSessions)]
+        return min((room for room in rooms if room is not None), default=None)
 
     async def close(self) -> None:
         """Close what the worlds have opened."""

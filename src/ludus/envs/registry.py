@@ -95,6 +95,7 @@ def sandbox_settings(config: SandboxConfig) -> SandboxSettings:
     return SandboxSettings(
         backend=config.backend,
         concurrency=config.concurrency,
+        sessions=config.sessions,
         python=config.python,
         binds=tuple(config.binds),
         paths=tuple(config.paths),

@@ -12,9 +12,10 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from ludus.envs.base import World
+from ludus.envs.base import HoldsSessions, World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollout.conversation import Conversation
@@ -112,6 +113,7 @@ class Scheduler:
     elsewhere: Attempt | None = None
     scores: bool = True
     scoring: Scoring = field(default_factory=ThreadScoring)
+    _places: asyncio.Semaphore | None = field(default=None, init=False)
 
     async def run(
         self, jobs: Sequence[Job], on_done: Callable[[Episode], None] | None = None
@@ -175,6 +177,18 @@ class Scheduler:
 
     async def attempt(self, job: Job) -> Trajectory:
         """Play one attempt in this process, in a fresh environment, without an account of it."""
+        async with self._room():
+            return await self._attempt(job)
+
+    def _room(self) -> AbstractAsyncContextManager[None]:
+        """A place among the episodes that may be open at once, however they are started. Those of `run` are
+        never more: in lock-step one that waits here would be waited for."""
+        if not isinstance(self.world, HoldsSessions) or self.world.episodes_at_once is None:
+            return nullcontext()
+        self._places = self._places or asyncio.Semaphore(self.limits.concurrency)
+        return self._places
+
+    async def _attempt(self, job: Job) -> Trajectory:
         conversation = self.converse(job)
         environment = fresh_environment(self.world, job.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)

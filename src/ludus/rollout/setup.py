@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from ludus.chat.render import Renderer
 from ludus.config.schema import RolloutConfig
 from ludus.engines.base import Engine, seed_for
-from ludus.envs.base import SetsBounds, World
+from ludus.envs.base import HoldsSessions, SetsBounds, World
 from ludus.rollout.conversation import Conversation, EngineConversation
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger
@@ -51,6 +51,12 @@ def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConf
     return world.rollout_of(task) if isinstance(world, SetsBounds) else rollout
 
 
+def episodes_at_once(world: World, concurrency: int) -> int:
+    """So many, or fewer where the sandbox has no room for as many sessions."""
+    room = world.episodes_at_once if isinstance(world, HoldsSessions) else None
+    return concurrency if room is None else min(concurrency, room)
+
+
 def engine_scheduler(
     world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, play: Play, ledger: Ledger
 ) -> Scheduler:
@@ -87,7 +93,9 @@ def scheduler(
         world=world,
         converse=converse,
         episode_limits=episode_limits(rollout),
-        limits=SchedulerLimits(rollout.concurrency, rollout.retries, rollout.max_failure_rate),
+        limits=SchedulerLimits(
+            episodes_at_once(world, rollout.concurrency), rollout.retries, rollout.max_failure_rate
+        ),
         ledger=ledger,
         lockstep=lockstep,
         limits_of=lambda task: episode_limits(rollout_for(world, rollout, task)),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
-from typing import Literal, Protocol
+from typing import Literal, Protocol, runtime_checkable
 
 from ludus.errors import UserError
 from ludus.sandbox.guest.files import DEEPEST, LONGEST
@@ -194,6 +194,17 @@ class Sandbox(Protocol):
 
     async def close(self) -> None:
         """End everything that the backend keeps."""
+        ...
+
+
+@runtime_checkable
+class BoundsSessions(Protocol):
+    """A sandbox that says how many sessions this machine has room for."""
+
+    @property
+    def most_sessions(self) -> int:
+        """Sessions that should be open at once. Whoever opens them sees to it: none is refused or waits here,
+        as one that waits may be what another one waits for."""
         ...
 
 

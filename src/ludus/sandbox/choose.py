@@ -16,12 +16,13 @@ BACKENDS = ("namespaces", "docker", "podman", "remote", *SERVICES, "process")
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """Which backend, and what it needs: `concurrency`, `python`, `binds` and `paths` are for namespaces,
-    `image` and `runtime` for docker and podman, `url` and `token` for remote and for public services,
-    `unsafe` for process."""
+    """Which backend, and what it needs: `concurrency`, `sessions`, `python`, `binds` and `paths` are for
+    namespaces, `image` and `runtime` for docker and podman, `url` and `token` for remote and for public
+    services, `unsafe` for process."""
 
     backend: str = "namespaces"
     concurrency: int = 0
+    sessions: int = 0
     python: str = ""
     binds: tuple[str, ...] = ()
     paths: tuple[str, ...] = ()
@@ -37,7 +38,7 @@ def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
     given = settings or SandboxSettings()
     match given.backend:
         case "namespaces":
-            own = NamespaceSettings(given.concurrency, given.python, given.binds, given.paths)
+            own = NamespaceSettings(given.concurrency, given.sessions, given.python, given.binds, given.paths)
             return NamespacesSandbox(own)
         case "docker" | "podman":
             return ContainerSandbox(ContainerSettings(given.backend, given.image, given.runtime))

@@ -11,6 +11,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs.base import room_of
 from ludus.envs.settings import read_settings
 from ludus.envs.swe.catalogue import Catalogue, Package, load_catalogue, shipped_folder
 from ludus.envs.swe.grading import REPORT, Grade, grade
@@ -150,6 +151,11 @@ class SweWorld:
     def with_sandbox(self, sandbox: Sandbox) -> SweWorld:
         """This world with that sandbox."""
         return replace(self, sandbox=sandbox)
+
+    @property
+    def episodes_at_once(self) -> int | None:
+        """As many as the sandbox has room for sessions."""
+        return room_of(self.sandbox)
 
     async def close(self) -> None:
         """Close the sandbox."""

@@ -12,6 +12,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs.base import room_of
 from ludus.envs.settings import read_settings
 from ludus.envs.terminal.bench import BenchTask, load_bench
 from ludus.envs.terminal.episode import TerminalEpisode, mended, read_verdict
@@ -134,6 +135,11 @@ class TerminalWorld:
     def with_sandbox(self, sandbox: Sandbox) -> TerminalWorld:
         """This world with that sandbox."""
         return replace(self, sandbox=sandbox)
+
+    @property
+    def episodes_at_once(self) -> int | None:
+        """As many as the sandbox has room for sessions."""
+        return room_of(self.sandbox)
 
     async def close(self) -> None:
         """End what runs in the sandbox."""
