@@ -29,6 +29,8 @@ from ludus.evaluation.agents import Kind
 from ludus.evaluation.check import CheckPlan, CheckReport, Row, check_world
 from ludus.evaluation.scorecard import Scorecard, Share, scorecard
 from ludus.recipes import list_recipes
+from ludus.rewards.base import Reward
+from ludus.rewards.named import check_fed, switched_on
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.setup import episode_limits
 
@@ -58,7 +60,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     broken = []
     for one, rollout in worlds_in(world, config.rollout):
         try:
-            look_at(args, console, one, episode_limits(rollout))
+            look_at(args, console, one, episode_limits(rollout), switched_on(config.rewards.parts))
         except UserError as error:
             if world is one:
                 raise
@@ -68,8 +70,11 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def look_at(args: argparse.Namespace, console: Console, world: World, limits: EpisodeLimits) -> None:
-    """Show or check one world. Raises UserError where its check finds a problem."""
+def look_at(
+    args: argparse.Namespace, console: Console, world: World, limits: EpisodeLimits, added: Sequence[Reward]
+) -> None:
+    """Show or check one world; `added` are rewards of the settings. Raises UserError where its check finds a
+    problem."""
     if args.act == "prepare":
         prepare(console, world)
         return
@@ -77,7 +82,9 @@ def look_at(args: argparse.Namespace, console: Console, world: World, limits: Ep
     plan = CheckPlan(args.split, num, args.seed, limits=limits)
     report = check_world(world, plan)
     if args.act == "show":
-        show(console, report)
+        task = report.tasks[0]
+        check_fed([part.name for part in added], task, len(world.environment(task).tools))
+        show(console, report, added)
         return
     console.print(agents_table(report))
     console.print(scorecard_table(scorecard(report, plan)))
@@ -179,7 +186,7 @@ def _of(share: Share) -> str:
     return f"{share.part} of {share.whole}"
 
 
-def show(console: Console, report: CheckReport) -> None:
+def show(console: Console, report: CheckReport, added: Sequence[Reward] = ()) -> None:
     """Splits, tools, rewards, a task, and an episode of who knows how."""
     from ludus.cli.transcripts import message_text, print_transcript
 
@@ -190,7 +197,7 @@ def show(console: Console, report: CheckReport) -> None:
     for tool in world.environment(task).tools:
         parameters = tool.schema["function"]["parameters"]
         say(console, f"  tool {tool.name}({', '.join(parameters['properties'])}): {tool.description}")
-    for reward in world.rewards:
+    for reward in (*world.rewards, *added):
         what = "outcome" if reward.outcome else "shaping" if reward.weight else "reported"
         say(console, f"  reward {reward.name}: weight {reward.weight:g}, {what}")
     say(console, f"  cold start: {_cold_start(world)}")

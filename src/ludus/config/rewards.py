@@ -34,11 +34,35 @@ class LengthConfig(Section):
         return self
 
 
+class PartConfig(Section):
+    """A shaping part that is switched on by its name. Which options a part has, and needs, it says itself."""
+
+    weight: float
+    """Of the part in the sum; penalties are negative by themselves and take a weight above 0."""
+    free: int | None = None
+    """Of `extra_calls` and `long_answer`: calls, or words, that cost nothing."""
+    limit: int | None = None
+    """Of both: from here on they cost 1."""
+    cap: int | None = None
+    """Of `repeated_calls` and `invalid_calls`: as many such calls cost 1."""
+    script: str | None = None
+    """Of `language_consistency`: LATIN, CYRILLIC, CJK, ..."""
+
+    @property
+    def options(self) -> dict[str, int | str]:
+        """Those that are given."""
+        return self.model_dump(exclude={"weight"}, exclude_none=True)
+
+
 class RewardsConfig(Section):
     """How the parts of a training episode's reward become one number. Evaluations do not read it."""
 
     preset: Literal["toolrl", "search_r1", "retool"] | None = None
     """The parts and weights of a published system in the place of the world's; none keeps the world's."""
+    parts: dict[str, PartConfig] = Field({})
+    """Shaping parts by name that count beside the world's: citation_support, extra_calls, format_kept,
+    invalid_calls, language_consistency, long_answer, patch_similarity, repeated_calls, token_f1,
+    well_formed."""
     combination: Literal["weighted_sum", "gated", "pareto"] = "weighted_sum"
     """`weighted_sum` of all parts. `gated`: parts other than the outcome count only where `gate` is full.
     `pareto`: the rank in the group by domination, without weights."""

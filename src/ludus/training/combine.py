@@ -32,6 +32,7 @@ from ludus.engines.loading import load_tokenizer
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, score
+from ludus.rewards.named import check_fed, switched_on
 from ludus.rewards.published import PUBLISHED, training_parts
 from ludus.rollout.scheduler import Episode
 from ludus.training.reward_data import Judged, action_ends
@@ -101,8 +102,18 @@ def part_steps(config: Config) -> int:
 
 
 def parts_of(config: Config, world: World) -> Sequence[Reward]:
-    """The parts that train: those of the preset, or else the world's."""
-    return training_parts(config.rewards.preset, world.rewards)
+    """The parts that train: those of the preset, or else the world's, and those that are switched on.
+
+    Raises ConfigError for a part that is no part or there already.
+    """
+    own = training_parts(config.rewards.preset, world.rewards)
+    added = switched_on(config.rewards.parts)
+    if twice := {part.name for part in own} & {part.name for part in added}:
+        name = min(twice)
+        raise ConfigError(
+            f"rewards.parts.{name}: the rewards have a part of that name.", f"Set rewards.weights.{name}."
+        )
+    return (*own, *added)
 
 
 def check_reward_settings(config: Config, world: World) -> None:
@@ -122,6 +133,8 @@ def check_reward_settings(config: Config, world: World) -> None:
     by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
     for task in by_world.values():
         _check_task(settings, task)
+        if settings.parts:
+            check_fed([*settings.parts], task, len(world.environment(task).tools))
 
 
 def _check_task(settings: RewardsConfig, task: Task) -> None:
@@ -184,11 +197,11 @@ def reads_turns(algorithm: Algorithm) -> bool:
 
 def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
     """The combiner of the settings as they stand. Loads the reward model where they name one."""
-    settings = config.rewards
+    settings, parts = config.rewards, parts_of(config, world)
     return Combiner(
         settings=settings,
-        parts=plan_parts(config, parts_of(config, world)),
-        preset=None if settings.preset is None else tuple(parts_of(config, world)),
+        parts=plan_parts(config, parts),
+        preset=tuple(parts) if settings.preset is not None else switched_on(settings.parts),
         microbatch_tokens=config.training.microbatch_tokens,
         takes_turns=takes_turns,
         model=None if settings.model is None else load_reward_model(Path(settings.model), config),
@@ -199,8 +212,8 @@ def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
 class Combiner:
     """Combines the parts of a step's episodes. `moments`, of each domain, are all that it remembers.
 
-    `preset` are parts that the world has not scored yet. `takes_turns`: the algorithm reads rewards of turns,
-    and a process model's go there and not into the sum.
+    `preset` are parts that the world has not scored yet: those of a preset, and those that are switched on.
+    `takes_turns`: the algorithm reads rewards of turns, and a process model's go there and not into the sum.
     """
 
     settings: RewardsConfig
@@ -208,7 +221,7 @@ class Combiner:
     microbatch_tokens: int = 4096
     takes_turns: bool = False
     model: RewardModel | None = None
-    preset: tuple[Reward, ...] | None = None
+    preset: tuple[Reward, ...] = ()
     moments: DomainMoments = field(default_factory=DomainMoments)
 
     def restore(self, moments: str) -> None:
@@ -267,8 +280,8 @@ class Combiner:
         return weights | {"reward/dominance_violations": float(len(bad))}
 
     def _scored(self, episode: Episode) -> Trajectory:
-        """With the parts of the preset beside the world's."""
-        if self.preset is None:
+        """With the parts of the preset, and those that are switched on, beside the world's."""
+        if not self.preset:
             return episode.trajectory
         found = score(self.preset, episode.task, episode.trajectory)
         return replace(found, rewards={**episode.trajectory.rewards, **found.rewards})

@@ -1,0 +1,96 @@
+"""Shaping parts by name, for settings to switch on in any world (`rewards.parts`)."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ludus.config.rewards import PartConfig
+from ludus.errors import ConfigError
+from ludus.rewards.answers import Answers, token_f1, well_formed
+from ludus.rewards.base import Reward, RewardFunction
+from ludus.rewards.patches import Patch, patch_similarity
+from ludus.rewards.published import format_kept
+from ludus.rewards.shaping import (
+    citation_support,
+    extra_calls,
+    invalid_calls,
+    language_consistency,
+    long_answer,
+    repeated_calls,
+)
+from ludus.types import Task
+
+Option = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A part: `make` gives its function for its options. It reads the calls of tools (`calls`), or a task's
+    truth of a type (`truth`); a world without them cannot feed it."""
+
+    make: Callable[..., RewardFunction]
+    calls: bool = False
+    truth: type | None = None
+
+    @property
+    def options(self) -> Mapping[str, inspect.Parameter]:
+        """Its options by name."""
+        return inspect.signature(self.make).parameters
+
+
+NAMED: Mapping[str, Named] = {
+    "citation_support": Named(lambda: citation_support, calls=True),
+    "extra_calls": Named(extra_calls, calls=True),
+    "format_kept": Named(lambda: format_kept),
+    "invalid_calls": Named(invalid_calls, calls=True),
+    "language_consistency": Named(language_consistency),
+    "long_answer": Named(long_answer),
+    "patch_similarity": Named(lambda: patch_similarity(), truth=Patch),
+    "repeated_calls": Named(repeated_calls, calls=True),
+    "token_f1": Named(lambda: token_f1, truth=Answers),
+    "well_formed": Named(lambda: well_formed),
+}
+
+
+def named_part(name: str, weight: float, options: Mapping[str, Option]) -> Reward:
+    """The part of that name. Raises ConfigError for a name or options that it does not have."""
+    if name not in NAMED:
+        near = difflib.get_close_matches(name, NAMED, n=1)
+        guess = f"Did you mean {near[0]!r}? " if near else ""
+        raise ConfigError(f"rewards.parts: there is no part {name!r}.", f"{guess}Known: {', '.join(NAMED)}.")
+    known = NAMED[name].options
+    if odd := [option for option in options if option not in known]:
+        takes = f"It takes {', '.join(known)}." if known else "It takes none."
+        raise ConfigError(f"rewards.parts.{name} has no option {odd[0]!r}.", takes)
+    missing = [o for o, p in known.items() if p.default is inspect.Parameter.empty and o not in options]
+    if missing:
+        raise ConfigError(f"rewards.parts.{name} needs {' and '.join(missing)}.", "See docs/rewards.md.")
+    try:
+        return Reward(name, NAMED[name].make(**options), weight)
+    except ValueError as error:
+        raise ConfigError(f"rewards.parts.{name}: {error}.", "See docs/rewards.md.") from error
+
+
+def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
+    """The parts of `rewards.parts`. Raises ConfigError, as `named_part` does."""
+    return tuple(named_part(name, part.weight, part.options) for name, part in settings.items())
+
+
+def check_fed(names: Sequence[str], task: Task, num_tools: int) -> None:
+    """Raise ConfigError for a part that such a task, played with as many tools, says nothing to."""
+    for name in names:
+        truth = NAMED[name].truth
+        if NAMED[name].calls and not num_tools:
+            raise ConfigError(
+                f"rewards.parts.{name} is about calls of tools, and task {task.id} has no tools.",
+                "Leave it out, or give the world its tools.",
+            )
+        if truth is not None and not isinstance(task.truth, truth):
+            raise ConfigError(
+                f"rewards.parts.{name} reads a truth of the type {truth.__name__}, "
+                f"and that of task {task.id} is {type(task.truth).__name__}.",
+                "Leave it out, or take a world with such tasks.",
+            )
