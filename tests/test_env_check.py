@@ -1,19 +1,23 @@
 """Environments check themselves: worlds that pay a cheat are found, by the command and before training."""
 
+import asyncio
+import itertools
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ludus.config.schema import Config, EnvConfig
 from ludus.envs.registry import WORLDS
+from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError
 from ludus.evaluation.agents import PROGRAMS, Kind, edit_tests, run_program
 from ludus.evaluation.arguments import random_arguments
 from ludus.evaluation.check import CheckPlan, Play, check_world, refuse_cheats, some_tasks
-from ludus.evaluation.scorecard import Share, form_of, scorecard
+from ludus.evaluation.scorecard import EPISODES, Share, form_of, scorecard
 from ludus.rewards.answers import Answers, exact_match, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.published import calls_made
@@ -21,7 +25,7 @@ from ludus.rewards.shaping import only_if
 from ludus.rollout.episode import EpisodeLimits
 from ludus.tools.base import tool
 from ludus.training.start import check_cheats
-from ludus.types import Message, Task
+from ludus.types import Message, Task, ToolOutcome, ToolStatus
 from tiny_run import ludus, make_recipe, refused
 
 PLAN = CheckPlan(num_tasks=8)
@@ -397,3 +401,35 @@ def test_bad_input_of_the_command_is_one_sentence():
     assert "no world 'serch'" in refused("env", "check", "serch")
     assert "no split 'dev'" in refused("env", "show", "guess", "--split", "dev")
     assert "--tasks is 0" in refused("env", "check", "guess", "--tasks", "0")
+
+
+class Judged(ToolEnv):
+    """Leaves a report of the answer, which may be another one each time that it is graded."""
+
+    verdicts = itertools.repeat(1.0)
+
+    async def step(self, action):
+        result = await super().step(action)
+        return replace(result, outcomes=(await self.grade_again(),)) if result.done else result
+
+    async def grade_again(self):
+        await asyncio.sleep(0.01)
+        return ToolOutcome("", "report", ToolStatus.OK, str(next(self.verdicts)))
+
+
+@pytest.mark.parametrize(("verdicts", "num"), [([1.0], 0), ([1.0, 1.0, 0.0], EPISODES)])
+def test_what_an_environment_graded_at_its_end_is_graded_again(monkeypatch, verdicts, num):
+    def reported(task, trajectory):
+        return float(trajectory.outcomes[-1].output) if trajectory.outcomes else 0.0
+
+    class JudgedWorld(ToolWorld):
+        def environment(self, task):
+            return Judged(self.tools, self.rewards, self.limits)
+
+    monkeypatch.setattr(Judged, "verdicts", itertools.cycle(verdicts))
+    plain = world(reported)
+    made = JudgedWorld(plain.name, plain.task_lists, plain.tools, plain.rewards)
+    card = card_of(made)
+    assert card.unstable.whole == EPISODES
+    assert (card.unstable.part > EPISODES // 3) is bool(num)
+    assert card.grading_ms > 9

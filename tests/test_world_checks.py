@@ -1,12 +1,17 @@
 """Every world that ships pays for its tasks: cheats and guessers earn nothing there, from shaping neither."""
 
+import asyncio
+
 import pytest
 
+from ludus.config import load_config
 from ludus.config.schema import Config, EnvConfig, RolloutConfig
-from ludus.envs.registry import WORLDS, build_world
-from ludus.evaluation.agents import Kind
-from ludus.evaluation.check import CheckPlan, check_world
+from ludus.envs.registry import WORLDS, build_world, closing
+from ludus.evaluation.agents import Agent, Kind, actions_of
+from ludus.evaluation.check import CheckPlan, check_world, play
+from ludus.rewards.base import score, success
 from ludus.rollout.setup import episode_limits
+from ludus.types import Message, StopReason, Trajectory
 
 QUICK = {
     "functions": ("functions", {}, 12),
@@ -60,3 +65,40 @@ def test_a_world_pays_no_cheat(case):
 @pytest.mark.parametrize("case", SLOW)
 def test_a_world_with_programs_or_many_tasks_pays_no_cheat(case):
     assert_sound(check(*SLOW[case]))
+
+
+@pytest.mark.parametrize("name", ["math", "sql"])
+def test_right_answers_in_other_words_are_right(name):
+    config = load_config(name)
+    world = build_world(config.env, config.rollout, config.sandbox)
+    tasks = world.tasks("test")[:60]
+    refused, num = [], 0
+    for task in tasks:
+        for text in world.paraphrases(task):
+            said = Trajectory(task.id, 0, (), (Message(role="assistant", content=text),), StopReason.ANSWERED)
+            num += 1
+            if not success(world.rewards, score(world.rewards, task, said)):
+                refused.append((task.id, text))
+    assert refused == []
+    assert num >= len(tasks)
+
+
+@pytest.mark.parametrize("name", ["code", "terminal"])
+def test_what_tests_said_at_the_end_they_say_again_of_what_was_left(name):
+    config = load_config(name)
+    world = build_world(config.env, config.rollout, config.sandbox)
+
+    async def scenario():
+        async with closing(world):
+            task = world.tasks("train")[0]
+            turns = actions_of(world.expert(task).messages[len(task.prompt) :])
+            agent = Agent("oracle", Kind.ORACLE, "knows", lambda task, tools: turns)
+            one = await play(world, task, agent, episode_limits(config.rollout))
+            return one, await one.environment.grade_again()
+
+    one, again = asyncio.run(scenario())
+    assert one.succeeded
+    assert (again.tool, again.output) == (
+        one.trajectory.outcomes[-1].tool,
+        one.trajectory.outcomes[-1].output,
+    )

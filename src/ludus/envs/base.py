@@ -11,7 +11,7 @@ from ludus.rewards.base import Reward
 from ludus.sandbox.base import BoundsSessions, Sandbox
 from ludus.tasks.order import Order, TaskOrder
 from ludus.tools.base import Tool
-from ludus.types import Action, Message, StepResult, Task
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome
 
 
 class Environment(Protocol):
@@ -44,6 +44,16 @@ class Anchored(Protocol):
 
     def anchor(self) -> str:
         """The state before the model's next turn; equal texts are equal states."""
+        ...
+
+
+@runtime_checkable
+class GradesAgain(Protocol):
+    """An environment whose verdict is an outcome that it leaves: what it judged can be judged once more."""
+
+    async def grade_again(self) -> ToolOutcome | None:
+        """The outcome of another grading of what was there at the end, also after `close`; None where nothing
+        was graded. Raises WorldError where the sandbox breaks."""
         ...
 
 

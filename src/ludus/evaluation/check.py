@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 
-from ludus.envs.base import Demonstrates, ShowsTasks, World
+from ludus.envs.base import Demonstrates, GradesAgain, ShowsTasks, World
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.evaluation.agents import (
     Agent,
@@ -62,7 +62,7 @@ class Play:
     """An episode of an agent. `share` is that of the full outcome; `failure` is empty where it was played.
 
     `shaping` is what the parts that are no outcome gave, weights included. `excused`: doing nothing is right
-    on this task.
+    on this task. `environment` is kept where it can grade again what it graded.
     """
 
     task: Task
@@ -71,6 +71,7 @@ class Play:
     share: float = 0.0
     failure: str = ""
     shaping: float = 0.0
+    environment: GradesAgain | None = field(default=None, repr=False, compare=False)
 
     @property
     def excused(self) -> bool:
@@ -273,7 +274,9 @@ async def play(world: World, task: Task, agent: Agent, limits: EpisodeLimits) ->
     rewards = environment.rewards
     share = outcome_share(rewards, trajectory)
     shaped = shaping_of(rewards, trajectory)
-    return Play(task, trajectory, success(rewards, trajectory), share, shaping=shaped)
+    again = environment if isinstance(environment, GradesAgain) else None
+    solved = success(rewards, trajectory)
+    return Play(task, trajectory, solved, share, shaping=shaped, environment=again)
 
 
 def outcome_share(rewards: Sequence[Reward], trajectory: Trajectory) -> float:

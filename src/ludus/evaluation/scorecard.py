@@ -7,7 +7,7 @@ import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ludus.envs.base import OffersParaphrases, World
 from ludus.evaluation.agents import Agent, Kind, actions_of, asked
@@ -18,6 +18,8 @@ from ludus.types import Action, Message, Task
 
 GRADINGS = 5
 """How often each trajectory is graded."""
+REGRADINGS = 2
+"""How often an environment grades again what it graded at its end."""
 BASELINES = ("null", "idle", "echo", "majority answer")
 """The agents that need no tool and no skill."""
 EPISODES = 16
@@ -42,7 +44,8 @@ class Share:
 class Scorecard:
     """The verifier's rule in numbers.
 
-    `truths` counts the tasks by the type of their truth. `grading_ms` is the mean time of a grading.
+    `truths` counts the tasks by the type of their truth. `grading_ms` is the mean time of a grading: where an
+    environment runs tests at its end, of running them on what was left then.
     `alone_per_s` and `together_per_s` are episodes of a scripted agent a second, one at a time and
     `concurrency` at once, the world's own work included. `unstable` counts
     trajectories whose reward differs between gradings, `replayed` episodes whose reward differs when the same
@@ -108,6 +111,9 @@ def form_of(text: str) -> str:
 
 def _gradings(world: World, plays: Sequence[Play]) -> tuple[float, Share]:
     """Milliseconds of a grading, and how many trajectories get another reward in one of them."""
+    graded = [play for play in plays if play.environment is not None]
+    if graded:
+        return asyncio.run(_graded_again(world, _spread(graded, EPISODES)))
     unstable = 0
     begin = time.perf_counter()
     for play in plays:
@@ -116,6 +122,30 @@ def _gradings(world: World, plays: Sequence[Play]) -> tuple[float, Share]:
             unstable += any(one.rewards != given[0].rewards for one in given)
     seconds = time.perf_counter() - begin
     return 1000 * seconds / max(GRADINGS * len(plays), 1), Share(unstable, len(plays))
+
+
+async def _graded_again(world: World, plays: Sequence[Play]) -> tuple[float, Share]:
+    """As `_gradings`, of what environments graded at their end: they do so again, one at a time."""
+    num = unstable = 0
+    begin = time.perf_counter()
+    for play in plays:
+        trajectory, changed = play.trajectory, False
+        for _ in range(REGRADINGS):
+            report = None if play.environment is None else await play.environment.grade_again()
+            if trajectory is None or report is None:
+                break
+            kept = [outcome for outcome in trajectory.outcomes if outcome.tool != report.tool]
+            again = score(world.rewards, play.task, replace(trajectory, outcomes=(*kept, report)))
+            num += 1
+            changed |= again.rewards != trajectory.rewards
+        unstable += changed
+    return 1000 * (time.perf_counter() - begin) / max(num, 1), Share(unstable, len(plays))
+
+
+def _spread(plays: Sequence[Play], most: int) -> Sequence[Play]:
+    """At most so many of them, from all over."""
+    step = max(1, len(plays) / most)
+    return [plays[int(i * step)] for i in range(min(most, len(plays)))]
 
 
 def _best(report: CheckReport) -> Agent:

@@ -84,6 +84,7 @@ class CodeEnv:
         self._inner = ToolEnv(self.tools, self.rewards, self.limits)
         self._measured = any(part.name == "thrift" for part in self.rewards)
         self._truth: CodeTruth | None = None
+        self._program: str | None = None
 
     async def start(self, task: Task) -> list[Message]:
         """The task's own messages."""
@@ -96,10 +97,18 @@ class CodeEnv:
         result = await self._inner.step(action)
         if not result.done or self._truth is None:
             return result
-        program = program_of(_answer(action))
-        grading = await self.judge.judge(program, self._truth, self._truth.cases)
-        report = ToolOutcome("", REPORT, ToolStatus.OK, grading.report(self._measured))
-        return replace(result, outcomes=(*result.outcomes, report))
+        self._program = program_of(_answer(action))
+        return replace(result, outcomes=(*result.outcomes, await self._graded(self._program, self._truth)))
+
+    async def grade_again(self) -> ToolOutcome | None:
+        """The report of another run of all tests on the program that was handed in."""
+        if self._program is None or self._truth is None:
+            return None
+        return await self._graded(self._program, self._truth)
+
+    async def _graded(self, program: str, truth: CodeTruth) -> ToolOutcome:
+        grading = await self.judge.judge(program, truth, truth.cases)
+        return ToolOutcome("", REPORT, ToolStatus.OK, grading.report(self._measured))
 
     async def close(self) -> None:
         """Nothing of its own is open."""

@@ -106,6 +106,20 @@ def quantity(value: Fraction, problem: Problem | None = None) -> Quantity:
     return Quantity(float(value), relative=relative, units=problem.units if problem else {})
 
 
+def other_words(problem: Problem) -> tuple[str, ...]:
+    """The right answer in other writings: in a box, in LaTeX, in a sentence, with separators or a point."""
+    answer = problem.answer
+    if not isinstance(answer, Fraction):
+        return rf"\boxed{{{answer.gold}}}", f"The answer is ${answer.gold}$."
+    top, bottom = answer.numerator, answer.denominator
+    if bottom == 1:
+        return rf"So it is \boxed{{{top}}}.", f"The answer is {top:,}", f"{top}.0"
+    sign = "-" if top < 0 else ""
+    found = [rf"So it is \boxed{{{sign}\frac{{{abs(top)}}}{{{bottom}}}}}.", f"The answer is {top}/{bottom}."]
+    exact = 10**6 % bottom == 0
+    return (*found, str(top / bottom)) if exact else tuple(found)
+
+
 def answer_text(problem: Problem) -> str:
     """The right answer as it is written."""
     return show(problem.answer) if isinstance(problem.answer, Fraction) else problem.answer.gold

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.math import foreign, records
 from ludus.envs.math.generate import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, Maker, make_problems
-from ludus.envs.math.grading import Solution, as_task, math_rewards, opening
+from ludus.envs.math.grading import Solution, as_task, math_rewards, opening, other_words
 from ludus.envs.math.oracle import guess, solve
 from ludus.envs.math.problems import Problem
 from ludus.envs.math.tools import ToolName, make_tools
@@ -123,6 +123,10 @@ class MathWorld:
         if not isinstance(task.truth, Solution):
             return None
         return self._shown(task.truth.problem, solve(task.truth.problem, self.settings.tool))
+
+    def paraphrases(self, task: Task) -> Sequence[str]:
+        """The right number or expression in other writings; none for problems of others."""
+        return other_words(task.truth.problem) if isinstance(task.truth, Solution) else ()
 
     def texts(self) -> Iterator[str]:
         """What demonstrations say, for a tokenizer of this world's own."""

@@ -74,6 +74,20 @@ def gives(answer: str, image: bytes, due: Rows) -> bool:
     return all(row is not None for row in rows) and same_rows([row for row in rows if row is not None], due)
 
 
+def other_words(truth: SqlTruth) -> tuple[str, ...]:
+    """The right answer in other words: another query with the same rows, or the value in another writing."""
+    if isinstance(truth.value, Quantity):
+        number = truth.value.value
+        return (f"The answer is {number:,.0f}" if number.is_integer() else f"It is \\boxed{{{number:.2f}}}",)
+    if truth.value is not None:
+        return (f" {truth.value.accepted[0].upper()}.",)
+    query = truth.query.rstrip().rstrip(";")
+    fenced_query = f"```sql\n{query};\n```"
+    if truth.rows.ordered:
+        return fenced_query, f"SELECT * FROM ({query}) LIMIT -1 OFFSET 0"
+    return fenced_query, f"WITH answer AS ({query}) SELECT * FROM answer"
+
+
 def _plain(row: Row) -> tuple[int | float | str | None, ...] | None:
     """The row, or None where it holds bytes: no question asks for them."""
     cells = tuple(cell for cell in row if not isinstance(cell, bytes))

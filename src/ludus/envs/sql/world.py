@@ -15,12 +15,12 @@ from ludus.envs.sql.data import DataPair, make_pair
 from ludus.envs.sql.domains import domain
 from ludus.envs.sql.expert import Expert, Flaws
 from ludus.envs.sql.tasks import SPLITS, Question, Wanted, compose
-from ludus.envs.sql.verdict import make_truth, result_set, shown_rows, was_run
+from ludus.envs.sql.verdict import SqlTruth, make_truth, other_words, result_set, shown_rows, was_run
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.answers import well_formed
-from ludus.rewards.base import Reward
+from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.sql import Database, SqlLimits, schema_tool, sql_tool
@@ -133,6 +133,10 @@ class SqlWorld:
         if question is None or self.settings.access != "tool":
             return None
         return self._dialogue(question, Flaws(0.0, 0.0, 0.0), random.Random(task.id))
+
+    def paraphrases(self, task: Task) -> Sequence[str]:
+        """Another query with the same rows, or the value in another writing."""
+        return other_words(truth_of(task, SqlTruth))
 
     def texts(self) -> Iterator[str]:
         """Descriptions of the databases, then dialogues as text: what the tokenizer is trained on."""

@@ -31,7 +31,7 @@ from ludus.rewards.suites import share_passed, suite_passes
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Sandbox
 from ludus.tools.base import Tool, ToolError
-from ludus.types import Action, Message, StepResult, Task
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome
 
 SPLITS = ("train", "validation", "test")
 SYSTEM = (
@@ -80,6 +80,7 @@ class SweEnv:
         self._problem = problem
         self._workspace = workspace
         self._inner = ToolEnv(tools, world.rewards, world.limits, [workspace])
+        self._left: Mapping[str, bytes] | None = None
 
     async def start(self, task: Task) -> list[Message]:
         """Open the checkout."""
@@ -101,7 +102,14 @@ class SweEnv:
             left = await self._workspace.snapshot()
         except ToolError as error:
             return Grade({}, f"the files cannot be taken out: {error}")
+        self._left = left.files
         return await grade(self._sandbox, self._problem.exam, left.files)
+
+    async def grade_again(self) -> ToolOutcome | None:
+        """The report of another run of the hidden tests on the files that were left."""
+        if self._left is None:
+            return None
+        return (await grade(self._sandbox, self._problem.exam, self._left)).outcome()
 
 
 @dataclass(frozen=True)

@@ -44,6 +44,7 @@ class TerminalEpisode:
         self._workspace = workspace
         self._start = start
         self._judge = judge
+        self._left: Snapshot | None = None
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -67,9 +68,11 @@ class TerminalEpisode:
         result = await self._plain.step(action)
         if not result.done:
             return result
-        report = await self._report()
-        outcome = ToolOutcome("", VERDICT, ToolStatus.OK, json.dumps(dict(report), sort_keys=True))
-        return replace(result, outcomes=(*result.outcomes, outcome))
+        return replace(result, outcomes=(*result.outcomes, _verdict(await self._report())))
+
+    async def grade_again(self) -> ToolOutcome | None:
+        """What another judgement of the files that were left says."""
+        return None if self._left is None else _verdict(await self._judge(self._left))
 
     async def close(self) -> None:
         """End the session."""
@@ -78,10 +81,15 @@ class TerminalEpisode:
     async def _report(self) -> Mapping[str, bool]:
         """What holds. A session whose files cannot be had, lost or too full, leaves nothing that holds."""
         if self._workspace is None:
+            self._left = self._start
             return await self._judge(self._start)
         try:
-            state = await self._workspace.snapshot()
+            self._left = await self._workspace.snapshot()
         except ToolError:
             return {}
         await self._workspace.close()
-        return await self._judge(state)
+        return await self._judge(self._left)
+
+
+def _verdict(report: Mapping[str, bool]) -> ToolOutcome:
+    return ToolOutcome("", VERDICT, ToolStatus.OK, json.dumps(dict(report), sort_keys=True))
