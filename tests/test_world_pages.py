@@ -1,0 +1,85 @@
+"""Each world has its parts, and a page that tells of each of them and shows an episode that can be had."""
+
+import asyncio
+import re
+
+import pytest
+
+from ludus.config import load_config
+from ludus.envs.guess import make_guess_world
+from ludus.envs.registry import WORLDS, build_world
+from ludus.envs.toolbox import ToolLimits
+from ludus.evaluation.agents import Agent, Kind, actions_of
+from ludus.evaluation.check import play
+from ludus.recipes import recipe_folder
+from ludus.rollout.episode import EpisodeLimits
+from ludus.types import Message
+
+SECTIONS = {
+    "tasks": r"The tasks?\b",
+    "tools": r"The (tools|functions)\b",
+    "rewards": r"The rewards\b",
+}
+PREPARED = {"swe"}
+"""Worlds whose tasks are there once their sources were fetched."""
+
+
+def page(name: str) -> str:
+    return (recipe_folder(name) / "README.md").read_text("utf-8")
+
+
+def transcripts(text: str) -> list[str]:
+    """The blocks in which a user and the assistant speak."""
+    blocks = re.findall(r"```text\n(.*?)```", text, re.S)
+    return [block for block in blocks if re.search(r"^assistant\b", block, re.M)]
+
+
+def said(lines: str) -> list[str]:
+    """What is said in a transcript, without who says it; lines that go on are joined."""
+    return [re.sub(r"\n {11}", "\n", turn) for turn in re.findall(r"^\w+ +(.*(?:\n {11}.*)*)", lines, re.M)]
+
+
+@pytest.mark.parametrize("name", WORLDS)
+def test_the_page_of_a_world_tells_of_its_parts_and_shows_an_episode(name):
+    text = page(name)
+    for part, pattern in SECTIONS.items():
+        assert re.search(rf"^\*\*{pattern}", text, re.M), part
+    assert transcripts(text)
+
+
+@pytest.mark.parametrize("name", sorted(WORLDS.keys() - PREPARED))
+def test_a_world_has_tasks_environments_tools_and_rewards(name):
+    config = load_config(name)
+    world = build_world(config.env, config.rollout, config.sandbox)
+    task = world.tasks("train")[0]
+    environment = world.environment(task)
+    assert task.prompt
+    assert environment.tools or name == "guess"
+    assert any(reward.outcome for reward in world.rewards)
+    assert [part.name for part in environment.rewards] == [part.name for part in world.rewards]
+
+
+def test_the_transcript_of_search_is_a_real_one():
+    config = load_config("search")
+    world = build_world(config.env, config.rollout)
+    (shown,) = transcripts(page("search"))
+    task = next(task for task in world.tasks("train") if task.prompt[-1]["content"] in shown)
+    turns = []
+    for message in world.expert(task).messages:
+        calls = [call["function"] for call in message.get("tool_calls", [])]
+        turns += [f"{call['name']} {call['arguments']}" for call in calls] or [message["content"]]
+    assert said(shown) == turns
+
+
+def test_the_transcript_of_guess_is_a_real_one():
+    world = make_guess_world({}, ToolLimits())
+    (shown,) = transcripts(page("guess"))
+    opening, *turns = said(shown)
+    task = next(
+        t for t in world.tasks("train") if t.prompt[-1]["content"] == opening and t.truth == turns[-1]
+    )
+    moves = actions_of([Message(role="assistant", content=turn) for turn in turns[::2]])
+    agent = Agent("the page", Kind.SHOWN, "plays what it shows", lambda task, tools: moves)
+    played = asyncio.run(play(world, task, agent, EpisodeLimits()))
+    assert played.succeeded
+    assert [message["content"] for message in played.trajectory.messages][1:] == turns
