@@ -72,6 +72,7 @@ def test_every_setting_reaches_the_sandbox(tmp_path):
     words = {
         "backend": "remote",
         "concurrency": "2",
+        "sessions": "3",
         "python": "/usr/bin/python3",
         "binds": '["/usr/share:/shown"]',
         "paths": '["/shown"]',
