@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import sys
 import types
 from fractions import Fraction
@@ -31,13 +32,14 @@ from ludus.envs.math.generate import (
 from ludus.envs.math.grading import SYSTEM, answer_text, as_task, is_right, solved
 from ludus.envs.math.problems import Work, worked
 from ludus.envs.math.records import load_problems
-from ludus.envs.math.survey import copied_rate, looks, majority_rate
+from ludus.envs.math.survey import copied_rate, head_rate, looks, majority_rate
 from ludus.envs.math.tools import as_program
 from ludus.envs.math.world import MathSettings, MathWorld, make_math_world
 from ludus.envs.registry import build_world, closing
 from ludus.envs.toolbox import ToolLimits
 from ludus.envs.variety import variety
 from ludus.errors import ConfigError, UserError
+from ludus.recipes import recipe_folder
 from ludus.rewards.answers import Answers
 from ludus.rewards.base import check_rewards, score, success
 from ludus.rewards.maths import Expression
@@ -157,6 +159,13 @@ def test_little_is_solved_without_skill(tasks):
         assert majority_rate(tasks["train"], tasks[split]) < 0.15
         assert copied_rate(tasks["train"], tasks[split]) < 0.1
     assert majority_rate(tasks["train"], tasks["train"]) > 0
+
+
+def test_what_the_head_can_do_is_what_the_page_says():
+    test = MathWorld().tasks("test")
+    page = (recipe_folder("math") / "README.md").read_text("utf-8")
+    assert re.search(rf"^test +{head_rate(test):.1%} ", page, re.M)
+    assert head_rate([task for task in test if task.tags["level"] == "5"]) < head_rate(test)
 
 
 def test_more_problems_than_there_are_is_said():
