@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -9,9 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from torch.distributed import TCPStore
 
 import small_runs
 from ludus.diagnostics.trackers import read_metrics
+from ludus.errors import LearnerError
+from ludus.training.meeting import LISTEN_S
 from ludus.training.run import RunFolder
 
 pytestmark = pytest.mark.fault
@@ -131,6 +135,39 @@ def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
     assert "Loading weights" not in error  # progress bars are no reason
     done = len(read_metrics(RunFolder(folder).metrics))
     assert len(run(folder, "--training.steps", str(done + 1))) == done + 1
+
+
+@pytest.mark.parametrize("shard", ["true", "false"])
+def test_a_process_that_is_stopped_is_named_within_the_limit(tmp_path, shard):
+    folder, limit_s = tmp_path / "run", 30.0
+    settings = {"training__learner__shard": shard, "training__learner__rank_timeout_s": str(limit_s)}
+    process = start(folder, training__steps="40", **SPLIT | settings)
+    place = until(lambda: folder.exists() and follower(process.pid))
+    until((folder / "checkpoints" / "step-000001").exists)
+    os.kill(int(place.name), signal.SIGSTOP)
+    begin = time.monotonic()
+    _, error = process.communicate(timeout=300)
+    assert time.monotonic() - begin < limit_s + LISTEN_S + 20  # of a step before, and of the end
+    assert process.returncode == LearnerError.exit_code
+    assert f"is stopped or gone: process 1 ({place.name} on " in error
+    assert not place.exists()
+
+
+def test_whom_torchrun_started_does_not_wait_for_ever_for_a_leader_that_does_not_come(tmp_path):
+    """On another machine than the leader's nobody else would end it."""
+    store = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "RANK": "1", "WORLD_SIZE": "2"}
+    launched = {"TORCHELASTIC_RUN_ID": "run", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    words = small_runs.words(tmp_path / "run", training__learner__rank_timeout_s="3")
+    ended = subprocess.run(
+        [sys.executable, "-m", "ludus", "train", "search", *words],
+        env=os.environ | place | launched,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert ended.returncode == LearnerError.exit_code
+    assert "did not meet: process 0 did not come within 3 s" in ended.stderr
 
 
 def test_nobody_follows_a_leader_that_is_gone(tmp_path):

@@ -16,7 +16,8 @@ from torch import distributed
 import sharded_ranks
 from ludus.errors import LearnerError, StorageError, UserError
 from ludus.training.batch import balanced, row_of_segments
-from ludus.training.crew import Crew, Leader, Stop, join
+from ludus.training.crew import Crew, Leader, Stop
+from ludus.training.meeting import Meeting
 from ludus.training.sharding import decoder_layers, is_sharded
 from ludus.types import Segment
 from rank_processes import in_processes
@@ -29,10 +30,11 @@ CRITICS = ["critic:float64", "critic:float32"]
 
 
 @pytest.fixture
-def group_of_one(tmp_path):
+def group_of_one():
     """This process as the only one of a group."""
-    join(torch.device("cpu"), f"file://{tmp_path / 'store'}", 0, 1)
-    yield
+    meeting = Meeting.called(1, 60.0)
+    meeting.form_group(torch.device("cpu"))
+    yield meeting
     distributed.destroy_process_group()
 
 
@@ -160,14 +162,14 @@ def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
     assert not is_sharded(other)
 
 
-def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one, tmp_path):
+def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
     crew = Crew(tempfile.TemporaryDirectory())
     with (Path(crew.folder.name) / "said-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
         crew.processes.append(subprocess.Popen(command, stderr=said))
     with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"):
-        crew.gather()  # nobody waits to meet it
-    leader = Leader(crew, None)
+        crew.gather(60.0)  # nobody waits to meet it
+    leader = Leader(group_of_one, crew, None)
     with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"), leader.together(Stop()):
         raise RuntimeError("Connection closed by peer")
     crew.close()

@@ -79,5 +79,5 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             return 0
     else:
         config = recipe_config(args.recipe, STAGE.shortcuts(args), overrides)
-    follow_launched(resolve_device(config.model.device))
+    follow_launched(resolve_device(config.model.device), config.training.learner.rank_timeout_s)
     return 0

@@ -333,6 +333,9 @@ class LearnerConfig(Section):
     """Processes of the learner on this machine, a GPU each; under torchrun its number counts instead."""
     shard: bool = False
     """Split weights, gradients and moments between the processes (FSDP2); otherwise each holds all."""
+    rank_timeout_s: float = Field(600.0, gt=0)
+    """Several processes: the longest that one waits for another, while they meet, load or work together; then
+    the run stops, and names one that is stopped or gone."""
 
     @model_validator(mode="after")
     def _for_one_process(self) -> Self:

@@ -28,6 +28,7 @@ from ludus.config.schema import Config
 from ludus.errors import LearnerError, UserError
 from ludus.training.batch import Row
 from ludus.training.head import Entropy
+from ludus.training.meeting import LISTEN_S, Meeting
 from ludus.training.ranks import Alone, Ranks, SharedBatch
 
 if TYPE_CHECKING:
@@ -119,7 +120,7 @@ class Follower(SharedBatch):
 
     def __init__(self) -> None:
         super().__init__()
-        self._control = _control_group()
+        self._control = _control_group(_PATIENCE)
 
     def split_on(self, device: torch.device) -> None:
         """From here on weights are split, on this device."""
@@ -133,14 +134,18 @@ class Follower(SharedBatch):
 class Leader(SharedBatch):
     """The process that tells the others, those of `crew` where they were started here."""
 
-    def __init__(self, crew: Crew, split: torch.device | None) -> None:
+    def __init__(self, meeting: Meeting, crew: Crew, split: torch.device | None) -> None:
         super().__init__(split)
-        self._control = _control_group()
+        self._control = _control_group(timedelta(seconds=meeting.limit_s))
+        self._meeting = meeting
         self._crew = crew
         self._lock = threading.RLock()
 
     def together(self, command: object) -> AbstractContextManager[None]:
-        """Have the others do what is done within the block. Raises LearnerError where one has ended."""
+        """Have the others do what is done within the block.
+
+        Raises LearnerError where one has ended, or makes this process wait for longer than the limit.
+        """
         return self._lead(command)
 
     @contextmanager
@@ -150,12 +155,32 @@ class Leader(SharedBatch):
                 _broadcast(command, self._control)
                 yield
         except RuntimeError as error:
-            words = self._crew.last_words()
-            if not words and not _broken(error):
+            ended = self._crew.last_words()
+            if not ended and not _broken(error):
                 raise
-            raise LearnerError(
-                f"A process of the learner has ended: {words or error}", "Resume the run."
-            ) from error
+            failure = self._failure(ended, error)
+            self._crew.kill()
+            raise failure from error
+
+    def _failure(self, ended: str, error: RuntimeError) -> LearnerError:
+        """Who is to blame: one that is stopped comes before those that ended because they waited for it."""
+        running = self._crew.running
+        silent = {
+            rank: who for rank, who in self._meeting.silent().items() if running is None or rank in running
+        }
+        if silent:
+            names = ", ".join(f"process {rank} ({who})" for rank, who in silent.items())
+            return LearnerError(
+                f"A process of the learner is stopped or gone: {names} has given no sign of life for "
+                f"{LISTEN_S:g} s.",
+                "Resume the run.",
+            )
+        if ended:
+            return LearnerError(f"A process of the learner has ended: {ended}", "Resume the run.")
+        return LearnerError(
+            f"The processes of the learner have lost each other: {self._meeting.words() or error}",
+            "Resume the run; where one waits long for another, raise training.learner.rank_timeout_s.",
+        )
 
 
 @dataclass
@@ -165,26 +190,32 @@ class Crew:
     folder: tempfile.TemporaryDirectory[str] | None = None
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
-    def start(self, count: int, device: torch.device) -> str:
-        """Start `count - 1` followers on such a device; gives where all of them meet."""
+    def start(self, meeting: Meeting, device: torch.device) -> None:
+        """Start the followers on such a device; they come to a meeting that this process called."""
         self.folder = tempfile.TemporaryDirectory(prefix="ludus-ranks-")
         place = Path(self.folder.name)
-        for rank in range(1, count):
-            command = [sys.executable, "-m", "ludus.training.follow", str(place), str(rank), str(count)]
-            command.append(device.type)
+        what = [str(meeting.port), str(meeting.count), str(meeting.limit_s), device.type]
+        for rank in range(1, meeting.count):
+            command = [sys.executable, "-m", "ludus.training.follow", str(place), str(rank), *what]
             with (place / f"said-{rank}").open("wb") as said:
                 self.processes.append(subprocess.Popen(command, stderr=said, stdout=said))
-        return meeting_place(place)
 
-    def gather(self) -> None:
+    def gather(self, limit_s: float) -> None:
         """Wait until all are about to meet: whoever ends before that would be waited for.
 
-        Raises LearnerError where one has ended.
+        Raises LearnerError where one has ended, or has not begun within the limit.
         """
         place = Path("" if self.folder is None else self.folder.name)
-        while not all((place / here(rank)).exists() for rank, _ in enumerate(self.processes, start=1)):
+        ranks, deadline = range(1, len(self.processes) + 1), time.monotonic() + limit_s
+        while late := [rank for rank in ranks if not (place / here(rank)).exists()]:
             if any(process.poll() is not None for process in self.processes):
                 raise LearnerError(f"A process of the learner has ended: {self.last_words()}", "Try again.")
+            if time.monotonic() > deadline:
+                self.kill()
+                raise LearnerError(
+                    f"Process {late[0]} of the learner has not begun within {limit_s:g} s.",
+                    "Try again, or raise training.learner.rank_timeout_s.",
+                )
             time.sleep(_GLANCE_S)
 
     def last_words(self) -> str:
@@ -197,6 +228,18 @@ class Crew:
                 words = f": {said[-_LAST_WORDS:]}" if said else "."
                 return f"process {rank} ({process.returncode}){words}"
         return ""
+
+    @property
+    def running(self) -> set[int] | None:
+        """The numbers of those that have not ended; None where they were not started here."""
+        if self.folder is None:
+            return None
+        return {rank for rank, process in enumerate(self.processes, start=1) if process.poll() is None}
+
+    def kill(self) -> None:
+        """End them at once, also those that are stopped."""
+        for process in self.processes:
+            process.kill()
 
     def close(self) -> None:
         """Wait for them to end, and see to it that they do."""
@@ -213,11 +256,6 @@ class Crew:
 def here(rank: int) -> str:
     """The name of the file by which a follower says that it has begun."""
     return f"here-{rank}"
-
-
-def meeting_place(folder: Path) -> str:
-    """The address at which processes of one machine meet."""
-    return f"file://{folder / 'store'}"
 
 
 @contextmanager
@@ -237,13 +275,14 @@ def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
     crew = Crew()
     try:
         if launched:
-            join(device, "env://", -1, -1)
+            meeting = Meeting.launched(learner.rank_timeout_s)
         else:
             check_devices(device, learner.ranks)
-            place = crew.start(learner.ranks, device)
-            crew.gather()
-            join(device, place, 0, learner.ranks)
-        leader = Leader(crew, device if learner.shard else None)
+            meeting = Meeting.called(learner.ranks, learner.rank_timeout_s)
+            crew.start(meeting, device)
+            crew.gather(meeting.limit_s)
+        meeting.form_group(device)
+        leader = Leader(meeting, crew, device if learner.shard else None)
         try:
             yield leader
         finally:
@@ -264,17 +303,9 @@ def check_devices(device: torch.device, count: int) -> None:
         )
 
 
-def join(device: torch.device, place: str, rank: int, count: int) -> None:
-    """Meet the others; on a GPU this process takes the one of its number on the machine."""
-    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    distributed.init_process_group(backend, init_method=place, rank=rank, world_size=count)
-    if device.type == "cuda":
-        torch.cuda.set_device(distributed.get_rank() % torch.cuda.device_count())
-
-
-def _control_group() -> ProcessGroup:
-    """A line for commands, on which waiting is no failure."""
-    return cast("ProcessGroup", distributed.new_group(backend="gloo", timeout=_PATIENCE))
+def _control_group(patience: timedelta) -> ProcessGroup:
+    """A line for commands, on which this process waits for so long."""
+    return cast("ProcessGroup", distributed.new_group(backend="gloo", timeout=patience))
 
 
 def _broadcast(command: object, group: ProcessGroup) -> Command:
@@ -284,6 +315,6 @@ def _broadcast(command: object, group: ProcessGroup) -> Command:
 
 
 def _broken(error: RuntimeError) -> bool:
-    """Whether a connection between processes is gone."""
+    """Whether a connection between processes is gone, or was waited for in vain."""
     text = str(error)
-    return any(word in text for word in ("gloo", "NCCL", "Connection", "ncclRemoteError"))
+    return any(word in text for word in ("gloo", "NCCL", "Connection", "ncclRemoteError", "timeout"))

@@ -1,7 +1,8 @@
-"""A process of a learner that follows: `python -m ludus.training.follow FOLDER RANK COUNT`.
+"""A process of a learner that follows: `python -m ludus.training.follow FOLDER RANK PORT COUNT LIMIT_S KIND`.
 
-It meets the others in FOLDER, hears from the first which run it is, builds the parts that learn, and does
-what it is told until it is told to stop. Under torchrun `follow_launched` does the same in its place.
+It says in FOLDER that it has begun, meets the others at the leader's PORT, hears from the first which run it
+is, builds the parts that learn, and does what it is told until it is told to stop. Under torchrun
+`follow_launched` does the same in its place.
 """
 
 from __future__ import annotations
@@ -31,10 +32,9 @@ from ludus.training.crew import (
     Stop,
     Train,
     here,
-    join,
-    meeting_place,
 )
 from ludus.training.judges import part_name, say, teach
+from ludus.training.meeting import Meeting
 from ludus.training.run import RunFolder, log_into
 from ludus.training.scoring import Scorer
 from ludus.training.session import Session, open_session
@@ -46,24 +46,28 @@ from ludus.training.sync import probe_logprobs
 log = logging.getLogger("ludus.follow")
 
 
-def follow(device: torch.device) -> None:
-    """Follow the leader of the group that this process has joined."""
+def follow(meeting: Meeting, device: torch.device) -> None:
+    """Meet the others, and follow the leader."""
+    try:
+        meeting.form_group(device)
+        _follow(meeting, device)
+    except Exception as error:
+        meeting.say(f"{type(error).__name__}: {error}")
+        log.error("it cannot go on: %s: %s", type(error).__name__, error)
+        raise
+    finally:
+        if distributed.is_initialized():
+            distributed.destroy_process_group()
+
+
+def _follow(meeting: Meeting, device: torch.device) -> None:
     follower = Follower()
     command = follower.hear()
     if not isinstance(command, Start):
         return
     if command.folder.is_dir():  # not so on another machine without a shared disk
-        log_into(RunFolder(command.folder), f"rank {distributed.get_rank()}")
+        log_into(RunFolder(command.folder), f"rank {meeting.rank}")
     log.info("follows the learner (%d)", os.getpid())
-    try:
-        _obey_all(follower, command, device)
-    except Exception as error:
-        log.error("it cannot go on: %s: %s", type(error).__name__, error)
-        raise
-
-
-def _obey_all(follower: Follower, command: Start, device: torch.device) -> None:
-    """Build the parts that learn, and do what is heard until it is to stop."""
     if command.config.training.learner.shard:
         follower.split_on(device)
     session = open_session(command.config, cold_start(command.config, command.folder))
@@ -73,6 +77,7 @@ def _obey_all(follower: Follower, command: Start, device: torch.device) -> None:
             obey(heard, session, learning)
         except LearnerError as error:  # the leader raises it as well, and decides
             log.warning("%s", error)
+            meeting.say(str(error))
 
 
 def obey(command: object, session: Session, learning: LearnerParts) -> None:
@@ -104,25 +109,17 @@ def cold_start(config: Config, folder: Path) -> Path | None:
     return list_checkpoints(RunFolder(folder / "cold_start").checkpoints)[-1][1]
 
 
-def follow_launched(device: torch.device) -> None:
-    """Follow under torchrun, which says where the others are."""
-    join(device, "env://", -1, -1)
-    try:
-        follow(device)
-    finally:
-        distributed.destroy_process_group()
+def follow_launched(device: torch.device, limit_s: float) -> None:
+    """Follow under torchrun, which says where the others are. Nobody is waited for longer than `limit_s`."""
+    follow(Meeting.launched(limit_s), device)
 
 
-def main(folder: str, rank: str, count: str, kind: str) -> None:
+def main(folder: str, rank: str, *where: str) -> None:
     """Follow a leader on this machine, on a device of this kind."""
-    device = torch.device(kind)
+    port, count, limit_s, kind = where
     hide_progress()
     (Path(folder) / here(int(rank))).touch()
-    join(device, meeting_place(Path(folder)), int(rank), int(count))
-    try:
-        follow(device)
-    finally:
-        distributed.destroy_process_group()
+    follow(Meeting.joined(int(port), int(rank), int(count), float(limit_s)), torch.device(kind))
 
 
 if __name__ == "__main__":

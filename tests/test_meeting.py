@@ -1,0 +1,55 @@
+"""Processes of a learner that meet: who is silent, who left words, and who did not come."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+
+import pytest
+import torch
+from torch import distributed
+
+from ludus.errors import LearnerError
+from ludus.training import meeting
+from ludus.training.crew import Crew
+from ludus.training.meeting import Meeting
+
+CPU = torch.device("cpu")
+
+
+def test_whoever_gives_no_sign_of_life_and_left_no_words_is_silent(monkeypatch):
+    monkeypatch.setattr(meeting, "LISTEN_S", 1.5)
+    leader = Meeting.called(1, 5.0)
+    leader.form_group(CPU)
+    distributed.destroy_process_group()
+    place = Meeting(leader.store, 9, 4, 5.0)  # another's view of the same store
+    for rank in (1, 2):
+        leader.store.set(f"pulse/{rank}", f"7 {rank}000 on host")
+    Meeting.joined(leader.port, 2, 4, 5.0).say("StorageError: the disk is full")
+    assert place.silent() == {1: "1000 on host", 3: ""}  # 0 gives signs, 2 left words
+    assert place.words() == "process 2: StorageError: the disk is full"
+
+
+def test_who_did_not_come_is_named():
+    with pytest.raises(LearnerError, match=r"did not meet: process 1 did not come within 1 s"):
+        Meeting.called(2, 1.0).form_group(CPU)
+
+
+def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
+    place = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(LearnerError, match="did not meet"):
+        Meeting.launched(1.0)
+
+
+def test_a_process_that_does_not_begin_is_named():
+    crew = Crew(tempfile.TemporaryDirectory())
+    crew.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
+    with pytest.raises(LearnerError, match=r"Process 1 .* has not begun within 0.1 s"):
+        crew.gather(0.1)
+    crew.close()
+    assert crew.processes[0].returncode == -9
+    assert not os.path.exists(crew.folder.name)
