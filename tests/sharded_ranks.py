@@ -88,6 +88,8 @@ def policy_results(kind, dtype):
         named = {n: p for n, p in one.scorer.model.named_parameters() if p.requires_grad}
         found |= {f"{case}/gradient/{n}": whole(p.grad).clone() for n, p in named.items()}
         found[f"{case}/loss"] = torch.tensor([statistics.loss, statistics.kl_mean or 0.0, tokens])
+    one = make(kind, dtype, WITH_ALL_TERMS, LearnerSettings(60), ranks)
+    found |= {f"first/{n}": torch.tensor(value) for n, value in one.train(rows, seed=3).items()}
     one = make(kind, dtype, WITH_ALL_TERMS, LearnerSettings(60, epochs=2, minibatches=2), ranks)
     found |= {f"metrics/{n}": torch.tensor(value) for n, value in one.train(rows, seed=3).items()}
     found |= {f"weights/{n}": whole(p).clone() for n, p in one.scorer.model.named_parameters()}
@@ -95,15 +97,27 @@ def policy_results(kind, dtype):
 
 
 def critic_results(dtype):
-    """Values before and after two steps of a critic, its metrics and its weights."""
+    """Values before and after two steps of a critic, its metrics, weights and the gradient of one step."""
     ranks, rows, found = ranks_here(), random_rows(), {}
-    how = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
-    critic = Critic(tiny_model(dtype), how, CriticSettings(epochs=2, states=StateSettings(60)), ranks)
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
+    unclipped = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=1e9)
+    critic = Critic(tiny_model(dtype), unclipped, CriticSettings(states=StateSettings(60)), ranks)
     old = critic.values(rows)
+    found |= {f"first/{n}": torch.tensor(v) for n, v in critic.train(rows, targets, old).items()}
+    found |= {f"old/{i}": values for i, values in enumerate(old)}
+    found |= {f"gradient/{n}": g for n, g in first_gradient(critic.optimiser).items()}
+    how = replace(unclipped, max_grad_norm=0.05)
+    critic = Critic(tiny_model(dtype), how, CriticSettings(epochs=2, states=StateSettings(60)), ranks)
     found |= {f"metrics/{n}": torch.tensor(v) for n, v in critic.train(rows, targets, old).items()}
     found |= {f"weights/{n}": whole(p).clone() for n, p in critic.model.named_parameters()}
     return found | {f"value/{i}": values for i, values in enumerate(critic.values(rows))}
+
+
+def first_gradient(optimiser):
+    """The gradient of the first step, which was not clipped, from its first moment."""
+    share = 1.0 - optimiser.settings.beta1
+    moments = {n: m for n, m in optimiser.state().items() if n.startswith("exp_avg/")}
+    return {n.removeprefix("exp_avg/"): whole(m) / share for n, m in moments.items()}
 
 
 def results(*cases):
