@@ -10,7 +10,9 @@ from torch import distributed
 
 from ludus.algorithms.presets import PRESETS
 from ludus.engines.loading import load_tokenizer
+from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
+from ludus.training import dry_run as dry_run_module
 from ludus.training.checkpoint import (
     Extra,
     TrainerState,
@@ -20,6 +22,7 @@ from ludus.training.checkpoint import (
     save_checkpoint,
 )
 from ludus.training.critic import Critic, CriticSettings
+from ludus.training.dry_run import dry_run
 from ludus.training.learner import Known, Learner, LearnerSettings
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.ranks import Alone, SharedBatch
@@ -131,6 +134,23 @@ def results(*cases):
     return found
 
 
+def dry_runs(split):
+    """A dry run of 3 rows of 30 tokens, its error where two such processes have too little memory, and what
+    is left of it."""
+    ranks = ranks_here() if split == "split" else SharedBatch()
+    one = make("plain", torch.float32, WITH_ALL_TERMS, LearnerSettings(microbatch_tokens=100), ranks)
+    before = {n: whole(p).clone() for n, p in one.scorer.model.named_parameters()}
+    estimate, said = dry_run(one, 30), ""
+    dry_run_module._available = lambda device: estimate.total * 3 // 2
+    try:
+        dry_run(one, 30)
+    except LearnerError as error:
+        said = str(error)
+    unchanged = all(torch.equal(before[n], whole(p)) for n, p in one.scorer.model.named_parameters())
+    clean = unchanged and not any(p.grad is not None for p in one.scorer.model.parameters())
+    return estimate, said, clean
+
+
 def parts_of_run(kind, ranks, resumed=None):
     """A learner and a critic, brought to a checkpoint where there is one; float64."""
     model, reference = policy(kind, torch.float64), tiny_model(seed=1).requires_grad_(False)
@@ -189,4 +209,4 @@ def resumes(kind, checkpoint):
 
 
 if __name__ == "__main__":
-    work({"results": results, "saves": saves, "resumes": resumes})
+    work({"results": results, "saves": saves, "resumes": resumes, "dry_runs": dry_runs})

@@ -398,10 +398,3 @@ def test_infinity_and_the_largest_numbers_survive_in_free_keys():
     config = load_config(None, ["--env.settings.far", "inf", "--env.settings.big", str(2**70)])
     assert config.env.settings == {"far": math.inf, "big": 2**70}
     assert config_from_toml(to_toml(config)) == config
-
-
-def test_a_dry_run_is_refused_where_several_processes_learn():
-    asked = ["--training.learner.dry_run", "always", "--training.learner.ranks"]
-    assert load_config(None, [*asked, "1"]).training.learner.dry_run == "always"
-    with pytest.raises(ConfigError, match=r"dry_run is of one process, and training\.learner\.ranks is 2"):
-        load_config(None, [*asked, "2"])

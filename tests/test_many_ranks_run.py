@@ -109,6 +109,20 @@ def test_one_step_behind_with_two_processes_is_as_with_one(tmp_path):
             assert two[1][name] == pytest.approx(one[1][name], abs=1e-3), name
 
 
+def test_a_run_with_a_dry_run_of_two_processes_is_the_run_without(tmp_path):
+    with_one, without = (
+        run(tmp_path / word, **SPLIT, training__steps="1", training__learner__dry_run=word)
+        for word in ("always", "never")
+    )
+    for name in (*SAME, "sync/probe_gap"):
+        if name in without[0]:
+            assert with_one[0][name] == without[0][name], name
+    lines = [
+        line for line in (tmp_path / "always" / "log.txt").read_text().splitlines() if "dry run:" in line
+    ]
+    assert sorted("rank 1:" in line for line in lines) == [False, True]
+
+
 def test_episodes_stream_beside_a_learner_of_two_processes(tmp_path):
     folder = tmp_path / "run"
     streamed = {"training__mode": "async", "staleness__max_staleness": "2"}

@@ -112,6 +112,20 @@ def test_two_processes_with_split_weights_learn_as_one():
 
 
 @pytest.mark.fault
+def test_two_processes_try_the_longest_microbatch_together():
+    weights = sum(p.numel() * 4 for p in tiny_model(torch.float32).parameters())
+    found = {split: in_processes(SCRIPT, "dry_runs", 2, split) for split in ("split", "whole")}
+    for estimate, said, clean in [*found["split"], *found["whole"]]:
+        assert estimate.tokens == 90
+        assert estimate.gradients == estimate.weights
+        assert clean
+        assert "The memory is too small: the longest microbatch" in said
+        assert "with the 1 beside it" in said  # each alone would fit
+    assert [estimate.weights for estimate, _, _ in found["whole"]] == [weights, weights]
+    assert sum(estimate.weights for estimate, _, _ in found["split"]) == weights
+
+
+@pytest.mark.fault
 @pytest.mark.parametrize("kind", ["plain", "lora"])
 def test_a_checkpoint_of_two_processes_goes_on_in_one_two_and_four(tmp_path, kind):
     before, metrics, after = in_processes(SCRIPT, "saves", 2, kind, str(tmp_path))[0]

@@ -108,11 +108,18 @@ class Save:
 
 
 @dataclass(frozen=True, slots=True)
+class DryRun:
+    """`dry_run`, over rows of so many tokens."""
+
+    longest: int
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """The run is over."""
 
 
-Command = Start | Score | Train | JudgeSays | JudgeLearns | Gather | Probe | Save | Stop
+Command = Start | Score | Train | JudgeSays | JudgeLearns | Gather | Probe | Save | DryRun | Stop
 
 
 class Follower(SharedBatch):
@@ -270,8 +277,6 @@ def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
         return
     if learner.replay_routing:
         raise UserError("Experts are replayed in one process.", "Leave training.learner.replay_routing out.")
-    if learner.dry_run == "always":
-        raise UserError("The dry run is of one process.", "Leave training.learner.dry_run out.")
     crew = Crew()
     try:
         if launched:

@@ -1,7 +1,8 @@
 """The longest microbatch that the settings allow, tried before the first step.
 
 A run that would end in the middle, at the first batch of long rows, ends at its start instead, with a
-sentence. The gradient is dropped; weights, moments and random state stay as they were.
+sentence. The gradient is dropped; weights, moments and random state stay as they were. With several processes
+all try it at once, as they do in a step.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import os
 import resource
+import socket
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +18,11 @@ from pathlib import Path
 import torch
 
 from ludus.config.schema import Config
-from ludus.errors import LearnerError
 from ludus.training.batch import Row
+from ludus.training.crew import DryRun
 from ludus.training.learner import Known, Learner
+from ludus.training.ranks import Ranks, raise_together
+from ludus.training.sharding import local
 from ludus.training.token_budget import REMEDY
 
 log = logging.getLogger("ludus.learner")
@@ -71,34 +75,34 @@ def dry_run_of(config: Config, learner: Learner) -> MemoryEstimate | None:
     context = (
         learner.scorer.model.config.to_dict().get("max_position_embeddings") or config.rollout.max_tokens
     )
-    estimate = dry_run(learner, min(config.rollout.max_tokens, context))
-    log.info("dry run: %s", estimate)
-    return estimate
+    longest = min(config.rollout.max_tokens, context)
+    with learner.ranks.together(DryRun(longest)):
+        return dry_run(learner, longest)
 
 
 def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
     """Forward and backward over as many rows of `longest` tokens as the budget takes (or one).
 
-    Every token but the first trains, and rows share nothing. Raises LearnerError where that, or the first
-    step after it, needs more memory than there is.
+    Every token but the first trains, and rows share nothing. Each process has as many of them. Raises
+    LearnerError, in all processes, where that, or the first step after it, needs more memory than there is.
     """
-    parameters = list(learner.optimiser.parameters)
-    model = learner.scorer.model
+    parameters, model, ranks = list(learner.optimiser.parameters), learner.scorer.model, learner.ranks
     device = parameters[0].device
     vocabulary = model.get_input_embeddings().weight.shape[0]
-    rows = longest_rows(max(1, learner.budget.tokens // longest), longest, vocabulary)
-    weights = sum(p.numel() * p.element_size() for p in model.parameters())
+    num = max(1, learner.budget.tokens // longest)
+    rows = longest_rows(num * (ranks.count if ranks.whole else 1), longest, vocabulary)
+    weights = sum(_size(p) for p in model.parameters())
     before = _in_use(device)
     devices = [device] if device.type == "cuda" else []
     with torch.random.fork_rng(devices):
         try:
             learner.gradient(rows, Known(chosen=[torch.zeros(longest, dtype=torch.bool)] * len(rows)))
-            gradients = sum(p.grad.numel() * p.grad.element_size() for p in parameters if p.grad is not None)
+            gradients = sum(_size(p.grad) for p in parameters if p.grad is not None)
             peak = _peak(device)
         finally:
             learner.optimiser.clear()
     estimate = MemoryEstimate(
-        tokens=min(len(rows) * longest, max(learner.budget.tokens, longest)),
+        tokens=min(num * longest, max(learner.budget.tokens, longest)),
         weights=weights,
         others=max(0, before - weights),
         gradients=gradients,
@@ -106,11 +110,26 @@ def dry_run(learner: Learner, longest: int) -> MemoryEstimate:
         moments=learner.optimiser.bytes_to_come,
         available=_available(device),
     )
-    if estimate.total > estimate.available:
-        raise LearnerError(
-            f"The memory is too small: {estimate}.", f"Lower training.microbatch_tokens. {REMEDY}"
-        )
+    log.info("dry run: %s", estimate)
+    _check_fits(estimate, ranks, device)
     return estimate
+
+
+def _check_fits(estimate: MemoryEstimate, ranks: Ranks, device: torch.device) -> None:
+    """Raise LearnerError where it does not fit. Processes of one machine share it, but for that of GPUs."""
+    place = socket.gethostname() if device.type == "cpu" else str(ranks.rank)
+    found = ranks.gather((place, estimate.total))
+    here = [total for where, total in found if where == place]
+    fault = ""
+    if sum(here) > estimate.available:
+        beside = f"; with the {len(here) - 1} beside it {_gib(sum(here))} GiB" if len(here) > 1 else ""
+        fault = f"The memory is too small: {estimate}{beside}."
+    raise_together(fault, f"Lower training.microbatch_tokens. {REMEDY}", ranks)
+
+
+def _size(tensor: torch.Tensor) -> int:
+    """Bytes of it that are here."""
+    return local(tensor).numel() * tensor.element_size()
 
 
 def longest_rows(num: int, length: int, vocabulary: int) -> list[Row]:

@@ -21,6 +21,7 @@ from ludus.engines.loading import hide_progress
 from ludus.errors import LearnerError
 from ludus.training.checkpoint import list_checkpoints
 from ludus.training.crew import (
+    DryRun,
     Follower,
     Gather,
     JudgeLearns,
@@ -33,6 +34,7 @@ from ludus.training.crew import (
     Train,
     here,
 )
+from ludus.training.dry_run import dry_run
 from ludus.training.judges import part_name, say, teach
 from ludus.training.meeting import Meeting
 from ludus.training.run import RunFolder, log_into
@@ -100,6 +102,8 @@ def obey(command: object, session: Session, learning: LearnerParts) -> None:
         case Save(folder):
             parts = {} if judge is None else {part_name(judge): judge.state()}
             save_shards(folder, session.model, learner.optimiser, parts)
+        case DryRun(longest):
+            dry_run(learner, longest)
 
 
 def cold_start(config: Config, folder: Path) -> Path | None:

@@ -203,10 +203,7 @@ def train(
     with leading(config, next(session.model.parameters()).device) as ranks:
         loop, done = build_loop(session, folder, algorithm, reporter, ranks, elsewhere)
         with _closing(loop):
-            if ranks.count == 1:
-                dry_run_of(config, loop.learning.learner)
-            elif config.training.learner.dry_run == "auto":
-                log.info("there is no dry run with several processes")
+            dry_run_of(config, loop.learning.learner)
             return asyncio.run(_run(loop, done, stream_before(loop, done)))
 
 
