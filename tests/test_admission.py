@@ -320,20 +320,24 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
             group.done[0] = await world.play(group.jobs[0])
         stream = Stream(Admission(pace, 4), world, world.play, 8, next_number=9, kept=kept)
         stayed = {episode.key.step for episode in stream.start()}
+        late = [episode.key for episode in stream.late]
         found = []
         for step in range(5, pace.last_step + 1):
             batch = await stream.take()
             found += [(step, group) for group in batch.groups]
             world.version = step
             stream.published(step)
-        return stayed, found
+        return stayed, late, found
 
     loop = FakeLoop()
     try:
-        stayed, found = loop.run_until_complete(run())
+        stayed, late, found = loop.run_until_complete(run())
     finally:
         loop.close()
     assert stayed == {5, 6}  # group 3 was due at step 4
+    assert late == [kept[0].jobs[0].key]
+    anew = [e.key for _, group in found if group.number == 3 for e in group.episodes]
+    assert [key.attempt for key in anew] == [1, *[0] * (len(anew) - 1)]  # another attempt than the late one
     assert {group.number for _, group in found} >= {3, 5, 6, 7, 8}
     for step, group in found:
         ages = [step - 1 - v for e in group.episodes for s in e.trajectory.segments for v in s.versions]

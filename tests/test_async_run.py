@@ -185,6 +185,21 @@ def test_not_interruptible_every_episode_is_of_one_version(tiny_run, tmp_path):
 
 
 @pytest.mark.fault
+def test_what_a_smaller_bound_leaves_no_time_for_is_counted(tiny_run, tmp_path):
+    """Cut after step 4 and resumed in step: groups of version 3 and before are played anew."""
+    folder = run(tiny_run, tmp_path / "cut", "async", training__steps=STEPS)
+    text = (checkpoint_path(folder / "checkpoints", 4) / "trainer" / "stream.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()[1:]]
+    late = sum(len(head["ended"]) for head in lines if "ended" in head and head["version"] < 4)
+    assert late > 0
+    (folder / "checkpoints" / f"step-{STEPS:06d}").rename(tmp_path / "gone")
+    assert ludus("train", "--resume", folder, "--staleness.max_staleness", "0").code == 0
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")][4:]
+    assert rows[0]["ledger/dropped/too_late"] == late
+    assert sum(row["ledger/trained"] + row["ledger/masked"] for row in rows) == (STEPS - 4) * 9
+
+
+@pytest.mark.fault
 def test_a_resumed_run_keeps_every_episode_that_had_ended(streamed, tiny_run, tmp_path):
     """Cut after step 4: what was on its way there trains later, token for token, and under its own number."""
     folder = run(tiny_run, tmp_path / "cut", "async", training__steps=STEPS)

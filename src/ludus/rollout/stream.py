@@ -75,6 +75,8 @@ class Stream:
     next_number: int = 0
     kept: Sequence[StreamedGroup] = ()
     on_done: Callable[[Episode], None] | None = None
+    late: list[Episode] = field(default_factory=list, init=False)
+    """Episodes from before the run was resumed that had ended well, and whose groups are played anew."""
     ended: list[Episode] = field(default_factory=list, init=False)
     """Episodes that have ended since `forget_ended`."""
     held: bool = field(default=False, init=False)
@@ -99,7 +101,8 @@ class Stream:
             elif self.admission.admit_again(group.number, group.version):
                 self._enter(group)
             else:
-                self._anew.append(group)
+                self.late += [e for e in group.episodes if e.trajectory.failure is None]
+                self._anew.append(_to_play_anew(group))
         going = (*self._groups.values(), *self._others)
         going_on = [episode for group in going for episode in group.episodes]
         for group in tuple(self._groups.values()):
@@ -177,8 +180,7 @@ class Stream:
         """Copies of the groups that no batch has had yet, by number, with what has ended of them."""
         every = (*self._groups.values(), *self._others)
         going = [replace(group, done=dict(group.done)) for group in every]
-        anew = [replace(group, done={}) for group in self._anew]
-        return sorted(going + anew, key=lambda group: group.number)
+        return sorted([*going, *self._anew], key=lambda group: group.number)
 
     def forget_ended(self) -> list[Episode]:
         """The episodes that have ended since the last call."""
@@ -258,3 +260,12 @@ class Stream:
         self._failure = self._failure or error
         self._fill()
         self._changed.set()
+
+
+def _to_play_anew(group: StreamedGroup) -> StreamedGroup:
+    """A group with nothing done; the members that had ended are other attempts now than those."""
+    jobs = [
+        replace(job, key=replace(job.key, attempt=group.done[i].key.attempt + 1)) if i in group.done else job
+        for i, job in enumerate(group.jobs)
+    ]
+    return replace(group, jobs=jobs, done={})

@@ -20,6 +20,7 @@ from ludus.engines.base import Engine, RollingUpdate, Rolls, counted
 from ludus.errors import LudusError
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import InFlight, first_in_flight
+from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler
 from ludus.rollout.stream import Batch, Stream
 from ludus.training.checkpoint import checkpoint_path, load_text
@@ -32,6 +33,9 @@ from ludus.training.staleness import staleness_metrics
 from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof
 from ludus.training.task_stream import TaskStream
+
+TOO_LATE = "too_late"
+"""Why an episode from before a resume was dropped: `staleness.max_staleness` is smaller than it was."""
 
 
 async def run(loop: RlLoop, done: int, before: StreamState) -> None:
@@ -172,6 +176,9 @@ class AsyncRun:
             for episode in self.stream.start():
                 if episode.trajectory.failure is None:  # those that failed are in the totals
                     loop.sampler.ledger.start(episode.key)
+            for episode in self.stream.late:
+                loop.sampler.ledger.start(episode.key)
+                loop.sampler.ledger.finish(episode.key, Outcome.DROPPED, TOO_LATE)
             for step in range(done + 1, loop.session.config.training.steps + 1):
                 await self.step(step)
         finally:
