@@ -483,6 +483,18 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
         asyncio.run(scenario(fake.url))
 
 
+def test_a_ray_that_takes_too_long_to_start_is_said_in_words(monkeypatch):
+    ray = pytest.importorskip("ray")
+    from ludus.cluster.ray_actors import RayLauncher
+
+    def late(**settings):
+        raise Exception("The current node timed out during startup. This could happen because ...")
+
+    monkeypatch.setattr(ray, "init", late)
+    with pytest.raises(UserError, match=r"Ray did not start.*timed out during startup.*--cluster local"):
+        RayLauncher(ClusterConfig(kind="ray"), [])
+
+
 def test_without_ray_the_extra_is_named(monkeypatch):
     from ludus.cluster.ray_actors import RayLauncher
 

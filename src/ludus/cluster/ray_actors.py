@@ -203,13 +203,23 @@ def _start_here(needs: list[Needs]) -> None:
         for name, count in need.resources.items():
             resources[name] = resources.get(name, 0.0) + count
     cpus = max(os.cpu_count() or 1, math.ceil(sum(need.cpus for need in needs)))
-    ray.init(
-        num_cpus=cpus,
-        resources=resources or None,
-        include_dashboard=False,
-        log_to_driver=False,
-        logging_level="warning",
-    )
+    try:
+        ray.init(
+            num_cpus=cpus,
+            resources=resources or None,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="warning",
+        )
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # so Ray says that its processes took longer than the 30 s that it waits for them
+        raise UserError(
+            f"Ray did not start on this machine: {_words(error)}",
+            "Ray waits for 30 s, whatever cluster.start_s is. Try again with less other work on the machine, "
+            "or use --cluster local.",
+        ) from error
 
 
 def _words(error: BaseException) -> str:
