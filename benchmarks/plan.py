@@ -1,19 +1,20 @@
 """What the cost model and the simulation say of a run, beside what the run then does.
 
     python benchmarks/plan.py --page docs/scaling.md
+    python benchmarks/plan.py --steps 4 --fit-steps 3 --latency 0.02    to see that it works
 
-Two small synchronous runs are measured and fitted (`ludus.planning.fit`). From their costs alone, other runs
+Two small synchronous runs are measured and fitted (`ludus.planning.fit`). A third, asynchronous one says how
+fast learner and engine each go while both work: the `overlap` with which the simulation takes its time,
+unless `--overlap` gives it (1: each as if alone; 0.5: one core for both). From these costs alone, other runs
 are predicted: another mode, other group numbers, other episodes in flight, other tools. Then these runs are
-made, with the real model, and stand beside what was predicted. `--overlap` says how fast learner and engine
-each go while both work: 0.5 on one core, 1 on two with nothing else to do.
+made, with the real model, and stand beside what was predicted.
 """
 
 from __future__ import annotations
 
 import argparse
-import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,8 +30,13 @@ from ludus.planning.fit import fit
 from ludus.planning.simulate import simulate
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.start import train
-from rollout import fill
+from rollout import check_place, fill
 from watching import Watch
+
+SYNC = Setup(mode="sync", groups=1, max_staleness=0)
+FITTED_GROUPS = (1, 6)
+LEAST_OVERLAP = 0.2
+BISECTIONS = 8
 
 
 @dataclass(frozen=True)
@@ -85,51 +91,87 @@ def predict(costs: Costs, setup: Setup) -> Seen:
     )
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Fit, predict, measure."""
+def measured_overlap(costs: Costs, setup: Setup, step_s: float) -> float:
+    """The overlap with which a run of this layout is simulated to take so long a step, by bisection."""
+    low, high = LEAST_OVERLAP, 1.0
+    for _ in range(BISECTIONS):
+        middle = (low + high) / 2
+        slower = predict(replace(costs, overlap=middle), setup).step_s > step_s
+        low, high = (middle, high) if slower else (low, middle)
+    return (low + high) / 2
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="tiny")
     parser.add_argument(
         "--latency", type=float, default=0.1, help="median seconds of a call, in the fitted runs"
     )
-    parser.add_argument("--overlap", type=float, default=0.5)
+    parser.add_argument("--overlap", type=float, help="not measured, but this")
     parser.add_argument("--steps", type=int, default=16, help="of the runs that are predicted")
+    parser.add_argument("--fit-steps", type=int, default=6, help="of the runs that are fitted")
     parser.add_argument("--page", type=Path, help="fill the table into this page")
     args = parser.parse_args(arguments)
-    root = Path(tempfile.mkdtemp())
-    sync = Setup(mode="sync", steps=6, groups=1, max_staleness=0)
-    for number, groups in enumerate((1, 6)):
-        seen = make(replace(sync, groups=groups), Latency(args.latency), args.model, root / f"fit-{number}")
+    if args.page:
+        check_place(args.page, "plan")
+    return args
+
+
+def fitted(args: argparse.Namespace, root: Path) -> tuple[Costs, str]:
+    """The costs that three small runs say, and a sentence about them."""
+    sync, latency = replace(SYNC, steps=args.fit_steps), Latency(args.latency)
+    for number, groups in enumerate(FITTED_GROUPS):
+        seen = make(replace(sync, groups=groups), latency, args.model, root / f"fit-{number}")
         print(f"fit-{number}: {seen}", flush=True)
-    found = fit([RunFolder(root / "fit-0"), RunFolder(root / "fit-1")])
-    print(found, flush=True)
-    costs = replace(found.costs, overlap=args.overlap)
-    rows = ["| run | | step, s | learner idle | engine idle | mean age |", "|---|---|---:|---:|---:|---:|"]
+    found = fit([RunFolder(root / f"fit-{number}") for number, _ in enumerate(FITTED_GROUPS)])
+    overlap, source = args.overlap, "as given"
+    if overlap is None:
+        setup = Setup(steps=args.steps, groups=3, max_staleness=5, in_flight=48)
+        seen = make(setup, latency, args.model, root / "overlap")
+        overlap, source = measured_overlap(found.costs, setup, seen.step_s), "so a third run, async, says"
+        print(f"overlap {overlap:.2f}: {seen}", flush=True)
+    costs = replace(found.costs, overlap=overlap)
+    groups = " and ".join(map(str, FITTED_GROUPS))
+    text = f"Model {args.model}, {found.num_steps} steps of two runs ({groups} groups of {sync.members}). "
+    text += "Fitted costs: " + "; ".join(cost_lines(costs)) + "."
+    text += f" Rms error: engine {found.engine_error:.0%}, learner {found.learner_error:.0%}."
+    return costs, text + f" Learner and engine go at {overlap:.0%} while both work ({source})."
+
+
+def rows_of(args: argparse.Namespace, costs: Costs, root: Path) -> Iterator[str]:
+    """Runs that were not fitted: what each did, and what was said of it, as rows of a table."""
     stream = Setup(steps=args.steps, groups=2, max_staleness=5)
     for title, setup, slower in (
-        ("sync, 4 groups, tools twice as slow", replace(sync, groups=4, steps=8), 2.0),
+        ("sync, 4 groups, tools twice as slow", replace(SYNC, groups=4, steps=max(2, args.steps // 2)), 2.0),
         ("async, 2 groups, 24 in flight", replace(stream, in_flight=24), 1.0),
         ("async, 4 groups, 96 in flight", replace(stream, groups=4, in_flight=96), 1.0),
         ("async, 2 groups, found by measurement, tools twice as slow", stream, 2.0),
     ):
         own = replace(costs, tool=replace(costs.tool, median_s=costs.tool.median_s * slower))
+        said, bound = predict(own, setup), estimate(own, setup)
         seen = make(setup, Latency(args.latency * slower), args.model, root / title.replace(" ", "-"))
-        rows.append(f"| {title} | measured | {' | '.join(seen.cells())} |")
-        rows.append(f"| | simulated | {' | '.join(predict(own, setup).cells())} |")
-        bound = estimate(own, setup)
         closed = Seen(bound.step_s, bound.learner_idle, bound.engine_idle, bound.age)
-        rows.append(f"| | closed form | {' | '.join(closed.cells())} |")
-        print("\n".join(rows[-3:]), flush=True)
-    shutil.rmtree(root)
-    text = "\n".join(
-        [*rows, "", f"Model {args.model}, {found.num_steps} steps of two runs (1 and 6 groups of 8)."]
-    )
-    text += "\nFitted costs: " + "; ".join(cost_lines(costs)) + "."
-    text += f" Rms error: engine {found.engine_error:.0%}, learner {found.learner_error:.0%}."
-    text += f" Learner and engine go at {args.overlap:.0%} while both work."
+        yield f"| {title} | measured | {' | '.join(seen.cells())} | |"
+        for name, one in (("simulated", said), ("closed form", closed)):
+            yield f"| | {name} | {' | '.join(one.cells())} | {one.step_s / seen.step_s - 1:+.0%} |"
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Fit, predict, measure."""
+    args = parse(arguments)
+    with tempfile.TemporaryDirectory() as folder:
+        costs, text = fitted(args, Path(folder))
+        rows = [
+            "| run | | step, s | learner idle | engine idle | mean age | step is off by |",
+            "|---|---|---:|---:|---:|---:|---:|",
+        ]
+        for row in rows_of(args, costs, Path(folder)):
+            print(row, flush=True)
+            rows.append(row)
     print(text)
     if args.page:
-        fill(args.page, "plan", text)
+        fill(args.page, "plan", "\n".join([*rows, "", text]))
 
 
 if __name__ == "__main__":

@@ -229,12 +229,23 @@ def saved(path: Path, job: Job) -> dict[tuple[int, str], Result]:
 
 def fill(page: Path, name: str, text: str) -> None:
     """Put text between the page's comments `begin NAME` and `end NAME`, in place of what is there."""
-    begin, end = f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
+    before, after = check_place(page, name)
+    begin, end = _marks(name)
+    page.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
+
+
+def check_place(page: Path, name: str) -> tuple[str, str]:
+    """What stands before and after the place of a table. Ends the program where a page has none."""
+    begin, end = _marks(name)
     before, _, rest = page.read_text(encoding="utf-8").partition(begin)
     _, found, after = rest.partition(end)
     if not found:
         raise SystemExit(f"{page} has no place for {name}: it needs {begin.strip()} and {end}.")
-    page.write_text(f"{before}{begin}{text}\n{end}{after}", encoding="utf-8")
+    return before, after
+
+
+def _marks(name: str) -> tuple[str, str]:
+    return f"<!-- begin {name} -->\n", f"<!-- end {name} -->"
 
 
 def model_folder(name: str, folder: Path) -> Path:

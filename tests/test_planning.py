@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -21,6 +25,7 @@ from ludus.rollout.in_flight import InFlight, Load, Passes, PassLine
 from ludus.training.run import RunFolder
 from tiny_run import ludus
 
+BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SLOW = ToolCost(0.15, 0.5, 0.05, 20)
 TINY = Costs(
     EngineCost(0.002, 0.0002, 0.00002),
@@ -31,6 +36,13 @@ TINY = Costs(
 )
 EXACT = Costs(EngineCost(0.5, 0.25), LearnerCost(3.0, 0.01), ToolCost(), EpisodeShape(1, 10), 1.0)
 """Every episode is one turn of ten tokens; `n` at once take 10 * (0.5 + 0.25 n) seconds."""
+
+
+@pytest.fixture
+def plan(monkeypatch):
+    """The benchmark that holds the simulation against real runs."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("plan")
 
 
 def test_the_clock_jumps_and_says_when_everything_waits():
@@ -327,3 +339,42 @@ def test_a_run_that_does_not_say_what_it_did_is_refused(tmp_path):
     folder.timings.write_text('{"step": 1, "time/learn_s": 3}\n')
     with pytest.raises(UserError, match="no step that says"):
         measured(folder)
+
+
+def test_the_overlap_of_a_run_is_found_from_its_seconds(plan):
+    setup = Setup(steps=6, groups=1, max_staleness=2, in_flight=8)
+    step_s = plan.predict(replace(TINY, overlap=0.6), setup).step_s
+    assert plan.measured_overlap(TINY, setup, step_s) == pytest.approx(0.6, abs=0.02)
+
+
+def test_a_page_without_a_place_is_refused_before_anything_is_measured(tmp_path, plan):
+    page = tmp_path / "page.md"
+    page.write_text("# A page\n")
+    with pytest.raises(SystemExit, match="no place for plan"):
+        plan.parse(["--page", str(page)])
+
+
+@pytest.mark.scale
+def test_a_thousand_engines_keep_the_bound_in_seconds_and_little_memory():
+    """48,000 episodes of heavy-tailed tools, in a process of its own."""
+    script = """
+import resource, sys, time
+from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, Setup, ToolCost
+from ludus.planning.simulate import simulate
+engine, learner, tools = EngineCost(0.012, 1e-4, 1e-5), LearnerCost(5.0, 4e-6), ToolCost(2.0, 1.0, 0.05, 20)
+costs = Costs(engine, learner, tools, EpisodeShape(3, 200, 300, 1400), 2.0)
+setup = Setup(engines=1000, groups=500, members=16, steps=6, max_staleness=2, in_flight=64_000)
+begin = time.process_time()
+run = simulate(costs, setup)
+seconds, peak = time.process_time() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+print(run.oldest, sum(step.tokens for step in run.steps), max(s.in_flight for s in run.steps), seconds, peak)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script], check=True, capture_output=True, text=True, timeout=900
+    )
+    oldest, tokens, most, seconds, peak_mib = map(float, done.stdout.split())
+    assert 0 < oldest <= 2
+    assert tokens == 6 * 500 * 16 * 600  # all that trains, and each token once
+    assert 16_000 < most <= 64_000
+    assert seconds < 300
+    assert peak_mib < 600
