@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -165,6 +166,27 @@ def test_a_process_that_is_stopped_is_named_within_the_limit(tmp_path, shard):
     assert process.returncode == LearnerError.exit_code
     assert f"is stopped or gone: process 1 ({place.name} on " in error
     assert not place.exists()
+
+
+def test_a_process_of_torchrun_that_is_stopped_is_named_too(tmp_path):
+    folder = tmp_path / "run"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    changes = {"training__steps": "40", "training__learner__rank_timeout_s": "30"}
+    words = ["search", *small_runs.words(folder, **small_runs.SMALLEST | changes)]
+    process = subprocess.Popen(
+        [*torchrun, "-m", "ludus", "train", *words],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    until((folder / "checkpoints" / "step-000001").exists)
+    said = (folder / "log.txt").read_text()
+    other = int(re.search(r"rank 1: follows the learner \((\d+)\)", said)[1])
+    os.kill(other, signal.SIGSTOP)
+    _, error = process.communicate(timeout=300)
+    assert process.returncode != 0
+    assert f"is stopped or gone: process 1 ({other} on " in error
+    assert not (Path("/proc") / str(other)).exists()
 
 
 def test_whom_torchrun_started_does_not_wait_for_ever_for_a_leader_that_does_not_come(tmp_path):
