@@ -37,7 +37,7 @@ class LengthConfig(Section):
 class PartConfig(Section):
     """A shaping part that is switched on by its name. Which options a part has, and needs, it says itself."""
 
-    weight: float
+    weight: float = 0.1
     """Of the part in the sum; penalties are negative by themselves and take a weight above 0."""
     free: int | None = None
     """Of `extra_calls` and `long_answer`: calls, or words, that cost nothing."""
