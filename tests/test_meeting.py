@@ -6,6 +6,8 @@ import os
 import subprocess
 import sys
 import tempfile
+import time
+from pathlib import Path
 
 import pytest
 import torch
@@ -53,3 +55,27 @@ def test_a_process_that_does_not_begin_is_named():
     crew.close()
     assert crew.processes[0].returncode == -9
     assert not os.path.exists(crew.folder.name)
+
+
+_LEADER = """
+import time, torch
+from ludus.training.crew import Crew
+from ludus.training.meeting import Meeting
+meeting, crew = Meeting.called(3, 600.0), Crew()
+crew.start(meeting, torch.device("cpu"))
+crew.gather(60.0)
+print(crew.processes[0].pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.fault
+def test_a_process_ends_with_its_leader_also_before_they_have_met():
+    with subprocess.Popen([sys.executable, "-c", _LEADER], stdout=subprocess.PIPE) as leader:
+        follower = Path("/proc", leader.stdout.readline().decode().strip())
+        assert follower.exists()
+        leader.kill()
+    begin = time.monotonic()
+    while follower.exists() and time.monotonic() < begin + 20:
+        time.sleep(0.1)
+    assert not follower.exists()

@@ -7,6 +7,7 @@ it is told, and ends with its leader.
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import tempfile
@@ -201,7 +202,7 @@ class Crew:
         """Start the followers on such a device; they come to a meeting that this process called."""
         self.folder = tempfile.TemporaryDirectory(prefix="ludus-ranks-")
         place = Path(self.folder.name)
-        what = [str(meeting.port), str(meeting.count), str(meeting.limit_s), device.type]
+        what = [str(meeting.port), str(meeting.count), str(meeting.limit_s), device.type, str(os.getpid())]
         for rank in range(1, meeting.count):
             command = [sys.executable, "-m", "ludus.training.follow", str(place), str(rank), *what]
             with (place / f"said-{rank}").open("wb") as said:

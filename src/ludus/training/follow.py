@@ -1,8 +1,10 @@
-"""A process of a learner that follows: `python -m ludus.training.follow FOLDER RANK PORT COUNT LIMIT_S KIND`.
+"""A process of a learner that follows a leader.
+
+    python -m ludus.training.follow FOLDER RANK PORT COUNT LIMIT_S KIND PID
 
 It says in FOLDER that it has begun, meets the others at the leader's PORT, hears from the first which run it
-is, builds the parts that learn, and does what it is told until it is told to stop. Under torchrun
-`follow_launched` does the same in its place.
+is, builds the parts that learn, and does what it is told until it is told to stop. It ends with the leader,
+whose process is PID, also before they have met. Under torchrun `follow_launched` does the same in its place.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+import threading
+import time
 from pathlib import Path
 
 import torch
@@ -44,6 +48,8 @@ from ludus.training.sharding import gathered
 from ludus.training.shards import save_shards
 from ludus.training.start import LearnerParts, make_parts
 from ludus.training.sync import probe_logprobs
+
+_LOOK_S = 1.0
 
 log = logging.getLogger("ludus.follow")
 
@@ -118,9 +124,17 @@ def follow_launched(device: torch.device, limit_s: float) -> None:
     follow(Meeting.launched(limit_s), device)
 
 
+def _end_with(leader: int) -> None:
+    """End this process once its leader is gone: before they have met, nobody else would tell it."""
+    while os.getppid() == leader:
+        time.sleep(_LOOK_S)
+    os._exit(1)
+
+
 def main(folder: str, rank: str, *where: str) -> None:
     """Follow a leader on this machine, on a device of this kind."""
-    port, count, limit_s, kind = where
+    port, count, limit_s, kind, leader = where
+    threading.Thread(target=_end_with, args=(int(leader),), name="ludus-leader", daemon=True).start()
     hide_progress()
     (Path(folder) / here(int(rank))).touch()
     follow(Meeting.joined(int(port), int(rank), int(count), float(limit_s)), torch.device(kind))
