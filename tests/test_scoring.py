@@ -2,6 +2,10 @@
 
 import asyncio
 import os
+import pickle
+import socket
+import subprocess
+import sys
 import time
 from dataclasses import replace
 
@@ -11,6 +15,7 @@ from ludus.config import load_config
 from ludus.envs.registry import build_world
 from ludus.errors import WorldError
 from ludus.rewards.base import Reward
+from ludus.rollout.reward_worker import HEAD
 from ludus.rollout.scoring import ProcessScoring, RewardFault, ThreadScoring
 from ludus.types import Message, StopReason, Task, Trajectory
 
@@ -102,7 +107,7 @@ def test_a_reward_that_hangs_ends_at_its_deadline_and_is_named(scoring):
 
     async def scenario():
         with pytest.raises(
-            RewardFault, match=r"task hangs took longer than 0\.3 s: verdict, at .*judged\.py, line 15"
+            RewardFault, match=r"task hangs took longer than 0\.3 s: verdict, at .*judged\.py, line 1[56]"
         ) as late:
             await score(made, world, "hangs")
         return late.value, (await score(made, world)).reward
@@ -174,3 +179,17 @@ def test_processes_end_with_whoever_asks_them(scoring):
             return
         time.sleep(0.01)
     raise AssertionError("it is still there")
+
+
+def test_a_process_that_nobody_asks_any_more_ends_without_a_word(scoring):
+    made, _ = scoring()
+    ours, theirs = socket.socketpair()
+    program = "import sys; from ludus.rollout.reward_worker import answer; answer(int(sys.argv[1]))"
+    command = [sys.executable, "-c", program, str(theirs.fileno())]
+    place = pickle.dumps(made.place)
+    with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as child:
+        ours.sendall(HEAD.pack(len(place)) + place)
+        ours.close()
+        theirs.close()
+        assert child.communicate()[1] == b""
+    assert child.returncode == 0

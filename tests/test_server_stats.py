@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import EngineStats, Request, counted
 from ludus.engines.server import ServerEngine
 from ludus.engines.server_stats import Reading, Watched, reading_of
 from ludus.rollout.in_flight import InFlight
-from ludus.types import SamplingParams
+from ludus.types import Message, SamplingParams, Segment, StopReason, Trajectory
 from test_engine_server import QUICK, Fake, serving
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
@@ -123,3 +125,14 @@ def test_ludus_serve_tells_all_that_its_engine_counts(served):
     assert 0 < found.decode_tokens <= 8
     assert found.wall_s == 0
     assert found.metrics()["engine/busy_s"] > 0
+
+
+def test_sampling_beside_the_learner_has_the_speed_of_the_whole_step():
+    seconds = {"rollout": 0.0001, "learn": 3.0, "sync": 1.0, "evaluate": 6.0}
+    said = (Message(role="assistant", content="x"),)
+    one = Trajectory("t", 0, (Segment("action", tuple(range(40))),), said, StopReason.ANSWERED)
+    speeds = [
+        StepTimings(seconds, beside=beside).metrics([one])["speed/sampled_tokens_per_s"]
+        for beside in (True, False)
+    ]
+    assert speeds == pytest.approx([40 / 4.0001, 400_000])

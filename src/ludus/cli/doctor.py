@@ -187,10 +187,10 @@ def _hardware() -> Finding:
 def _threads() -> Finding:
     cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
     busy = os.getloadavg()[0]
+    text = f"{cores} for this process; the machine's load is {busy:.1f}"
     if busy > 0.5 * cores:
-        text = f"{cores} cores, {busy:.1f} of them busy: threads that compete are slow; --run.threads 1"
-        return Finding("cores", "note", text)
-    return Finding("cores", "fine", f"{cores}, {busy:.1f} of them busy")
+        return Finding("cores", "note", f"{text}: threads that compete are slow; --run.threads 1")
+    return Finding("cores", "fine", text)
 
 
 def _kernel() -> Finding:

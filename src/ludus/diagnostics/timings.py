@@ -21,11 +21,16 @@ STRAGGLER = 5.0
 
 @dataclass
 class StepTimings:
-    """Wall-clock seconds of the phases of one step."""
+    """Wall-clock seconds of the phases of one step.
+
+    `beside` says that episodes are sampled while the learner learns, so that the phase `rollout` is only what
+    the learner waits for them.
+    """
 
     phases: dict[str, float] = field(default_factory=dict)
     engine: dict[str, float] = field(default_factory=dict)
     """What the engine did in the rollouts of the step."""
+    beside: bool = False
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -42,7 +47,8 @@ class StepTimings:
         metrics = {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
         metrics["time/step_s"] = total
         metrics |= self.engine
-        if training_s := total - self.phases.get("evaluate", 0.0):
+        training_s = total - self.phases.get("evaluate", 0.0)
+        if training_s:
             metrics["idle/learner"] = max(0.0, 1 - self.phases.get("learn", 0.0) / training_s)
             if "engine/busy_s" in self.engine:  # a server may keep that to itself
                 metrics["idle/engine"] = max(0.0, 1 - self.engine["engine/busy_s"] / training_s)
@@ -53,8 +59,8 @@ class StepTimings:
             ):
                 metrics[f"episode/{name}_s"] = sum(seconds) / len(trajectories)
         sampled = sum(t.num_action_tokens for t in trajectories)
-        rollout_s = self.phases.get("rollout", 0.0)
-        metrics["speed/sampled_tokens_per_s"] = sampled / rollout_s if rollout_s else 0.0
+        sampling_s = training_s if self.beside else self.phases.get("rollout", 0.0)
+        metrics["speed/sampled_tokens_per_s"] = sampled / sampling_s if sampling_s else 0.0
         calls: dict[str, list[float]] = defaultdict(list)
         for trajectory in trajectories:
             for outcome in trajectory.outcomes:

@@ -119,8 +119,8 @@ def _follow_the_parent() -> None:
 
 
 def answer(line: int) -> None:
-    """Build the world that is asked for, and score for it until the socket is closed."""
-    with socket.socket(fileno=line) as ours, ours.makefile("rb") as questions:
+    """Build the world that is asked for, and score for it until nobody is at the other end of the socket."""
+    with suppress(ConnectionError), socket.socket(fileno=line) as ours, ours.makefile("rb") as questions:
         place = _read(questions)
         assert isinstance(place, Place)
         world = _begin(ours, place)

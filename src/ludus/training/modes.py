@@ -61,7 +61,7 @@ async def run_one_step(loop: RlLoop, done: int) -> None:
     try:
         credits = await loop.sampler.sample(done + 1, order)
         for step in range(done + 1, last + 1):
-            clock = StepTimings()
+            clock = StepTimings(beside=True)
             loop.sampled = loop.sampler.state
             await counted(loop.engine)
             if step < last:
@@ -197,7 +197,7 @@ class AsyncRun:
 
     async def step(self, step: int) -> None:
         """One batch: wait for it, learn, send the weights."""
-        loop, clock = self.loop, StepTimings()
+        loop, clock = self.loop, StepTimings(beside=True)
         await counted(loop.engine)
         loop.reporter.phase(f"step {step}: episodes", self.player.num_jobs, loop.engine)
         ahead = self.stream.admission.num_ready >= loop.session.config.training.tasks_per_step
