@@ -16,8 +16,10 @@ from ludus.training.batch import row_of_trajectory
 from ludus.training.credit import Estimates, assign_credit, with_estimates
 from ludus.training.judges import at_openings, make_judge, train_judge
 from ludus.training.refine import refine
+from ludus.training.scoring import Scorer
 from ludus.types import Segment, StopReason, Trajectory
 from test_credit import REWARDS, group, inputs, real_group
+from test_learner import tiny_model
 
 GAE = replace(PRESETS["ppo"], options=PartOptions(advantage={"lam": 0.9}))
 
@@ -84,6 +86,43 @@ def test_a_critic_of_turns_learns_at_their_first_tokens_alone(preset, tokens):
         errors += [0.5 * (credit.values[t] - credit.targets[t]) ** 2 for t in first]
     assert len(errors) == tokens
     assert train_judge(judge, credits)["critic/loss"] == pytest.approx(sum(errors) / tokens, abs=1e-9)
+
+
+@pytest.mark.parametrize(("preset", "tokens"), [("step_ppo", 9), ("ppo", 35)])
+def test_a_critic_does_not_learn_at_tokens_that_are_too_old(preset, tokens):
+    """Three tokens of the first turn of one attempt do not train: neither the policy nor the critic."""
+    episodes, one = real_group()
+    one.algorithm = replace(PRESETS[preset])
+    judge = judge_of(preset, one.scorer.model)
+    credits = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
+    length = len(credits[0].values)
+    credits[0] = replace(credits[0], trains=tuple(i >= 3 for i in range(length)))
+    errors = []
+    for i, credit in enumerate(credits):
+        first = [0, 3, 7][: 2 + i % 2] if preset == "step_ppo" else range(len(credit.values))
+        young = [t for t in first if credit.trains is None or credit.trains[t]]
+        errors += [0.5 * (credit.values[t] - credit.targets[t]) ** 2 for t in young]
+    assert len(errors) == tokens
+    assert train_judge(judge, credits)["critic/loss"] == pytest.approx(sum(errors) / tokens, abs=1e-9)
+
+
+@pytest.mark.parametrize("preset", ["ppo", "coderl", "prime"])
+def test_autocast_around_the_training_of_a_judge_changes_nothing(preset):
+    """Trap 7: what it says, and what it learns, is computed in its own types."""
+    found = []
+    for under in (False, True):
+        episodes, one = real_group()
+        one.algorithm = replace(PRESETS[preset])
+        one.scorers["reference"] = Scorer(tiny_model(seed=1), 1.0)
+        judge = judge_of(preset, tiny_model(torch.float32))
+        greedy = replace(episodes[1], key=replace(episodes[1].key, sample=4), greedy=True)
+        group = [*episodes, *([greedy] if preset == "coderl" else [])]
+        with torch.autocast("cpu", torch.bfloat16, enabled=under):
+            credits = refine(assign_credit([group], one.algorithm), one, 0, judge)
+            metrics = train_judge(judge, credits)
+        weights = torch.cat([p.detach().flatten() for p in judge.model.parameters()])
+        found.append(([c.advantages for c in credits], metrics, weights.tolist()))
+    assert found[0] == found[1]
 
 
 def test_each_turn_of_a_tree_opens_once():

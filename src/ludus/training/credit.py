@@ -460,13 +460,14 @@ def settle(ledger: Ledger, credits: Sequence[Credit]) -> None:
             ledger.finish(credit.episode.key, credit.outcome, credit.reason)
 
 
-def _trains(row: Row, credit: Credit) -> tuple[bool, ...]:
-    """`row.trains` without the action tokens that do not train."""
+def without_masked(row: Row, credit: Credit) -> Row:
+    """The row of a credit, in which the action tokens that it masks do not train."""
     if credit.trains is None:
-        return row.trains
+        return row
     given = iter(credit.trains)
-    return tuple(
-        next(given) if action else trains for trains, action in zip(row.trains, row.sampled, strict=True)
+    tokens = zip(row.trains, row.sampled, strict=True)
+    return replace(
+        row, trains=tuple(next(given) and trains if action else trains for trains, action in tokens)
     )
 
 
@@ -482,7 +483,7 @@ def training_rows(
         if credit.outcome is Outcome.TRAINED:
             one = credit.episode.trajectory
             row = row_of_trajectory(one, credit.advantages or (), mask_observations=mask_observations)
-            row = replace(row, trains=_trains(row, credit))
+            row = without_masked(row, credit)
             parts = [one.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
             sampled = (False,) * len(row.tokens) if credit.expert else row.sampled
             positive = max(parts, default=one.reward) > 0

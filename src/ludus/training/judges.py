@@ -20,7 +20,7 @@ from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory
 from ludus.training.branches import laid, last_actions
-from ludus.training.credit import CUT_OFF, Credit, Estimates
+from ludus.training.credit import CUT_OFF, Credit, Estimates, without_masked
 from ludus.training.crew import JudgeLearns, JudgeSays
 from ludus.training.critic import Critic, CriticSettings
 from ludus.training.learner import Learner
@@ -28,6 +28,7 @@ from ludus.training.optimiser import OptimiserSettings
 from ludus.training.outcome_critic import OutcomeCritic, OutcomeCriticSettings
 from ludus.training.process_reward import ProcessReward, ProcessRewardSettings
 from ludus.training.ranks import ONE_PROCESS, Ranks
+from ludus.training.scoring import own_types
 from ludus.training.state_model import StateSettings
 from ludus.types import Trajectory
 
@@ -159,24 +160,30 @@ def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool], after: bool =
 
     A critic speaks of the states before the tokens, or `after` them.
     """
-    match judge:
-        case Critic():
-            return judge.values(rows, after=after)
-        case OutcomeCritic():
-            return judge.probabilities(rows, solved)
-        case ProcessReward():
-            return judge.logprobs(rows)
+    with own_types(judge.model):
+        match judge:
+            case Critic():
+                return judge.values(rows, after=after)
+            case OutcomeCritic():
+                return judge.probabilities(rows, solved)
+            case ProcessReward():
+                return judge.logprobs(rows)
 
 
 def train_judge(judge: Judge, credits: Sequence[Credit]) -> dict[str, float]:
-    """It learns from all trajectories that train; gives its metrics."""
+    """It learns from all trajectories that train; gives its metrics.
+
+    A critic learns at the tokens that train. What predicts the outcome reads the trajectory whole.
+    """
     trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED]
     rows = [row_of_trajectory(credit.episode.trajectory, 0.0) for credit in trained]
     if not rows:
         return {}
-    if isinstance(judge, Critic) and judge.settings.turns:
-        trajectories = [credit.episode.trajectory for credit in trained]
-        rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
+    if isinstance(judge, Critic):
+        if judge.settings.turns:
+            trajectories = [credit.episode.trajectory for credit in trained]
+            rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
+        rows = [without_masked(row, credit) for row, credit in zip(rows, trained, strict=True)]
     solved = [] if isinstance(judge, Critic) else _solved(trained, judge.settings.success)
     given: list[list[tuple[float, ...] | None]] = []
     if isinstance(judge, Critic):
@@ -192,13 +199,14 @@ def teach(
     judge: Judge, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
 ) -> dict[str, float]:
     """Train it on `tables` of numbers `[T]` a row, as its `train` takes them, or on the outcomes."""
-    match judge:
-        case Critic():
-            return judge.train(rows, tables[0], tables[1])
-        case OutcomeCritic():
-            return judge.train(rows, solved)
-        case ProcessReward():
-            return judge.train(rows, tables[0], solved)
+    with own_types(judge.model):
+        match judge:
+            case Critic():
+                return judge.train(rows, tables[0], tables[1])
+            case OutcomeCritic():
+                return judge.train(rows, solved)
+            case ProcessReward():
+                return judge.train(rows, tables[0], solved)
 
 
 def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:

@@ -262,7 +262,7 @@ class Scorer:
         return holds
 
 
-def own_types(model: PreTrainedModel) -> torch.autocast:
+def own_types(model: nn.Module) -> torch.autocast:
     """A context in which passes compute in the model's own types, under a caller's autocast too.
 
     A pass under it and one without would give an unchanged policy a ratio that is not 1.
