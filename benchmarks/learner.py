@@ -23,10 +23,12 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 
 import torch
+from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.algorithms.presets import PRESETS
@@ -264,44 +266,68 @@ def status_mb(name: str) -> float:
     return int(text.split(f"{name}:")[1].split()[0]) / 1024
 
 
+WAYS = ("chunks", "whole", "kl-chunks", "kl-whole")
+
+
 def memory_of(way: str) -> None:
-    """Print the peak above the loaded model of one gradient, in MB. For a process of its own."""
+    """Print the peak above the loaded models of one gradient, in MB. For a process of its own.
+
+    With `kl` a second model is loaded, and its full KL is part of the loss.
+    """
     torch.set_num_threads(1)
     policy = model(WIDE_VOCAB)
+    with_kl = way.startswith("kl")
+    reference = copy.deepcopy(policy).requires_grad_(False).eval() if with_kl else None
     rng = random.Random(0)
     rows = [row(draw(rng, 512), 64, (-1.0) ** i) for i in range(4)]
     one = learner(policy)
+    if reference is not None:
+        one.algorithm = replace(one.algorithm, kl="full_reverse", kl_coef=0.1, kl_placement="loss")
+        one.scorers = {"reference": Scorer(reference)}
     for parameter in policy.parameters():
         parameter.grad = torch.zeros_like(parameter)
     Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
     before = status_mb("VmRSS")
-    if way == "chunks":
+    if way.endswith("chunks"):
         one.gradient(rows)
     else:
-        tokens = torch.tensor([r.tokens for r in rows])
-        table = policy(input_ids=tokens).logits.float().log_softmax(-1)
-        picked = table[:, :-1].gather(2, tokens[:, 1:, None])[..., 0]
-        spread = -(table.exp() * table).sum(-1).detach()
-        (-picked.mean() + 0 * spread.mean()).backward()
+        all_logits(policy, reference, torch.tensor([r.tokens for r in rows]))
     print(status_mb("VmHWM") - before)
 
 
+def all_logits(policy: Qwen3ForCausalLM, reference: Qwen3ForCausalLM | None, tokens: Tensor) -> None:
+    """The same from the whole table of logits `[B, L, V]`."""
+    table = policy(input_ids=tokens).logits.float().log_softmax(-1)
+    loss = -table[:, :-1].gather(2, tokens[:, 1:, None]).mean()
+    if reference is None:
+        spread = -(table.exp() * table).sum(-1).detach()
+        loss = loss + 0 * spread.mean()
+    else:
+        with torch.no_grad():
+            theirs = reference(input_ids=tokens).logits.float().log_softmax(-1)
+        loss = loss + 0.1 * (table.exp() * (table - theirs)).sum(-1).mean()
+    torch.autograd.backward(loss)
+
+
 def memory(repeats: int) -> list[str]:
-    """The peaks of both ways, each in its own process."""
+    """The peaks of each way, in a process of its own."""
     del repeats
     found = {}
-    for way in ("chunks", "whole"):
+    for way in WAYS:
         command = [sys.executable, __file__, "--memory-of", way]
         found[way] = float(
             subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1]
         )
+    plain, full = found["chunks"] / found["whole"], found["kl-chunks"] / found["kl-whole"]
     return [
-        f"4 sequences of 512 tokens, a vocabulary of {WIDE_VOCAB:,}, float32; above model and gradients.",
+        f"4 sequences of 512 tokens, a vocabulary of {WIDE_VOCAB:,}, float32; above models and gradients.",
         "",
         "| way | peak MB | share |",
         "|---|---:|---:|",
         f"| all logits, their log-softmax, entropies | {found['whole']:,.0f} | 1.00 |",
-        f"| the learner | {found['chunks']:,.0f} | {found['chunks'] / found['whole']:.2f} |",
+        f"| the learner | {found['chunks']:,.0f} | {plain:.2f} |",
+        f"| all logits of policy and reference, the KL between them | {found['kl-whole']:,.0f} | 1.00 |",
+        f"| the learner, `algorithm.kl = full_reverse` | {found['kl-chunks']:,.0f} | {full:.2f} |",
     ]
 
 
@@ -316,7 +342,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", default=",".join(PARTS))
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--page", type=Path, help="fill the tables into this page")
-    parser.add_argument("--memory-of", choices=("chunks", "whole"), help=argparse.SUPPRESS)
+    parser.add_argument("--memory-of", choices=WAYS, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)
     if args.memory_of:
         memory_of(args.memory_of)

@@ -253,12 +253,16 @@ def test_several_updates_end_at_the_same_weights():
 
 
 @pytest.mark.scale
-def test_the_peak_at_a_wide_vocabulary_is_a_fifth_of_that_of_all_logits():
-    """4 sequences of 512 tokens and a vocabulary of 150,000, each way in a process of its own."""
+@pytest.mark.parametrize("kl", ["", "kl-"])
+def test_the_peak_at_a_wide_vocabulary_is_a_fifth_of_that_of_all_logits(kl):
+    """4 sequences of 512 tokens and a vocabulary of 150,000, each way in a process of its own.
+
+    With and without the full KL to a second model.
+    """
     script = Path(__file__).parent.parent / "benchmarks" / "learner.py"
     peaks = {}
     for way in ("chunks", "whole"):
-        command = [sys.executable, str(script), "--memory-of", way]
+        command = [sys.executable, str(script), "--memory-of", kl + way]
         said = subprocess.run(command, check=True, capture_output=True, text=True, timeout=900)
         peaks[way] = float(said.stdout.split()[-1])
     assert peaks["whole"] > 4 * 512 * 150_000 * 4 / 2**20
