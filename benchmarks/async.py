@@ -4,8 +4,9 @@
     python benchmarks/async.py correction
 
 `speed` runs the same tasks in the modes sync, one_step and async, in turn over the repetitions; `apart` is
-async with the engine in a process of its own, behind `ludus serve` (engine.url). The median
-latency of the tool is what one turn's generation takes, 5 % of the calls take 20 times as long. The ideal is
+async with the engine in a process of its own, behind `ludus serve` (engine.url), and `cluster` async with
+engine and episodes in processes of their own (`--cluster local`). The median latency of the tool is what one
+turn's generation takes, 5 % of the calls take 20 times as long. The ideal is
 the larger of pure engine time (the same episodes with tools that take no time, nothing else running) and pure
 learner time (its work on batches that are there), each on one thread. Speeds are taken over the steps in the
 middle of a run, without those in which the stream fills and empties; the whole run's stand beside them.
@@ -27,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -35,21 +36,21 @@ from statistics import median
 import torch
 
 import async_work
-from async_work import Latency, Sizes
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.planning.costs import Setup
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.setup import Play, engine_scheduler
+from ludus.rollout.setup import Play
 from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import make_engine, open_session
+from ludus.training.session import make_engine, open_session, session_scheduler
 from ludus.training.start import train
 from rollout import fill
+from slow_tools import Latency, Sizes
 from watching import Watch
 
-MODES = ("sync", "one_step", "async", "apart")
-STREAMS = ("async", "apart")
+MODES = ("sync", "one_step", "async", "apart", "cluster")
+STREAMS = ("async", "apart", "cluster")
 
 
 @dataclass(frozen=True)
@@ -83,8 +84,16 @@ class Pure:
     cpu_s: float
 
 
-def settings(args: argparse.Namespace, mode: str, folder: Path, sizes: Sizes, url: str = "") -> Config:
-    """The configuration of an arm; `url` is that of the engine where it is a server."""
+@dataclass(frozen=True)
+class Work:
+    """What is done: episodes of these sizes, with tools of this latency."""
+
+    sizes: Sizes
+    latency: Latency
+
+
+def settings(args: argparse.Namespace, mode: str, folder: Path, work: Work, **more: object) -> Config:
+    """The configuration of an arm."""
     setup = Setup(
         mode="async" if mode in STREAMS else mode,
         groups=args.groups,
@@ -93,20 +102,24 @@ def settings(args: argparse.Namespace, mode: str, folder: Path, sizes: Sizes, ur
         max_staleness=args.bound,
         in_flight=args.in_flight,
     )
-    return async_work.settings(setup, sizes, folder, url)
+    if mode == "cluster":
+        more |= {"cluster__kind": "local", "cluster__episodes_per_worker": setup.most}
+    return async_work.settings(setup, work.sizes, work.latency, args.model, folder, **more)
 
 
-def run_arm(args: argparse.Namespace, mode: str, sizes: Sizes, latency: Latency) -> Arm:
+def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
     """Train, and look at the clock."""
-    folder = Path(tempfile.mkdtemp()) / "run"
+    folder, watch = Path(tempfile.mkdtemp()), Watch()
     torch.set_num_threads(1)
-    shape, watch = async_work.SHAPES[args.model], Watch()
     with ExitStack() as stack:
-        apart = async_work.serving(shape, folder.parent) if mode == "apart" else nullcontext("")
-        config = settings(args, mode, folder, sizes, stack.enter_context(apart))
+        more = {}
+        if mode == "apart":
+            model = async_work.made(async_work.SHAPES[args.model], work.sizes, folder / "model")
+            more["engine__url"] = stack.enter_context(async_work.serving(model))
+        config = settings(args, mode, folder, work, **more)
         stack.enter_context(locked(new_run(config, "async", "rl")))
-        train(async_work.session(config, sizes, latency, shape), RunFolder(folder), watch)
-    shutil.rmtree(folder.parent)
+        train(open_session(config), RunFolder(folder / "run"), watch)
+    shutil.rmtree(folder)
     per_step = args.groups * args.members
     times = [watch.began, *watch.ends]
     edge = min(args.bound + 1, (len(watch.ends) - 1) // 3) if mode in STREAMS else 1
@@ -136,17 +149,14 @@ def run_arm(args: argparse.Namespace, mode: str, sizes: Sizes, latency: Latency)
 
 def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
     """The engine alone on a few steps' episodes, with as many at once as a step has; the learner alone."""
-    folder = Path(tempfile.mkdtemp())
-    config = settings(args, "sync", folder, sizes)
+    folder, work = Path(tempfile.mkdtemp()), Work(sizes, Latency(0.0))
     torch.set_num_threads(1)
-    session = async_work.session(config, sizes, Latency(0.0), async_work.SHAPES[args.model])
+    session = open_session(settings(args, "sync", folder, work))
     tasks = session.world.tasks("train")[: args.groups * args.pure_steps]
 
     async def play() -> tuple[float, list[Episode]]:
         engine = make_engine(session)
-        scheduler = engine_scheduler(
-            session.world, engine, session.renderer, config.rollout, Play("pure", 1.0, 0), Ledger()
-        )
+        scheduler = session_scheduler(session, engine, Play("pure", 1.0, 0), Ledger())
         warm = [Job(RolloutKey(0, task.id, 99), task) for task in tasks[:2]]
         await scheduler.run(warm)
         jobs = [Job(RolloutKey(1, task.id, i), task) for task in tasks for i in range(args.members)]
@@ -159,9 +169,11 @@ def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
     seconds, episodes = asyncio.run(play())
     turns = sum(episode.trajectory.num_turns for episode in episodes)
     turn_s = sum(episode.trajectory.timings.model_s for episode in episodes) / turns
+    tokens = sum(episode.trajectory.num_action_tokens for episode in episodes) / turns
+    print(f"{len(episodes)} episodes, {tokens:.1f} tokens an action", file=sys.stderr, flush=True)
     shutil.rmtree(folder)
     few = argparse.Namespace(**vars(args) | {"steps": args.pure_steps + 1})
-    arm = run_arm(few, "sync", sizes, Latency(0.0))  # here nothing runs beside the learner
+    arm = run_arm(few, "sync", work)  # here nothing runs beside the learner
     return Pure(seconds / args.pure_steps, arm.phases["learn"], turn_s, arm.cpu_s)
 
 
@@ -203,13 +215,13 @@ def speed(args: argparse.Namespace) -> None:
     print(alone, file=sys.stderr, flush=True)
     if not args.bound:
         args.bound = math.ceil(3 * 20 * alone.turn_s / max(alone.engine_s, alone.learner_s))
-    latency = Latency(alone.turn_s)
+    work = Work(sizes, Latency(alone.turn_s))
     arms: list[list[Arm]] = [[] for _ in args.modes]
     for repeat in range(args.repeats):
         for found, mode in list(zip(arms, args.modes, strict=True))[:: -1 if repeat % 2 else 1]:
             steps = args.sync_steps if mode not in STREAMS else args.steps
             few = argparse.Namespace(**vars(args) | {"steps": steps})
-            found.append(run_arm(few, mode, sizes, latency))
+            found.append(run_arm(few, mode, work))
             print(found[-1], file=sys.stderr, flush=True)
     text = report(arms, alone, args)
     print(text)

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 import async_work
-from async_work import Latency, Sizes
 from ludus.cli.plan import cost_lines
 from ludus.diagnostics.trackers import read_metrics
 from ludus.planning.costs import Costs, Setup
@@ -29,8 +28,10 @@ from ludus.planning.estimate import estimate
 from ludus.planning.fit import fit
 from ludus.planning.simulate import simulate
 from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.session import open_session
 from ludus.training.start import train
 from rollout import check_place, fill
+from slow_tools import Latency, Sizes
 from watching import Watch
 
 SYNC = Setup(mode="sync", groups=1, max_staleness=0)
@@ -60,17 +61,15 @@ class Seen:
 
 def make(setup: Setup, latency: Latency, model: str, folder: Path) -> Seen:
     """Train a real run of this layout, and look at the clock."""
-    sizes = Sizes()
-    config = async_work.settings(setup, sizes, folder)
+    config, watch = async_work.settings(setup, Sizes(), latency, model, folder), Watch()
     torch.set_num_threads(1)
-    session, watch = async_work.session(config, sizes, latency, async_work.SHAPES[model]), Watch()
     with locked(new_run(config, "plan", "rl")):
-        train(session, RunFolder(folder), watch)
+        train(open_session(config), RunFolder(folder / "run"), watch)
     ends = [watch.began, *watch.ends]
     edge = min(setup.max_staleness + 1, (setup.steps - 1) // 3) if setup.mode == "async" else 1
     middle = slice(edge, setup.steps - (edge if setup.mode == "async" else 0))
-    timings = [row.metrics for row in read_metrics(folder / "timings.jsonl")][middle]
-    metrics = [row.metrics for row in read_metrics(folder / "metrics.jsonl")][middle]
+    timings = [row.metrics for row in read_metrics(folder / "run" / "timings.jsonl")][middle]
+    metrics = [row.metrics for row in read_metrics(folder / "run" / "metrics.jsonl")][middle]
     seconds = sum(t["time/step_s"] for t in timings)
     return Seen(
         (ends[middle.stop] - ends[middle.start]) / len(timings),
@@ -124,7 +123,7 @@ def fitted(args: argparse.Namespace, root: Path) -> tuple[Costs, str]:
     for number, groups in enumerate(FITTED_GROUPS):
         seen = make(replace(sync, groups=groups), latency, args.model, root / f"fit-{number}")
         print(f"fit-{number}: {seen}", flush=True)
-    found = fit([RunFolder(root / f"fit-{number}") for number, _ in enumerate(FITTED_GROUPS)])
+    found = fit([RunFolder(root / f"fit-{number}" / "run") for number, _ in enumerate(FITTED_GROUPS)])
     overlap, source = args.overlap, "as given"
     if overlap is None:
         setup = Setup(steps=args.steps, groups=3, max_staleness=5, in_flight=48)

@@ -1,0 +1,150 @@
+"""A world of slow tools, for `env.name`: prompts and results are random words, and every action calls.
+
+A call takes a log-normal time, and some calls a multiple of the median. Which time a call takes depends on
+its task, on how often the task was played before in this process, and on the turn: on nothing that the model
+says.
+`env.settings` are the fields of `Sizes` and `Latency`, and `vocab`, the number of words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from functools import cached_property
+from typing import Any
+
+from ludus.envs.toolbox import ToolLimits
+from ludus.rewards.base import Reward
+from ludus.tools.base import Tool
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
+
+NUM_TASKS = 4_000
+
+
+@dataclass(frozen=True)
+class Latency:
+    """Seconds of a call: log-normal around `median_s`, and `stragglers` of the calls take `slow` medians."""
+
+    median_s: float
+    spread: float = 0.5
+    stragglers: float = 0.05
+    slow: float = 20.0
+
+    def draw(self, source: random.Random) -> float:
+        """One call's seconds."""
+        if source.random() < self.stragglers:
+            return self.median_s * self.slow
+        return self.median_s * source.lognormvariate(0.0, self.spread)
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Turns of an episode, the last of which calls no tool; words of a prompt and a result; action tokens."""
+
+    turns: int = 4
+    prompt: tuple[int, int] = (40, 120)
+    result: tuple[int, int] = (10, 60)
+    new: int = 24
+    most: int = 160
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest episode, with those of the template."""
+        return self.prompt[1] + self.turns * (self.most + self.result[1]) + 8 * self.turns
+
+
+@dataclass
+class SlowWorld:
+    """A world whose only tool takes its time; the outcome is a property of the tokens sampled."""
+
+    sizes: Sizes
+    latency: Latency
+    vocab: int
+    name: str = "slow"
+    splits: tuple[str, ...] = ("train",)
+    played: Counter[str] = field(default_factory=Counter)
+
+    @property
+    def rewards(self) -> Sequence[Reward]:
+        """Half of all episodes succeed, by chance: groups have variance, and there is nothing to learn."""
+        return (Reward("even", _even, outcome=True),)
+
+    @cached_property
+    def _tasks(self) -> list[Task]:
+        prompts = (self.words(str(i), self.sizes.prompt) for i in range(NUM_TASKS))
+        return [Task(str(i), (Message(role="user", content=p),), None) for i, p in enumerate(prompts)]
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The same for each split."""
+        return self._tasks
+
+    def environment(self, task: Task) -> SlowTool:
+        """One episode, with the latencies of its own."""
+        self.played[task.id] += 1
+        return SlowTool(self, random.Random(f"{task.id}/{self.played[task.id]}"))
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+    def words(self, seed: str, bounds: tuple[int, int]) -> str:
+        """Random words, the same for the same seed."""
+        source = random.Random(seed)
+        return " ".join(f"w{source.randrange(self.vocab)}" for _ in range(source.randint(*bounds)))
+
+
+def _even(_: Task, trajectory: Trajectory) -> float:
+    return float(sum(sum(s.tokens) for s in trajectory.segments if s.kind == "action") % 2 == 0)
+
+
+@dataclass
+class SlowTool:
+    """Every action but the last is taken for a call."""
+
+    world: SlowWorld
+    source: random.Random
+    turn: int = 0
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """None is told to the model."""
+        return ()
+
+    @property
+    def rewards(self) -> Sequence[Reward]:
+        """The world's."""
+        return self.world.rewards
+
+    async def start(self, task: Task) -> list[Message]:
+        """The prompt."""
+        return list(task.prompt)
+
+    async def step(self, action: Action) -> StepResult:
+        """Wait as long as the call takes."""
+        self.turn += 1
+        if self.turn == self.world.sizes.turns:
+            return StepResult(done=True)
+        seconds = self.world.latency.draw(self.source)
+        await asyncio.sleep(seconds)
+        words = self.world.words(f"{self.source.random()}", self.world.sizes.result)
+        said = Message(role="tool", content=words)
+        return StepResult((said,), outcomes=(ToolOutcome("", "slow", ToolStatus.OK, "", seconds=seconds),))
+
+    async def close(self) -> None:
+        """Nothing is open."""
+
+
+def make_world(settings: Mapping[str, Any], limits: ToolLimits) -> SlowWorld:
+    """The world of these settings."""
+    given = dict(settings)
+    latency = Latency(**{f.name: given.pop(f.name) for f in fields(Latency) if f.name in given})
+    return SlowWorld(
+        Sizes(**_pairs(given, "turns", "prompt", "result", "new", "most")), latency, given["vocab"]
+    )
+
+
+def _pairs(given: Mapping[str, Any], *names: str) -> dict[str, Any]:
+    """The settings of these names; lists are pairs."""
+    return {n: tuple(given[n]) if isinstance(given[n], list) else given[n] for n in names if n in given}
