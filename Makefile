@@ -149,10 +149,10 @@ bench-sandbox: setup
 
 # On a machine with two cores or more and nothing else to do.
 bench-async: $(VENV)/.ready
-	$(PY) benchmarks/async.py speed --page docs/scaling.md $(BENCH)
+	$(PY) benchmarks/async.py --page docs/scaling.md $(BENCH)
 
 async-correction: $(VENV)/.ready
-	$(PY) benchmarks/async.py correction
+	$(PY) benchmarks/correction.py --page docs/scaling.md
 
 modes-table: $(VENV)/.ready
 	$(PY) benchmarks/learning.py modes

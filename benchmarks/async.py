@@ -1,9 +1,8 @@
 """What asynchronous training is worth where tools are slow: episodes per second beside synchronous training.
 
-    python benchmarks/async.py speed --page docs/scaling.md
-    python benchmarks/async.py correction
+    python benchmarks/async.py --page docs/scaling.md
 
-`speed` runs the same tasks in the modes sync, one_step and async, in turn over the repetitions; `apart` is
+It runs the same tasks in the modes sync, one_step and async, in turn over the repetitions; `apart` is
 async with the engine in a process of its own, behind `ludus serve` (engine.url), and `cluster` async with
 engine and episodes in processes of their own (`--cluster local`). The median latency of the tool is what one
 turn's generation takes, 5 % of the calls take 20 times as long. The ideal is
@@ -13,15 +12,12 @@ middle of a run, without those in which the stream fills and empties; the whole 
 
 The last column compares the processor time of a step with that of a synchronous step without tools: what the
 threads cost each other, whatever else the machine does.
-
-`correction` trains the search recipe far off policy, with the correction and without.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
 import math
 import shutil
 import sys
@@ -36,7 +32,6 @@ from statistics import median
 import torch
 
 import async_work
-from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.planning.costs import Setup
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -208,8 +203,28 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
     )
 
 
-def speed(args: argparse.Namespace) -> None:
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="small")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=60, help="of an asynchronous run")
+    parser.add_argument("--sync-steps", type=int, default=8, help="of the other modes")
+    parser.add_argument("--pure-steps", type=int, default=3)
+    parser.add_argument("--groups", type=int, default=4, help="a step")
+    parser.add_argument("--members", type=int, default=8)
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--new", type=int, default=24, help="mean tokens of an action")
+    parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 3 times a straggler")
+    parser.add_argument("--in-flight", type=int, default=0)
+    parser.add_argument("--page", type=Path, help="fill the table into this page")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and fill the page."""
+    args = parse(arguments)
     sizes = Sizes(turns=args.turns, new=args.new, most=max(160, 4 * args.new))
     alone = pure(args, sizes)
     print(alone, file=sys.stderr, flush=True)
@@ -227,68 +242,6 @@ def speed(args: argparse.Namespace) -> None:
     print(text)
     if args.page:
         fill(args.page, "async", text)
-
-
-def correction(args: argparse.Namespace) -> None:
-    """Success over the steps, far off policy, with and without correction."""
-    lines = []
-    for name in ("tis", "none"):
-        folder = Path(tempfile.mkdtemp()) / "run"
-        words = {
-            "training.mode": "async",
-            "training.steps": args.steps,
-            "training.learning_rate": args.rate,
-            "training.tasks_per_step": args.groups,
-            "algorithm.correction": name,
-            "staleness.max_staleness": args.bound or 8,
-            "staleness.in_flight": 128,
-            "staleness.min_ess": 0,
-            "run.folder": folder,
-            "run.threads": 1,
-            "evaluation.splits": "[]",
-            "evaluation.every": 10**6,
-        }
-        flat = [word for key, value in words.items() for word in (f"--{key}", str(value))]
-        config, watch = load_config("search", flat), Watch()
-        with locked(new_run(config, "async", "rl")):
-            train(open_session(config), RunFolder(folder), watch)
-        shutil.rmtree(folder.parent)
-        for step, metrics in enumerate(watch.metrics, 1):
-            names = (
-                "success/mean",
-                "staleness/mean",
-                "policy/effective_sample_share",
-                "policy/truncated_share",
-            )
-            lines.append({"correction": name, "step": step} | {key: metrics.get(key) for key in names})
-            print(json.dumps(lines[-1]), flush=True)
-
-
-def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("what", choices=("speed", "correction"))
-    parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="small")
-    parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="of an asynchronous run")
-    parser.add_argument("--sync-steps", type=int, default=8, help="of the other modes")
-    parser.add_argument("--pure-steps", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=4, help="a step")
-    parser.add_argument("--members", type=int, default=8)
-    parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--new", type=int, default=24, help="mean tokens of an action")
-    parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 3 times a straggler")
-    parser.add_argument("--in-flight", type=int, default=0)
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate of `correction`")
-    parser.add_argument("--page", type=Path, help="fill the table into this page")
-    return parser.parse_args(arguments)
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what was asked for."""
-    args = parse(arguments)
-    (speed if args.what == "speed" else correction)(args)
 
 
 if __name__ == "__main__":
