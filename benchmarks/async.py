@@ -32,6 +32,7 @@ from statistics import median
 import torch
 
 import async_work
+from ludus.cluster.cluster import open_cluster
 from ludus.config.schema import Config
 from ludus.planning.costs import Setup
 from ludus.rollout.ledger import Ledger, RolloutKey
@@ -113,7 +114,9 @@ def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
             more["engine__url"] = stack.enter_context(async_work.serving(model))
         config = settings(args, mode, folder, work, **more)
         stack.enter_context(locked(new_run(config, "async", "rl")))
-        train(open_session(config), RunFolder(folder / "run"), watch)
+        session = open_session(config)
+        cluster = stack.enter_context(open_cluster(session)) if mode == "cluster" else None
+        train(session, RunFolder(folder / "run"), watch, cluster)
     shutil.rmtree(folder)
     per_step = args.groups * args.members
     times = [watch.began, *watch.ends]
@@ -132,8 +135,7 @@ def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
         whole=len(watch.ends) * per_step / (times[-1] - times[0]),
         learner_idle=share("idle/learner"),
         engine_idle=share("idle/engine"),
-        age=sum(m.get("staleness/mean", float(mode == "one_step")) for m in watch.metrics[middle])
-        / len(inner),
+        age=sum(m.get("staleness/mean", 0.0) for m in watch.metrics[middle]) / len(inner),
         oldest=max(m.get("staleness/max", float(mode == "one_step")) for m in watch.metrics),
         phases={
             name: median(t[f"time/{name}_s"] for t in inner) for name in ("rollout", "learn", "sync", "step")

@@ -119,6 +119,8 @@ def test_one_step_repeats_bit_for_bit_and_is_one_version_behind(tiny_run, tmp_pa
     for step, record in records(folders[0], 3):
         versions = {v for s in record.trajectory.segments for v in s.versions}
         assert versions == {max(0, step - 2)}
+    rows = read_metrics(folders[0] / "metrics.jsonl")
+    assert [row.metrics["staleness/mean"] for row in rows] == [0.0, 1.0, 1.0]
 
 
 def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(

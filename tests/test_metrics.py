@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP, AlarmLimits, alarms, rollout_metrics
+from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP, MEAN_AGE, AlarmLimits, alarms, rollout_metrics
 from ludus.types import (
     Failure,
     Group,
@@ -265,6 +265,11 @@ def test_rewards_are_stuck_only_after_some_steps():
     assert alarms([zero] * 3 + [HEALTHY] + [zero]) == []
     assert alarms([HEALTHY | {"reward/mean": 0.0}] * 5) == []
     assert alarms([zero] * 2, AlarmLimits(zero_reward_steps=2)) != []
+
+
+def test_a_gap_to_older_weights_is_no_alarm():
+    assert alarms([HEALTHY | {LOGPROB_GAP: 0.7, MEAN_AGE: 0.5}]) == []
+    assert len(alarms([HEALTHY | {LOGPROB_GAP: 0.7, MEAN_AGE: 0.0}])) == 1
 
 
 def test_absent_metrics_raise_no_alarm():

@@ -89,3 +89,23 @@ def test_the_engines_own_words_are_raised(model):
 
     with pytest.raises(SyncError, match="no memory left on the device"):
         publish(Full(model), model)
+
+
+def test_weights_that_are_sent_later_are_those_of_when_they_were_kept(model):
+    async def run():
+        engine = LocalEngine(tiny_model(torch.float32, seed=3))
+        sync = WeightSync(model, engine, PROBE)
+
+        async def direct(work):
+            return work()
+
+        kept = await sync.keep(1, direct)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(0.01)
+        try:
+            return await sync.deliver(kept)
+        finally:
+            await engine.close()
+
+    assert asyncio.run(run()).version == 1

@@ -18,6 +18,7 @@ from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 
 ENTROPY: Final = "policy/entropy"
 """The name under which the learner reports the mean entropy of action tokens, in nats."""
+MEAN_AGE: Final = "staleness/mean"
 LOGPROB_GAP: Final = "policy/logprob_gap"
 """The name under which the learner reports the mean of `|old - beh|` over action tokens, in nats."""
 
@@ -32,7 +33,8 @@ class AlarmLimits:
     min_entropy: float = 0.02
     """Nats per action token below which the policy has collapsed onto one continuation."""
     max_logprob_gap: float = 0.05
-    """Nats, mean over action tokens, between the learner's log-probabilities and the engine's."""
+    """Nats, mean over action tokens, between the learner's log-probabilities and the engine's, in a step on
+    policy."""
     max_tool_error_rate: float = 0.5
     max_cut_off: float = 0.5
     """Share of episodes that a token limit ended."""
@@ -252,7 +254,8 @@ def _entropy(now: Mapping[str, float], limits: AlarmLimits) -> str:
 
 def _logprob_gap(now: Mapping[str, float], limits: AlarmLimits) -> str:
     value = now.get(LOGPROB_GAP, 0.0)
-    if not value > limits.max_logprob_gap:
+    off_policy = now.get(MEAN_AGE, 0.0) > 0  # older weights sampled it, and are to differ
+    if off_policy or not value > limits.max_logprob_gap:
         return ""
     return (
         f"the learner and the engine differ by {value:.4g} nats per token, above {limits.max_logprob_gap:g}: "

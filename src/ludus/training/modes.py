@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import Engine, RollingUpdate, Rolls, counted
+from ludus.engines.base import Engine, Measured, RollingUpdate, Rolls, counted
 from ludus.errors import LudusError
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import InFlight, first_in_flight
@@ -29,7 +30,7 @@ from ludus.training.learner_thread import LearnerThread
 from ludus.training.replay import REPLAY_FILE, ReplayBuffer
 from ludus.training.rl import RlLoop, Texts, proof_metrics, task_order
 from ludus.training.sampling import max_action_tokens
-from ludus.training.staleness import staleness_metrics
+from ludus.training.staleness import mean_age, staleness_metrics
 from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof
 from ludus.training.task_stream import TaskStream
@@ -73,7 +74,8 @@ async def run_one_step(loop: RlLoop, done: int) -> None:
             clock.engine = (await counted(loop.engine)).metrics()
             with clock.phase("sync"):
                 proof = await loop.sync.publish(step)
-            metrics = await loop.report(step, credits, learned | proof_metrics(proof), clock)
+            learned |= proof_metrics(proof) | {MEAN_AGE: mean_age(credits, step)}
+            metrics = await loop.report(step, credits, learned, clock)
             await loop.end_step(step, metrics)
             credits, sampling = following, None
     finally:
@@ -125,6 +127,8 @@ class AsyncRun:
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
     """Of the engines that took weights since the last step."""
+    sending: asyncio.Task[None] | None = field(default=None, init=False)
+    """Weights on their way to an engine elsewhere, beside the next step."""
     replay: ReplayBuffer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -183,6 +187,7 @@ class AsyncRun:
                 await self.step(step)
         finally:
             await _end(following)
+            await _end(self.sending)
             await self.stream.close()
             self.thread.close()
 
@@ -212,8 +217,8 @@ class AsyncRun:
         learned |= self._staleness(step, credits) | self.replay.metrics(credits)
         clock.engine = (await counted(loop.engine)).metrics() | self._queues()
         self._adjust(clock, ahead)
-        if self.rolling is not None and step % loop.session.config.evaluation.every == 0:
-            await self.rolling.catch_up()
+        if step % loop.session.config.evaluation.every == 0:
+            await (self._arrived() if self.rolling is None else self.rolling.catch_up())
         metrics = await loop.report(step, credits, learned, clock, self.thread)
         loop.sampled = loop.sampler.state
         await loop.end_step(step, metrics, self.thread, self.texts())
@@ -241,10 +246,38 @@ class AsyncRun:
             return self._proved()
         if not config.staleness.interruptible:
             await self.stream.drain()
+        elif isinstance(self.loop.engine, Measured) and step < config.training.steps:
+            return await self._send_beside(step)
+        await self._arrived()
         received = await sync.send(step)
         proof = await self.thread(lambda: sync.compare(received))
         self.stream.published(step)
         return proof_metrics(proof)
+
+    async def _send_beside(self, step: int) -> dict[str, float]:
+        """Have an engine elsewhere take a copy of the weights while the learner goes on to the next step.
+
+        Episodes begin on the version before until it has; the next transfer waits for this one.
+        """
+        await self._arrived()
+        kept = await self.loop.sync.keep(step, self.thread)
+        self.stream.published(step, everywhere=False)
+
+        async def send() -> None:
+            try:
+                self.proofs.append(await self.loop.sync.deliver(kept))
+                self.stream.serves(step)
+            except LudusError as error:
+                self.stream.fail(error)
+                raise
+
+        self.sending = asyncio.create_task(send())
+        return self._proved()
+
+    async def _arrived(self) -> None:
+        """Wait until an engine elsewhere has what it was sent. Raises what it met."""
+        if self.sending is not None:
+            await self.sending
 
     def _proved(self) -> dict[str, float]:
         """How many engines have taken weights since the last step, and the largest gap of their probes."""

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ludus.config.schema import Config
 from ludus.config.staleness import StalenessConfig
+from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.branches import new_actions
@@ -35,6 +36,13 @@ def on_policy(credits: Sequence[Credit], step: int) -> list[Credit]:
     """Those that train and were sampled, every token, from the weights that `step` changes."""
     trained = (credit for credit in credits if credit.outcome is Outcome.TRAINED and not credit.expert)
     return [credit for credit in trained if not any(ages(credit.episode.trajectory, step))]
+
+
+def mean_age(credits: Sequence[Credit], step: int) -> float:
+    """The mean age of the tokens that train, 0 where none does."""
+    trained = (c for c in credits if c.outcome is Outcome.TRAINED and not c.expert)
+    every = [age for credit in trained for age in ages(credit.episode.trajectory, step)]
+    return sum(every) / len(every) if every else 0.0
 
 
 def mask_over_age(credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
@@ -89,7 +97,7 @@ def staleness_metrics(
     counted = {age: n for age, n in every.items() if not masks or age <= bound}
     total, most = sum(counted.values()), max(bound, config.replay.max_age if config.replay.share else 0)
     metrics = {
-        "staleness/mean": sum(age * n for age, n in counted.items()) / total if total else 0.0,
+        MEAN_AGE: sum(age * n for age, n in counted.items()) / total if total else 0.0,
         "staleness/max": float(max(counted, default=0)),
     }
     metrics |= {f"staleness/age_{age}": counted.get(age, 0) / max(total, 1) for age in range(most + 1)}

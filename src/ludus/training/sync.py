@@ -85,6 +85,14 @@ class Expected:
         return SyncProof(self.version, theirs, gap)
 
 
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Weights on their way: a copy of those that train, and what an engine has to say once it holds them."""
+
+    expected: Expected
+    state: Mapping[str, Tensor]
+
+
 @dataclass(frozen=True)
 class WeightSync:
     """Publishes a model's trainable weights to an engine. `probe` is a fixed sequence of token ids."""
@@ -116,12 +124,33 @@ class WeightSync:
     async def send(self, version: int) -> Received:
         """Send the weights as `version`; they must not change until this has ended."""
         weights = self._gathered()
-        state = self._trainable(weights)
+        return Received(version, weights, *await self._transfer(version, self._trainable(weights)))
+
+    async def keep(self, version: int, work: Work) -> Kept:
+        """What `deliver` sends as `version`: a copy. The weights may change once this has returned.
+
+        Copying, and what has to be computed for the proof, is `work`.
+        """
+        weights = self._gathered()
+
+        def copy() -> Kept:
+            state = {name: tensor.clone() for name, tensor in self._trainable(weights).items()}
+            return Kept(self._expected(version, weights), state)
+
+        return await work(copy)
+
+    async def deliver(self, kept: Kept) -> SyncProof:
+        """Send a copy, and prove it. Raises SyncError."""
+        return kept.expected.compare(*await self._transfer(kept.expected.version, kept.state))
+
+    async def _transfer(
+        self, version: int, state: Mapping[str, Tensor]
+    ) -> tuple[str | None, Sequence[float]]:
+        """Have the engine take weights; gives its digest of them and its scores of the probe."""
         try:
             async with asyncio.timeout(self.deadline_s):
                 await self.engine.load_weights(version, state)
-                theirs = await self.engine.fingerprint()
-                scores = await self.engine.score(self.probe)
+                return await self.engine.fingerprint(), await self.engine.score(self.probe)
         except TimeoutError as error:
             raise SyncError(
                 f"Sending weights {version} took longer than {self.deadline_s:g} s.",
@@ -129,7 +158,6 @@ class WeightSync:
             ) from error
         except EngineError as error:
             raise SyncError(f"The engine refused weights {version}: {error}") from error
-        return Received(version, weights, theirs, scores)
 
     async def offer(
         self, version: int, engines: RollingUpdate, work: Work, on_proof: Callable[[SyncProof], None]

@@ -1,0 +1,92 @@
+"""Weights on their way to an engine elsewhere, while the learner goes on to the next step."""
+
+from __future__ import annotations
+
+import asyncio
+
+from ludus.diagnostics.trackers import read_metrics
+from ludus.engines.local import LocalEngine
+from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.training import start
+from ludus.training.session import engine_settings
+from test_async_run import run, words
+from tiny_run import ludus
+
+BOUND, STEPS = 2, 4
+
+
+class Elsewhere(LocalEngine):
+    """An engine that counts as one of another process: it is asked how it goes at both ends of a step."""
+
+    arrived: list[int]
+    evaluated: set[int]
+    asked: asyncio.Event
+
+    @classmethod
+    def of(cls, session):
+        made = cls(session.model, session.tokenizer, engine_settings(session.config, session.model))
+        made.arrived, made.evaluated, made.asked = [], set(), asyncio.Event()
+        return made
+
+    async def measure(self) -> None:
+        self.asked.set()
+
+    async def load_weights(self, version, state) -> None:
+        if version % 2:  # it takes them once the run has gone on
+            self.asked.clear()
+            await asyncio.wait_for(self.asked.wait(), 20)
+        elif version:
+            await asyncio.sleep(0.2)  # and an evaluation waits for it
+        await super().load_weights(version, state)
+        self.arrived.append(version)
+
+    async def generate(self, request):
+        if request.params.temperature == 0:
+            self.evaluated.add(self.version)
+        return await super().generate(request)
+
+    async def generate_batch(self, requests):
+        if requests[0].params.temperature == 0:
+            self.evaluated.add(self.version)
+        return await super().generate_batch(requests)
+
+
+def played_by(kind, monkeypatch) -> list[Elsewhere]:
+    made: list[Elsewhere] = []
+
+    def make(session):
+        made.append(kind.of(session))
+        return made[-1]
+
+    monkeypatch.setattr(start, "make_engine", make)
+    return made
+
+
+def test_the_learner_goes_on_while_an_engine_elsewhere_takes_the_weights(tiny_run, tmp_path, monkeypatch):
+    made = played_by(Elsewhere, monkeypatch)
+    changes = {"training__steps": STEPS, "staleness__max_staleness": BOUND, "evaluation__every": 2}
+    folder = run(tiny_run, tmp_path / "beside", "async", **changes)
+    assert made[0].arrived == [0, 0, 1, 2, 3, 4]
+    assert made[0].evaluated == {0, 2, 4}
+    for step in range(1, STEPS + 1):
+        for record in read_rollouts(rollouts_path(folder, step)):
+            versions = [v for s in record.trajectory.segments for v in s.versions]
+            assert all(0 <= step - 1 - version <= BOUND for version in versions)
+    gaps = [row.metrics["sync/probe_gap"] for row in read_metrics(folder / "metrics.jsonl")[1:]]
+    assert max(gaps) < 1e-3
+
+
+class Refusing(Elsewhere):
+    """Takes other weights than it is sent."""
+
+    async def load_weights(self, version, state) -> None:
+        changed = {name: tensor * (1.5 if version == 2 else 1.0) for name, tensor in state.items()}
+        await super().load_weights(version, changed)
+
+
+def test_weights_that_are_not_those_sent_stop_the_run_from_beside_a_step(tiny_run, tmp_path, monkeypatch):
+    played_by(Refusing, monkeypatch)
+    (tmp_path / "refused").mkdir()
+    said = ludus(*words(tiny_run, tmp_path / "refused", "async", training__steps=STEPS))
+    assert said.code != 0
+    assert "are not those of version 2" in said.err
