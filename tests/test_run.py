@@ -246,6 +246,9 @@ def test_lora_trains_the_adapters_alone(tmp_path):
     assert reporter.steps[-1][1]["policy/kl_reference"] >= 0
     adapter = checkpoint_path(folder / "checkpoints", 2) / "adapter_model.safetensors"
     assert adapter.is_file()
+    names = json.loads(adapter.with_name("adapter_config.json").read_text())["target_modules"]
+    assert names == sorted(names)
+    assert len(names) > 1
     assert main(["train", "--resume", str(folder), "--training.steps", "3"]) == 0
 
 

@@ -12,6 +12,7 @@ import torch
 
 from ludus.config.schema import ScratchConfig
 from ludus.engines import smollm2
+from ludus.engines.adapters import is_peft
 from ludus.errors import StorageError, UserError
 
 if TYPE_CHECKING:
@@ -189,12 +190,20 @@ def save_model(
 
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _order_adapters(model)
         model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"The model cannot be written to {folder}: {error}", "Free some space or choose another folder."
         ) from error
+
+
+def _order_adapters(model: PreTrainedModel) -> None:
+    """Name the layers of adapters in order: PEFT has a set, which each process would write in another one."""
+    for config in model.peft_config.values() if is_peft(model) else ():
+        if isinstance(config.target_modules, set):
+            config.target_modules = sorted(config.target_modules)
 
 
 def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
