@@ -95,6 +95,16 @@ def test_a_world_that_judges_otherwise_changes_success(run, tmp_path):
     assert {(row[4], row[5]) for row in largest} == {("0.1", "1.6")}
 
 
+def test_a_reward_that_hangs_ends_the_replay_at_its_deadline(run, tmp_path):
+    world = tmp_path / "hanging_world.py"
+    hangs = "lambda task, t: [None for _ in iter(int, 1)]"
+    world.write_text(WORLD.read_text().replace('"exact_match", exact_match,', f'"exact_match", {hangs},'))
+    words = ("--config", config(tmp_path, f'[env]\nname = "{world}"'), "--rollout.reward_timeout_s", "0.3")
+    said = refused("rewards", "replay", run, *words, code=4)
+    assert "took longer than 0.3 s" in said
+    assert "hanging_world.py, line" in said
+
+
 def test_evaluations_are_judged_by_the_world_alone(run):
     said = replay(run, "--evaluations", "--rewards.combination", "gated")
     assert "all rewards are as they were, bit for bit" in said

@@ -9,11 +9,12 @@ from pathlib import Path
 
 import pytest
 
+from ludus.config import load_config
 from ludus.config.schema import Config, EnvConfig
-from ludus.envs.registry import WORLDS
+from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, ToolWorld
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, WorldError
 from ludus.evaluation.agents import PROGRAMS, Kind, edit_tests, run_program
 from ludus.evaluation.arguments import random_arguments
 from ludus.evaluation.check import CheckPlan, Play, check_world, refuse_cheats, some_tasks
@@ -22,7 +23,6 @@ from ludus.rewards.answers import Answers, exact_match, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.published import calls_made
 from ludus.rewards.shaping import only_if
-from ludus.rollout.episode import EpisodeLimits
 from ludus.tools.base import tool
 from ludus.training.start import check_cheats
 from ludus.types import Message, Task, ToolOutcome, ToolStatus
@@ -242,7 +242,7 @@ def test_an_environment_that_breaks_is_said_and_does_not_stop_training():
 
     report = check_world(world(raises), PLAN)
     assert "The environment broke in every episode of the agent null" in report.problems[0]
-    refuse_cheats(world(raises), EpisodeLimits())
+    refuse_cheats(world(raises), PLAN)
 
 
 def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
@@ -252,7 +252,7 @@ def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
         return anything(task, trajectory)
 
     with pytest.raises(ConfigError, match="The agent null"):
-        refuse_cheats(world(often_raises), EpisodeLimits())
+        refuse_cheats(world(often_raises), PLAN)
 
 
 def test_training_is_refused_with_agent_and_task_unless_the_check_is_off():
@@ -261,6 +261,43 @@ def test_training_is_refused_with_agent_and_task_unless_the_check_is_off():
     assert "env.check" in caught.value.hint
     check_cheats(Config(env=EnvConfig(check=False)), world(anything))
     check_cheats(Config(), world(exact))
+
+
+SLOW = """
+import time
+from ludus.envs.tool_world import ToolWorld
+from ludus.rewards.base import Reward
+from ludus.types import Message, Task
+
+def verdict(task, trajectory):
+    time.sleep(1.5)
+    return 0.0
+
+def make_world(settings, limits):
+    tasks = [Task(f"t{i}", (Message(role="user", content=f"Say {i}"),), str(i)) for i in range(8)]
+    return ToolWorld("slow", {"train": tasks}, (), (Reward("right", verdict, outcome=True),), limits)
+"""
+
+
+@pytest.mark.parametrize("processes", [0, 1])
+def test_a_check_ends_where_rewards_are_late_and_names_the_place(tmp_path, processes):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    words = ("--rollout.reward_timeout_s", "0.3", "--rollout.reward_processes", processes)
+    said = refused("env", "check", file, *words, code=4)
+    assert "2 rewards of the world 'slow' were late, and its check ends with them. The rewards of" in said
+    if processes:
+        assert "took longer than 0.3 s: verdict, at" in said
+        assert "slow.py, line" in said
+
+
+def test_training_does_not_begin_where_rewards_are_late(tmp_path):
+    file = tmp_path / "slow.py"
+    file.write_text(SLOW)
+    config = load_config(None, ["--env.name", str(file), "--rollout.reward_timeout_s", "0.3"])
+    with pytest.raises(WorldError, match=r"2 rewards of the world 'slow' were late.*slow\.py") as late:
+        check_cheats(config, build_world(config.env, config.rollout))
+    assert "env.check = false" in late.value.hint
 
 
 def test_equal_seeds_draw_equal_tasks():

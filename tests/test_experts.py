@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from dataclasses import replace
 
@@ -78,9 +79,10 @@ def session(tmp_path_factory):
 def test_the_search_world_shows_its_tasks(session):
     experts = make_experts(session, PRESETS["mixed_policy"])
     solved = 0
-    for task in session.world.tasks("train")[:20]:
-        own = Episode(RolloutKey(3, task.id, 0), task, trajectory(0, 0.0))
-        (joined,) = experts.join([[own, own]])
+    tasks = session.world.tasks("train")[:20]
+    own = [Episode(RolloutKey(3, task.id, 0), task, trajectory(0, 0.0)) for task in tasks]
+    groups = asyncio.run(experts.join([[one, one] for one in own]))
+    for task, joined in zip(tasks, groups, strict=True):
         for episode in joined[2:]:
             solved += 1
             one = episode.trajectory
@@ -103,7 +105,7 @@ def test_a_file_shows_the_tasks_that_it_names(session, tmp_path):
     )
     experts = make_experts(replace(session, config=settings), PRESETS["mixed_policy"])
     groups = [[Episode(RolloutKey(1, t.id, 0), t, trajectory(0, 0.0))] for t in (first, second)]
-    joined = experts.join(groups)
+    joined = asyncio.run(experts.join(groups))
     assert [len(group) for group in joined] == [2, 1]
     assert joined[0][1].trajectory.rewards["exact_match"] == 1.0
     assert joined[0][1].trajectory.messages[0] == first.prompt[0]

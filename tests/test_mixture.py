@@ -400,6 +400,7 @@ def test_commands_read_a_mixture(run, recipe):
     assert "average of the worlds" in measured.out
     assert "reproduces" in measured.out
     checked = ludus("env", "check", recipe, "--tasks", "3")
+    assert "computed in this process" not in checked.err
     assert checked.code == 0, checked
     assert "'prices' pays none" in checked.out
     assert "'guess' pays none" in checked.out

@@ -1,14 +1,23 @@
 """Shaping parts that settings switch on by name, in worlds that do not have them."""
 
+import asyncio
+from dataclasses import replace
+
 import pytest
 
+from ludus.algorithms.presets import PRESETS
 from ludus.config import load_config
 from ludus.envs.registry import build_world
-from ludus.errors import ConfigError
-from ludus.rewards.named import NAMED, named_part
-from ludus.rollout.ledger import RolloutKey
+from ludus.errors import ConfigError, WorldError
+from ludus.rewards.answers import Answers
+from ludus.rewards.named import NAMED, Named, named_part
+from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode
-from ludus.training.combine import check_reward_settings, combiner_of
+from ludus.rollout.scoring import ProcessScoring
+from ludus.training.combine import check_reward_settings, combiner_of, with_added
+from ludus.training.credit import settle
+from ludus.training.sampling import Sampler
+from ludus.training.session import Session
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tiny_run import ludus
 
@@ -51,7 +60,8 @@ def test_parts_by_name_count_with_their_weights_and_are_on_record():
         *part("invalid_calls", cap=2),
     )
     check_reward_settings(config, world)
-    ((found,),) = combiner_of(config, world, takes_turns=False).combine(1, [[attempt()]])
+    groups = asyncio.run(with_added(ProcessScoring.of(config), world, [[attempt()]], 0.0))
+    ((found,),) = combiner_of(config, world, takes_turns=False).combine(1, groups)
     assert found.trajectory.rewards == {
         "exact_match": 1.0,
         "extra_calls": -1.0,
@@ -64,7 +74,7 @@ def test_parts_by_name_count_with_their_weights_and_are_on_record():
 def test_without_settings_nothing_is_added():
     config, world = settings()
     one = combiner_of(config, world, takes_turns=False)
-    assert one.preset == ()
+    assert not one.adds
     assert not {part.name for part in one.parts} & {"extra_calls", "citation_support"}
 
 
@@ -75,6 +85,37 @@ def test_each_part_has_its_name_and_gives_a_number(name):
     made = named_part(name, 0.1, OPTIONS.get(name, {}))
     assert (made.name, made.weight, made.outcome) == (name, 0.1, False)
     assert -1 <= made.function(attempt().task, attempt().trajectory) <= 1
+
+
+def test_parts_are_scored_in_another_process(monkeypatch):
+    def nowhere(task, trajectory):
+        raise AssertionError("it is scored here")
+
+    config, world = settings(*part("citation_support"))
+    monkeypatch.setitem(NAMED, "citation_support", Named(lambda: nowhere))
+    ((found,),) = asyncio.run(with_added(ProcessScoring.of(config), world, [[attempt()]], 0.0))
+    assert found.trajectory.rewards == {"exact_match": 1.0, "citation_support": 1.0}
+    assert found.trajectory.timings.grading_s > 0
+
+
+def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
+    config, world = settings(*part("token_f1"), "--rollout.max_failure_rate", "0.5")
+    good = attempt()
+    good = replace(good, task=replace(good.task, truth=Answers(("Paris",))))
+    odd = replace(attempt(), key=RolloutKey(1, "t", 1))
+    session = Session(config, world, None, None, None)
+    ledger = Ledger()
+    for episode in (good, odd):
+        ledger.start(episode.key)
+    one = combiner_of(config, world, takes_turns=False)
+    sampler = Sampler(session, None, PRESETS["grpo"], None, ledger, combiner=one)
+    credits = asyncio.run(sampler.credit(1, [[good, odd]]))
+    settle(ledger, credits)
+    counts = ledger.close(1, trained=0)
+    assert (counts.failed, counts.dropped) == (1, 1)
+    assert "expected Answers" in credits[1].episode.trajectory.failure.error
+    with pytest.raises(WorldError, match="expected Answers"):
+        asyncio.run(with_added(session.scoring, world, [[good, odd]], 0.4))
 
 
 @pytest.mark.parametrize(

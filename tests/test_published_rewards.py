@@ -123,10 +123,10 @@ def test_a_preset_takes_the_place_of_the_worlds_parts_and_weights_may_follow_too
     weights = {"weights": {"tool_correctness": 2.0}, "weights_end": {"tool_correctness": 3.0}}
     config = Config(rewards=RewardsConfig(preset="toolrl", schedule_steps=10, allow_outweigh=True, **weights))
     parts = PUBLISHED["toolrl"].parts()
-    one = Combiner(config.rewards, plan_parts(config, parts), preset=tuple(parts))
+    one = Combiner(config.rewards, plan_parts(config, parts))
     given = trajectory(BUY)
     task = Task("t", (), ExpectedCalls((LOOK, BUY)))
-    episode = Episode(RolloutKey(1, "t", 0), task, given)
+    episode = Episode(RolloutKey(1, "t", 0), task, score(parts, task, given))
     ((first,),), ((last,),) = one.combine(1, [[episode]]), one.combine(11, [[episode]])
     correctness = 2 * 2.5 / 6 - 1
     assert first.trajectory.reward == pytest.approx(2 * correctness + 1)

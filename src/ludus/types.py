@@ -266,6 +266,8 @@ class Timings:
     total_s: float = 0.0
     model_s: float = 0.0
     tools_s: float = 0.0
+    grading_s: float = 0.0
+    """Of computing its rewards, which comes after `total_s`."""
 
 
 @dataclass(frozen=True)

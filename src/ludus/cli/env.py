@@ -31,7 +31,7 @@ from ludus.evaluation.scorecard import Scorecard, Share, scorecard
 from ludus.recipes import list_recipes
 from ludus.rewards.base import Reward
 from ludus.rewards.named import check_fed, switched_on
-from ludus.rollout.episode import EpisodeLimits
+from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.setup import episode_limits
 
 
@@ -58,9 +58,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = config_of(args.name, overrides)
     world = build_world(config.env, config.rollout, config.sandbox)
     broken = []
-    for one, rollout in worlds_in(world, config.rollout):
+    for one, own in worlds_in(world, config):
         try:
-            look_at(args, console, one, episode_limits(rollout), switched_on(config.rewards.parts))
+            look_at(args, console, one, own)
         except UserError as error:
             if world is one:
                 raise
@@ -70,19 +70,18 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def look_at(
-    args: argparse.Namespace, console: Console, world: World, limits: EpisodeLimits, added: Sequence[Reward]
-) -> None:
-    """Show or check one world; `added` are rewards of the settings. Raises UserError where its check finds a
+def look_at(args: argparse.Namespace, console: Console, world: World, config: Config) -> None:
+    """Show or check one world, by settings that are its own. Raises UserError where its check finds a
     problem."""
     if args.act == "prepare":
         prepare(console, world)
         return
     num = args.tasks if args.act == "check" else 1
-    plan = CheckPlan(args.split, num, args.seed, limits=limits)
+    limits, scoring = episode_limits(config.rollout), ProcessScoring.of(config)
+    plan = CheckPlan(args.split, num, args.seed, limits=limits, scoring=scoring)
     report = check_world(world, plan)
     if args.act == "show":
-        task = report.tasks[0]
+        task, added = report.tasks[0], switched_on(config.rewards.parts)
         check_fed([part.name for part in added], task, len(world.environment(task).tools))
         show(console, report, added)
         return

@@ -6,7 +6,8 @@ never do. Shared by `ludus show --rescore` and `ludus rewards replay`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import asyncio
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
@@ -17,10 +18,10 @@ from rich.table import Table
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
-from ludus.envs.toolbox import describe_error
-from ludus.errors import LudusError, WorldError
-from ludus.rewards.base import Reward, score, success
+from ludus.rewards.base import Reward, success
+from ludus.rewards.named import added_parts
 from ludus.rewards.published import training_parts
+from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.types import Task, Trajectory
 
@@ -73,11 +74,11 @@ def rescore(
     before = training_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
     read = {file: list(read_rollouts(file)) for file in _with_earlier(files, config)}
     tasks = find_tasks(world, {record.group for records in read.values() for record in records})
+    scores = asyncio.run(_scores(config, world, tasks, read))
     rescored: list[Rescored] = []
     chosen: list[RolloutRecord] = []
     for file, records in read.items():
-        known = [r for r in records if r.trajectory.failure is None and r.group in tasks]
-        scored = [_scored(world, tasks[record.group], record.trajectory) for record in known]
+        known, scored = _known_records(records, tasks), scores[file]
         trains = combiner is not None and _is_of_a_step(file)
         if combiner is not None and trains:
             scored = _combined(combiner, tasks, known, scored)
@@ -161,13 +162,27 @@ def _known(parts: Sequence[Reward], trajectory: Trajectory) -> Sequence[Reward]:
     return known if any(part.outcome for part in known) else parts
 
 
-def _scored(world: World, task: Task, trajectory: Trajectory) -> Trajectory:
-    try:
-        return score(world.rewards, task, replace(trajectory, rewards={}, reward=0.0))
-    except LudusError:
-        raise
-    except Exception as error:  # boundary: foreign code; the cause travels in the message
-        raise WorldError(f"A reward of task {task.id} raised {describe_error(error)}") from error
+def _known_records(records: Sequence[RolloutRecord], tasks: dict[str, Task]) -> list[RolloutRecord]:
+    return [r for r in records if r.trajectory.failure is None and r.group in tasks]
+
+
+async def _scores(
+    config: Config, world: World, tasks: dict[str, Task], read: Mapping[Path, Sequence[RolloutRecord]]
+) -> dict[Path, list[Trajectory]]:
+    """The known rollouts of each file with the rewards of the world, and of training steps with those that
+    the settings add."""
+    scoring, adds = ProcessScoring.of(config), bool(added_parts(config.rewards))
+
+    async def one(record: RolloutRecord, trains: bool) -> Trajectory:
+        task, blank = tasks[record.group], replace(record.trajectory, rewards={}, reward=0.0)
+        found = await scoring.scored(world, None, task, blank)
+        return await scoring.with_added(world, task, found) if trains else found
+
+    found = {}
+    for file, records in read.items():
+        trains = adds and _is_of_a_step(file)
+        found[file] = await asyncio.gather(*(one(r, trains) for r in _known_records(records, tasks)))
+    return found
 
 
 def replay_words(replay: Replay) -> list[str]:

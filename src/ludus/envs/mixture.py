@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ludus.config.mixture import BUDGETS, MIXTURE, MemberConfig
-from ludus.config.schema import RolloutConfig
+from ludus.config.schema import Config, RolloutConfig
 from ludus.envs.base import (
     Anchored,
     Closes,
@@ -245,11 +245,17 @@ class MixedWorld:
         return max(mean, 1.0) if all(value >= 1 for value in values) else min(mean, _BELOW_ONE)
 
 
-def worlds_in(world: World, rollout: RolloutConfig) -> list[tuple[World, RolloutConfig]]:
-    """The worlds of a mixture, each with its bounds; a world that is none alone, with those of the run."""
-    if isinstance(world, MixedWorld):
-        return [(member.world, member.rollout) for member in world.members]
-    return [(world, rollout)]
+def worlds_in(world: World, config: Config) -> list[tuple[World, Config]]:
+    """The worlds of a mixture, each with the settings of a run on it alone; any other world as it is."""
+    if not isinstance(world, MixedWorld):
+        return [(world, config)]
+    return [(member.world, _alone(config, member)) for member in world.members]
+
+
+def _alone(config: Config, member: Member) -> Config:
+    own = config.env.mixture[member.name]
+    env = {"name": own.world or member.name, "settings": own.settings, "mixture": {}}
+    return config.model_copy(update={"env": config.env.model_copy(update=env), "rollout": member.rollout})
 
 
 def check_tools(world: MixedWorld, rendering: str) -> None:

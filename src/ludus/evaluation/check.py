@@ -13,11 +13,11 @@ import asyncio
 import random
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from ludus.envs.base import Demonstrates, GradesAgain, ShowsTasks, World
-from ludus.errors import ConfigError, LudusError, UserError
+from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.agents import (
     Agent,
     Kind,
@@ -29,7 +29,8 @@ from ludus.evaluation.agents import (
 )
 from ludus.evaluation.stats import Interval, wilson
 from ludus.rewards.base import Reward, success
-from ludus.rollout.episode import EpisodeLimits, fresh_environment, run_episode
+from ludus.rollout.episode import EpisodeLimits, fresh_environment, play_episode
+from ludus.rollout.scoring import RewardLate, Scoring, ThreadScoring
 from ludus.types import Action, StopReason, Task, Trajectory
 
 NULL_TAG = "null"
@@ -42,19 +43,23 @@ LUCK = 0.5
 """The share of tasks that may go to an agent that guesses."""
 START_TASKS = 6
 """Tasks on which training checks its environment before its first step."""
+MOST_LATE = 2
+"""Rewards that may be late in a check, all agents together; it ends with the last of them."""
 NUM_DEMONSTRATIONS = 2000
 """How many demonstrations are looked through for ones of the tasks."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
-    """What is played: `num_tasks` tasks of a split, drawn by the seed, `concurrency` episodes at a time."""
+    """What is played: `num_tasks` tasks of a split, drawn by the seed, `concurrency` episodes at a time; and
+    where their rewards are computed."""
 
     split: str = "train"
     num_tasks: int = 50
     seed: int = 0
     concurrency: int = 8
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
+    scoring: Scoring = field(default_factory=ThreadScoring, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +67,8 @@ class Play:
     """An episode of an agent. `share` is that of the full outcome; `failure` is empty where it was played.
 
     `shaping` is what the parts that are no outcome gave, weights included. `excused`: doing nothing is right
-    on this task. `environment` is kept where it can grade again what it graded.
+    on this task. `environment` is kept where it can grade again what it graded. `late`: its rewards took too
+    long, which is its failure.
     """
 
     task: Task
@@ -72,6 +78,7 @@ class Play:
     failure: str = ""
     shaping: float = 0.0
     environment: GradesAgain | None = field(default=None, repr=False, compare=False)
+    late: bool = False
 
     @property
     def excused(self) -> bool:
@@ -171,22 +178,25 @@ class CheckReport:
 
 
 def check_world(world: World, plan: CheckPlan) -> CheckReport:
-    """Let all agents play some tasks. For use outside an event loop."""
+    """Let all agents play some tasks. For use outside an event loop.
+
+    Raises WorldError where `MOST_LATE` rewards were late.
+    """
     tasks = some_tasks(world, plan)
     shown, flawless = solutions(world, tasks)
     agents = (*cheats(vocabulary(tasks), plan.seed), *knowing(tasks, shown, flawless))
     return CheckReport(world, tasks, asyncio.run(play_all(world, tasks, agents, plan)), shown)
 
 
-def refuse_cheats(world: World, limits: EpisodeLimits, seed: int = 0) -> None:
-    """A few tasks for each agent that must not be paid. For use outside an event loop.
+def refuse_cheats(world: World, plan: CheckPlan) -> None:
+    """A few of the plan's tasks for each agent that must not be paid. For use outside an event loop.
 
-    Raises ConfigError, naming agent and task, where one is. Episodes in which the environment breaks say
-    nothing here.
+    Raises ConfigError, naming agent and task, where one is, and WorldError where `MOST_LATE` rewards were
+    late. Episodes in which the environment breaks otherwise say nothing here.
     """
-    plan = CheckPlan(num_tasks=START_TASKS, seed=seed, limits=limits)
+    plan = replace(plan, num_tasks=START_TASKS)
     tasks = some_tasks(world, plan)
-    agents = (*cheats(vocabulary(tasks), seed), *knowing(tasks, {}, flawless=False)[:2])
+    agents = (*cheats(vocabulary(tasks), plan.seed), *knowing(tasks, {}, flawless=False)[:2])
     rows = asyncio.run(play_all(world, tasks, agents, plan))
     problems = [row.problem for row in rows if row.counted and row.problem]
     if problems:
@@ -246,12 +256,25 @@ def _demonstrated(world: Demonstrates, tasks: Sequence[Task]) -> dict[str, Seque
 async def play_all(
     world: World, tasks: Sequence[Task], agents: Sequence[Agent], plan: CheckPlan
 ) -> list[Row]:
-    """Each agent on each task, in fresh environments."""
+    """Each agent on each task, in fresh environments.
+
+    Raises WorldError where `MOST_LATE` rewards were late.
+    """
     places = asyncio.Semaphore(plan.concurrency)
+    late: list[Play] = []
 
     async def one(agent: Agent, task: Task) -> Play | None:
         async with places:
-            return await play(world, task, agent, plan.limits)
+            played = await play(world, task, agent, plan)
+        if played is not None and played.late:
+            late.append(played)
+            if len(late) >= MOST_LATE:
+                raise WorldError(
+                    f"{len(late)} rewards of the world {world.name!r} were late, and its check ends with "
+                    f"them. {late[0].failure}",
+                    "At the start of training env.check = false leaves it out.",
+                )
+        return played
 
     rows = []
     for agent in agents:
@@ -260,7 +283,7 @@ async def play_all(
     return rows
 
 
-async def play(world: World, task: Task, agent: Agent, limits: EpisodeLimits) -> Play | None:
+async def play(world: World, task: Task, agent: Agent, plan: CheckPlan) -> Play | None:
     """An episode of an agent; None where it has nothing to do in it."""
     try:
         environment = fresh_environment(world, task)
@@ -268,9 +291,10 @@ async def play(world: World, task: Task, agent: Agent, limits: EpisodeLimits) ->
         if not actions:
             return None
         conversation = ScriptedConversation(actions)
-        trajectory = await run_episode(task, 0, environment, conversation, limits)
+        played = await play_episode(task, 0, environment, conversation, plan.limits)
+        trajectory = await plan.scoring.scored(world, environment, task, played)
     except LudusError as error:
-        return Play(task, None, failure=str(error))
+        return Play(task, None, failure=str(error), late=isinstance(error, RewardLate))
     rewards = environment.rewards
     share = outcome_share(rewards, trajectory)
     shaped = shaping_of(rewards, trajectory)

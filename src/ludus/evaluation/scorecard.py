@@ -13,8 +13,7 @@ from ludus.envs.base import OffersParaphrases, World
 from ludus.evaluation.agents import Agent, Kind, actions_of, asked
 from ludus.evaluation.check import CheckPlan, CheckReport, Play, play_all
 from ludus.rewards.answers import Answers, normalise
-from ludus.rewards.base import score
-from ludus.types import Action, Message, Task
+from ludus.types import Action, Message, Task, Timings
 
 GRADINGS = 5
 """How often each trajectory is graded."""
@@ -73,12 +72,19 @@ class Scorecard:
 
 
 def scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
-    """The scorecard of a world that was checked. For use outside an event loop."""
-    world = report.world
-    tasks = world.tasks(plan.split)
+    """The scorecard of a world that was checked. For use outside an event loop.
+
+    Raises WorldError where a reward fails that went well in the check.
+    """
+    return asyncio.run(_scorecard(report, plan))
+
+
+async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
+    tasks = report.world.tasks(plan.split)
     plays = [play for row in report.rows for play in row.plays if play.trajectory is not None]
-    grading_ms, unstable = _gradings(world, plays)
-    alone, together = (_speed(report, plan, places) for places in (1, plan.concurrency))
+    grading_ms, unstable = await _gradings(report.world, plays, plan)
+    alone = await _speed(report, plan, 1)
+    together = await _speed(report, plan, plan.concurrency)
     return Scorecard(
         truths=Counter(type(task.truth).__name__ for task in tasks),
         grading_ms=grading_ms,
@@ -86,8 +92,8 @@ def scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
         together_per_s=together,
         concurrency=plan.concurrency,
         unstable=unstable,
-        replayed=_replayed(report, plan),
-        paraphrased=_paraphrased(report, plan),
+        replayed=await _replayed(report, plan),
+        paraphrased=await _paraphrased(report, plan),
         values=tuple(sorted({round(play.share, 9) for play in plays})),
         distinct=Share(len({form_of(asked(task)) for task in tasks}), len(tasks)),
         saturated=_saturated(report),
@@ -109,22 +115,23 @@ def form_of(text: str) -> str:
     return " ".join(plain.split()).casefold()
 
 
-def _gradings(world: World, plays: Sequence[Play]) -> tuple[float, Share]:
+async def _gradings(world: World, plays: Sequence[Play], plan: CheckPlan) -> tuple[float, Share]:
     """Milliseconds of a grading, and how many trajectories get another reward in one of them."""
     graded = [play for play in plays if play.environment is not None]
     if graded:
-        return asyncio.run(_graded_again(world, _spread(graded, EPISODES)))
-    unstable = 0
-    begin = time.perf_counter()
+        return await _graded_again(world, _spread(graded, EPISODES), plan)
+    unstable, seconds = 0, 0.0
     for play in plays:
         if play.trajectory is not None:
-            given = [score(world.rewards, play.task, play.trajectory) for _ in range(GRADINGS)]
+            plain = replace(play.trajectory, timings=Timings())
+            asked = (plan.scoring.scored(world, None, play.task, plain) for _ in range(GRADINGS))
+            given = await asyncio.gather(*asked)
             unstable += any(one.rewards != given[0].rewards for one in given)
-    seconds = time.perf_counter() - begin
+            seconds += sum(one.timings.grading_s for one in given)
     return 1000 * seconds / max(GRADINGS * len(plays), 1), Share(unstable, len(plays))
 
 
-async def _graded_again(world: World, plays: Sequence[Play]) -> tuple[float, Share]:
+async def _graded_again(world: World, plays: Sequence[Play], plan: CheckPlan) -> tuple[float, Share]:
     """As `_gradings`, of what environments graded at their end: they do so again, one at a time."""
     num = unstable = 0
     begin = time.perf_counter()
@@ -135,7 +142,8 @@ async def _graded_again(world: World, plays: Sequence[Play]) -> tuple[float, Sha
             if trajectory is None or report is None:
                 break
             kept = [outcome for outcome in trajectory.outcomes if outcome.tool != report.tool]
-            again = score(world.rewards, play.task, replace(trajectory, outcomes=(*kept, report)))
+            left = replace(trajectory, outcomes=(*kept, report))
+            again = await plan.scoring.scored(world, None, play.task, left)
             num += 1
             changed |= again.rewards != trajectory.rewards
         unstable += changed
@@ -157,21 +165,20 @@ def _best(report: CheckReport) -> Agent:
     return [*knows, *calls, played[0].agent][0]
 
 
-def _speed(report: CheckReport, plan: CheckPlan, places: int) -> float:
+async def _speed(report: CheckReport, plan: CheckPlan, places: int) -> float:
     """Episodes a second with so many at once."""
     agent, tasks = _best(report), report.tasks[:EPISODES]
-    how = CheckPlan(plan.split, len(tasks), plan.seed, places, plan.limits)
     begin = time.perf_counter()
-    (row,) = asyncio.run(play_all(report.world, tasks, [agent], how))
+    (row,) = await play_all(report.world, tasks, [agent], replace(plan, concurrency=places))
     return len(row.plays) / (time.perf_counter() - begin)
 
 
-def _replayed(report: CheckReport, plan: CheckPlan) -> Share:
+async def _replayed(report: CheckReport, plan: CheckPlan) -> Share:
     """Episodes that earn something else when their actions are played again."""
     tasks = report.tasks[:EPISODES]
     names = {task.id for task in tasks}
     changed = num = 0
-    for before, after in zip(report.rows, _again(report, tasks, plan), strict=True):
+    for before, after in zip(report.rows, await _again(report, tasks, plan), strict=True):
         first = {play.task.id: play for play in before.plays if play.task.id in names}
         for play in after:
             one = first[play.task.id].trajectory
@@ -181,19 +188,19 @@ def _replayed(report: CheckReport, plan: CheckPlan) -> Share:
     return Share(changed, num)
 
 
-def _again(report: CheckReport, tasks: Sequence[Task], plan: CheckPlan) -> list[Sequence[Play]]:
+async def _again(report: CheckReport, tasks: Sequence[Task], plan: CheckPlan) -> list[Sequence[Play]]:
     agents = [row.agent for row in report.rows]
-    return [row.plays for row in asyncio.run(play_all(report.world, tasks, agents, plan))]
+    return [row.plays for row in await play_all(report.world, tasks, agents, plan)]
 
 
-def _paraphrased(report: CheckReport, plan: CheckPlan) -> Share:
+async def _paraphrased(report: CheckReport, plan: CheckPlan) -> Share:
     """Right answers in other words that succeed, of those that are to be had."""
     accepted = num = 0
     for task in report.tasks:
         turns = report.shown.get(task.id)
         for text in _others(report.world, task) if turns else ():
             agent = _with_answer(turns or (), text)
-            (row,) = asyncio.run(play_all(report.world, [task], [agent], plan))
+            (row,) = await play_all(report.world, [task], [agent], plan)
             num += 1
             accepted += row.num_successes
     return Share(accepted, num)

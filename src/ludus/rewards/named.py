@@ -7,12 +7,12 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.config.rewards import PartConfig
+from ludus.config.rewards import PartConfig, RewardsConfig
 from ludus.errors import ConfigError
 from ludus.rewards.answers import Answers, token_f1, well_formed
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.patches import Patch, patch_similarity
-from ludus.rewards.published import format_kept
+from ludus.rewards.published import PUBLISHED, format_kept
 from ludus.rewards.shaping import (
     citation_support,
     extra_calls,
@@ -77,6 +77,12 @@ def named_part(name: str, weight: float, options: Mapping[str, Option]) -> Rewar
 def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
     """The parts of `rewards.parts`. Raises ConfigError, as `named_part` does."""
     return tuple(named_part(name, part.weight, part.options) for name, part in settings.items())
+
+
+def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
+    """What the section `rewards` has scored beside the parts of a world: a preset, and parts by name."""
+    published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
+    return (*published, *switched_on(settings.parts))
 
 
 def check_fed(names: Sequence[str], task: Task, num_tools: int) -> None:

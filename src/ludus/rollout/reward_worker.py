@@ -2,7 +2,7 @@
 
 The first has imported what worlds have in common and does nothing but fork, so that the next process is there
 at once. Each fork reads a `Place` from its socket, builds the world, says `ready` with the rewards that it
-has, and then answers one `(task, trajectory)` after another. A scoring that is late is ended by a thread
+has, and then answers one `Asked` after another. A scoring that is late is ended by a thread
 without Python in it, whatever the reward does, and with it the process: the last thing on the socket is where
 it was. All of them end with whoever started the first.
 """
@@ -18,16 +18,22 @@ import signal
 import socket
 import struct
 import sys
+import time
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import BinaryIO
 
+from ludus.config.rewards import RewardsConfig
 from ludus.config.sandbox import SandboxConfig
 from ludus.config.schema import EnvConfig, RolloutConfig
 from ludus.envs.base import World
 from ludus.envs.registry import WORLDS, build_world
 from ludus.errors import LudusError
+from ludus.rewards.base import Reward
+from ludus.rewards.named import added_parts
 from ludus.rollout.episode import scored
+from ludus.types import Task, Trajectory
 
 HEAD = struct.Struct(">Q")
 """Before each message: its bytes. The first byte of it is 0, which no text has."""
@@ -46,8 +52,18 @@ class Place:
     env: EnvConfig
     rollout: RolloutConfig
     sandbox: SandboxConfig
+    rewards: RewardsConfig
     folder: str
     path: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Score what was played: by the rewards of the world, or by those that the settings add to them."""
+
+    task: Task
+    trajectory: Trajectory
+    added: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +75,11 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The rewards of a trajectory: its parts, and their weighted sum."""
+    """The rewards of a trajectory: its parts, their weighted sum, and the seconds that they took."""
 
     parts: dict[str, float]
     total: float
+    seconds: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,34 +140,44 @@ def answer(line: int) -> None:
     with suppress(ConnectionError), socket.socket(fileno=line) as ours, ours.makefile("rb") as questions:
         place = _read(questions)
         assert isinstance(place, Place)
-        world = _begin(ours, place)
-        while world is not None and (head := questions.read(HEAD.size)):
-            _send(
-                ours, _answer(world, place.rollout.reward_timeout_s, ours, questions.read(*HEAD.unpack(head)))
-            )
+        rewards = _begin(ours, place)
+        while rewards is not None and (head := questions.read(HEAD.size)):
+            said = questions.read(*HEAD.unpack(head))
+            _send(ours, _answer(rewards, place.rollout.reward_timeout_s, ours, said))
 
 
-def _begin(ours: socket.socket, place: Place) -> World | None:
+@dataclass(frozen=True, slots=True)
+class _Rewards:
+    """Those of the world, and those that the settings add."""
+
+    own: Sequence[Reward]
+    added: Sequence[Reward]
+
+
+def _begin(ours: socket.socket, place: Place) -> _Rewards | None:
     try:
         sys.path[:] = place.path
         os.chdir(place.folder)
         world = build_world(place.env, place.rollout, place.sandbox)
+        found = _Rewards(world.rewards, added_parts(place.rewards))
         _send(ours, Ready(parts_of(world)))
     except Exception as error:  # boundary: whatever a world raises goes to whoever asked for it
         _send(ours, _failed(error))
         return None
-    return world
+    return found
 
 
-def _answer(world: World, timeout_s: float, ours: socket.socket, asked: bytes) -> Reply:
+def _answer(rewards: _Rewards, timeout_s: float, ours: socket.socket, said: bytes) -> Reply:
     try:
-        task, trajectory = pickle.loads(asked)
+        asked = pickle.loads(said)
+        assert isinstance(asked, Asked)
     except Exception as error:  # boundary: what cannot be read here is scored elsewhere
         return Unread(f"{type(error).__name__}: {error}")
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=ours.fileno())
     try:
-        found = scored(world.rewards, task, trajectory)
-        return Judged(dict(found.rewards), found.reward)
+        begin = time.perf_counter()
+        found = scored(rewards.added if asked.added else rewards.own, asked.task, asked.trajectory)
+        return Judged(dict(found.rewards), found.reward, time.perf_counter() - begin)
     except Exception as error:  # boundary: whatever a reward raises goes to whoever asked for it
         return _failed(error)
     finally:

@@ -20,6 +20,7 @@ import re
 import socket
 import subprocess
 import sys
+import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -32,8 +33,19 @@ from ludus.config.schema import Config
 from ludus.envs.base import Environment, World
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward, check_scored_elsewhere
+from ludus.rewards.named import added_parts
 from ludus.rollout.episode import scored
-from ludus.rollout.reward_worker import HEAD, LATE, Failed, Judged, Place, Ready, Unread, parts_of
+from ludus.rollout.reward_worker import (
+    HEAD,
+    LATE,
+    Asked,
+    Failed,
+    Judged,
+    Place,
+    Ready,
+    Unread,
+    parts_of,
+)
 from ludus.types import Task, Trajectory
 
 START_S = 120.0
@@ -55,9 +67,13 @@ class Scoring(Protocol):
     """Gives trajectories their rewards, somewhere."""
 
     async def scored(
-        self, world: World, environment: Environment, task: Task, trajectory: Trajectory
+        self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
-        """The trajectory with its rewards. Raises WorldError with the words of what a reward raises."""
+        """The trajectory with its rewards: those of its environment, or of the world where none is given.
+
+        Its `timings.grading_s` grows by what they took. Raises WorldError with the words of what a reward
+        raises, RewardLate for one that takes too long.
+        """
         ...
 
 
@@ -65,6 +81,10 @@ class RewardFault(WorldError):
     """A reward was late, or its process ended: an infrastructure failure."""
 
     part = "reward"
+
+
+class RewardLate(RewardFault):
+    """A reward took longer than `rollout.reward_timeout_s`."""
 
 
 @dataclass
@@ -101,26 +121,40 @@ class ThreadScoring:
     _turns: _Turns = field(default_factory=lambda: _Turns(1))
 
     async def scored(
-        self, world: World, environment: Environment, task: Task, trajectory: Trajectory
+        self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
         """As `Scoring.scored`."""
-        del world
+        return _with(trajectory, await self.judged(_rewards(world, environment), Asked(task, trajectory)))
+
+    async def judged(self, rewards: Sequence[Reward], asked: Asked) -> Judged:
+        """What the rewards give. Raises as `Scoring.scored`."""
         async with self._turns.one():
-            work = asyncio.wrap_future(_on_a_thread(environment.rewards, task, trajectory))
+            work = asyncio.wrap_future(_on_a_thread(rewards, asked))
             await asyncio.wait({work}, timeout=self.timeout_s)
             if work.done():
                 return work.result()
             work.cancel()
-            raise _late(task, self.timeout_s) from TimeoutError()
+            raise _late(asked.task, self.timeout_s) from TimeoutError()
 
 
-def _on_a_thread(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Future[Trajectory]:
-    future: Future[Trajectory] = Future()
+def _rewards(world: World, environment: Environment | None) -> Sequence[Reward]:
+    return world.rewards if environment is None else environment.rewards
+
+
+def _with(trajectory: Trajectory, found: Judged) -> Trajectory:
+    timings = replace(trajectory.timings, grading_s=trajectory.timings.grading_s + found.seconds)
+    return replace(trajectory, rewards=found.parts, reward=found.total, timings=timings)
+
+
+def _on_a_thread(rewards: Sequence[Reward], asked: Asked) -> Future[Judged]:
+    future: Future[Judged] = Future()
     future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            future.set_result(scored(rewards, task, trajectory))
+            begin = time.perf_counter()
+            found = scored(rewards, asked.task, asked.trajectory)
+            future.set_result(Judged(dict(found.rewards), found.reward, time.perf_counter() - begin))
         except BaseException as error:  # boundary: it is raised where the future is waited for
             future.set_exception(error)
 
@@ -128,14 +162,14 @@ def _on_a_thread(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) 
     return future
 
 
-def _late(task: Task, timeout_s: float, words: str = "") -> RewardFault:
+def _late(task: Task, timeout_s: float, words: str = "") -> RewardLate:
     """`words` are the Python frames of the process, the innermost first."""
     found = [_FRAME.search(line) for line in words.splitlines()]
     frames = [frame.groups() for frame in found if frame]
     score = next((i for i, (_, _, name) in enumerate(frames) if name == "score"), 0)
     inner = frames[:score]
     where = f": {inner[-1][2]}, at {inner[0][0]}, line {inner[0][1]}" if inner else ""
-    return RewardFault(
+    return RewardLate(
         f"The rewards of task {task.id} took longer than {timeout_s:g} s{where}.",
         "Bound what they do, or see rollout.reward_timeout_s.",
     )
@@ -233,32 +267,45 @@ class ProcessScoring:
     @classmethod
     def of(cls, config: Config) -> ProcessScoring:
         """That of a run's settings."""
-        place = Place(config.env, config.rollout, config.sandbox, os.getcwd(), tuple(sys.path))
-        return cls(place, config.rollout.reward_processes)
+        sections = (config.env, config.rollout, config.sandbox, config.rewards)
+        return cls(Place(*sections, os.getcwd(), tuple(sys.path)), config.rollout.reward_processes)
 
     async def scored(
-        self, world: World, environment: Environment, task: Task, trajectory: Trajectory
+        self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
         """As `Scoring.scored`."""
-        reply = await self._reply(world, environment, task, trajectory) if self.processes else Unread("")
+        rewards, why = _rewards(world, environment), ""
+        if environment is not None:
+            try:
+                check_scored_elsewhere(world.rewards, rewards, environment)
+            except ConfigError as error:
+                why = error.message
+        return _with(trajectory, await self._judged(world, rewards, Asked(task, trajectory), why))
+
+    async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
+        """With the parts that the section `rewards` adds (`added_parts`), whose sum takes the place of the
+        reward. Raises as `Scoring.scored`."""
+        rewards = added_parts(self.place.rewards)
+        found = await self._judged(world, rewards, Asked(task, trajectory, added=True))
+        return replace(_with(trajectory, found), rewards={**trajectory.rewards, **found.parts})
+
+    async def _judged(self, world: World, rewards: Sequence[Reward], asked: Asked, why: str = "") -> Judged:
+        """`why`: what keeps `rewards` in this process; empty where nothing does."""
+        reply = await self._reply(world, asked) if self.processes and not why else Unread(why)
         match reply:
             case Judged():
-                return replace(trajectory, rewards=reply.parts, reward=reply.total)
+                return reply
             case Failed():
                 raise reply.error from TimeoutError() if reply.late else None
-            case Unread() if reply.why and reply.why != self._why_here:
+            case Unread() if self.processes and reply.why != self._why_here:
                 self._why_here = reply.why
                 log.warning("Rewards are computed in this process, which may hold it up: %s", reply.why)
-        return await self._here.scored(world, environment, task, trajectory)
+        return await self._here.judged(rewards, asked)
 
-    async def _reply(
-        self, world: World, environment: Environment, task: Task, trajectory: Trajectory
-    ) -> Judged | Failed | Unread:
+    async def _reply(self, world: World, question: Asked) -> Judged | Failed | Unread:
+        task = question.task
         try:
-            check_scored_elsewhere(world.rewards, environment.rewards, environment)
-            asked = pickle.dumps((task, trajectory))
-        except ConfigError as error:
-            return Unread(error.message)
+            asked = pickle.dumps(question)
         except Exception as error:  # boundary: foreign types; they are scored where they are known
             return Unread(
                 f"Task {task.id} cannot be sent to another process ({type(error).__name__}: {error})."

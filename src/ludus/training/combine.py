@@ -1,12 +1,14 @@
 """From the parts of a reward to the one number that trains: weights over steps, gates, ranks, scales.
 
-Takes the episodes of a step as they were scored, gives the same episodes with another `reward` (and, with a
-process model, `turn_rewards`). The parts stay on record under their names. With the settings' defaults there
-is no combiner and nothing changes. Evaluations never pass through here.
+Takes the episodes of a step as they were scored, those parts included that the settings add (`with_added`).
+Gives the same episodes with another `reward` (and, with a process model, `turn_rewards`). The parts stay on
+record under their names. With the settings' defaults there is no combiner and nothing changes. Evaluations
+never pass through here.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -30,16 +32,17 @@ from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
 from ludus.engines.loading import load_tokenizer
 from ludus.envs.base import World
-from ludus.errors import ConfigError, UserError
-from ludus.rewards.base import Reward, score
-from ludus.rewards.named import check_fed, switched_on
+from ludus.errors import ConfigError, UserError, WorldError
+from ludus.rewards.base import Reward
+from ludus.rewards.named import added_parts, check_fed, switched_on
 from ludus.rewards.published import PUBLISHED, training_parts
 from ludus.rollout.scheduler import Episode
+from ludus.rollout.scoring import ProcessScoring
 from ludus.training.reward_data import Judged, action_ends
 from ludus.training.reward_model import RewardModel, find_reward_model, load_reward_model
 from ludus.training.reward_terms import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
 from ludus.training.session import Session
-from ludus.types import WORLD_TAG, Group, Task, Trajectory
+from ludus.types import WORLD_TAG, Failure, Group, StopReason, Task, Trajectory
 
 MODEL_PART = "reward_model"
 """The name of the part that a reward model gives."""
@@ -195,13 +198,42 @@ def reads_turns(algorithm: Algorithm) -> bool:
     return algorithm.advantage in (*TURN_ADVANTAGES, *CRITIC_ADVANTAGES)
 
 
+async def with_added(
+    scoring: ProcessScoring, world: World, groups: Sequence[Sequence[Episode]], max_failure_rate: float
+) -> list[list[Episode]]:
+    """The episodes with the parts that the settings add; one whose parts fail is a failed one.
+
+    Raises WorldError, with the words of the first, where more than `max_failure_rate` of them fail.
+    """
+    errors: list[WorldError] = []
+
+    async def one(episode: Episode) -> Episode:
+        if episode.trajectory.failure is not None:
+            return episode
+        try:
+            return replace(
+                episode, trajectory=await scoring.with_added(world, episode.task, episode.trajectory)
+            )
+        except WorldError as error:
+            errors.append(error)
+            failure = Failure(error.part, str(error), episode.key.attempt + 1)
+            failed = replace(episode.trajectory, stop_reason=StopReason.FAILED, failure=failure)
+            return replace(episode, trajectory=failed)
+
+    found = await asyncio.gather(*(one(episode) for group in groups for episode in group))
+    if len(errors) > max_failure_rate * len(found) + 1e-9:
+        raise errors[0]
+    following = iter(found)
+    return [[next(following) for _ in group] for group in groups]
+
+
 def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
     """The combiner of the settings as they stand. Loads the reward model where they name one."""
     settings, parts = config.rewards, parts_of(config, world)
     return Combiner(
         settings=settings,
         parts=plan_parts(config, parts),
-        preset=tuple(parts) if settings.preset is not None else switched_on(settings.parts),
+        adds=bool(added_parts(settings)),
         microbatch_tokens=config.training.microbatch_tokens,
         takes_turns=takes_turns,
         model=None if settings.model is None else load_reward_model(Path(settings.model), config),
@@ -212,7 +244,7 @@ def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
 class Combiner:
     """Combines the parts of a step's episodes. `moments`, of each domain, are all that it remembers.
 
-    `preset` are parts that the world has not scored yet: those of a preset, and those that are switched on.
+    `adds`: the settings have parts that are no world's, which episodes must have by then.
     `takes_turns`: the algorithm reads rewards of turns, and a process model's go there and not into the sum.
     """
 
@@ -221,7 +253,7 @@ class Combiner:
     microbatch_tokens: int = 4096
     takes_turns: bool = False
     model: RewardModel | None = None
-    preset: tuple[Reward, ...] = ()
+    adds: bool = False
     moments: DomainMoments = field(default_factory=DomainMoments)
 
     def restore(self, moments: str) -> None:
@@ -241,7 +273,7 @@ class Combiner:
         if not places:
             return found
         episodes = [groups[g][i] for g, i in places]
-        trajectories = self._judged([self._scored(episode) for episode in episodes], step)
+        trajectories = self._judged([episode.trajectory for episode in episodes], step)
         rewards = self._rewards(trajectories, torch.tensor([g for g, _ in places]), step)
         trajectories, rewards = with_length(trajectories, rewards, self.settings.length)
         if self.settings.turns:
@@ -278,13 +310,6 @@ class Combiner:
             group=torch.tensor([g for g, _ in rows]),
         )
         return weights | {"reward/dominance_violations": float(len(bad))}
-
-    def _scored(self, episode: Episode) -> Trajectory:
-        """With the parts of the preset, and those that are switched on, beside the world's."""
-        if not self.preset:
-            return episode.trajectory
-        found = score(self.preset, episode.task, episode.trajectory)
-        return replace(found, rewards={**episode.trajectory.rewards, **found.rewards})
 
     def _judged(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
         """With the part of the reward model, and the turn rewards of a process model."""

@@ -62,7 +62,7 @@ class Credit:
     @property
     def expert(self) -> bool:
         """Whether an expert made it and not the policy: then no ledger and no metric of episodes has it."""
-        return any(segment.agent == EXPERT for segment in self.episode.trajectory.segments)
+        return is_experts(self.episode)
 
     @property
     def advantage(self) -> float | None:
@@ -87,6 +87,11 @@ class Credit:
             advantage=self.advantage,
             attempt=key.attempt,
         )
+
+
+def is_experts(episode: Episode) -> bool:
+    """Whether an expert made it and not the policy."""
+    return any(segment.agent == EXPERT for segment in episode.trajectory.segments)
 
 
 def assign_credit(

@@ -16,7 +16,6 @@ from ludus.chat.render import render_dialogue
 from ludus.config.schema import Config, ExpertsConfig
 from ludus.envs.base import ShowsTasks, World
 from ludus.errors import ConfigError, UserError
-from ludus.rewards.base import score
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.training.credit import EXPERT
@@ -33,20 +32,20 @@ class Experts:
     given: Mapping[str, Sequence[Sequence[Message]]] | None
     _made: dict[str, list[Trajectory]] = field(default_factory=dict, init=False)
 
-    def join(self, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
+    async def join(self, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
         """Each group with its task's experts behind its own members; without any it is as it was."""
-        return [[*group, *self._episodes(group)] for group in groups]
+        return [[*group, *await self._episodes(group)] for group in groups]
 
-    def _episodes(self, group: Sequence[Episode]) -> list[Episode]:
+    async def _episodes(self, group: Sequence[Episode]) -> list[Episode]:
         task, key = group[0].task, group[0].key
         if task.id not in self._made:
-            self._made[task.id] = self._trajectories(task)
+            self._made[task.id] = await self._trajectories(task)
         return [
             Episode(RolloutKey(key.step, task.id, len(group) + i), task, replace(one, sample=len(group) + i))
             for i, one in enumerate(self._made[task.id])
         ]
 
-    def _trajectories(self, task: Task) -> list[Trajectory]:
+    async def _trajectories(self, task: Task) -> list[Trajectory]:
         """Those that fit into the token budget, at most `experts.per_group`."""
         config, world = self.session.config, self.session.world
         found = []
@@ -57,7 +56,7 @@ class Experts:
             if sum(len(segment.tokens) for segment in segments) <= config.rollout.max_tokens:
                 foreign = tuple(replace(segment, agent=EXPERT) for segment in segments)
                 one = Trajectory(task.id, 0, foreign, messages, StopReason.ANSWERED)
-                found.append(score(world.rewards, task, one))
+                found.append(await self.session.scoring.scored(world, None, task, one))
         return found
 
     def _dialogues(self, task: Task) -> Sequence[Sequence[Message]]:

@@ -208,7 +208,7 @@ class AsyncRun:
         ahead = self.stream.admission.num_ready >= loop.session.config.training.tasks_per_step
         with clock.phase("rollout"):
             batch = await self.stream.take()
-        credits = self._credit(step, batch)
+        credits = await self._credit(step, batch)
         with clock.phase("learn"):
             credits, learned = await loop.learning.learn(step, credits, self.thread)
         with clock.phase("sync"):
@@ -228,10 +228,10 @@ class AsyncRun:
         stream = StreamState(self.stream.next_number, tuple(self.stream.on_their_way()))
         return lambda: {STREAM_FILE: stream.to_text(), REPLAY_FILE: self.replay.to_text()}
 
-    def _credit(self, step: int, batch: Batch) -> list[Credit]:
+    async def _credit(self, step: int, batch: Batch) -> list[Credit]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
         sampler = self.loop.sampler
-        credits = sampler.as_batch(sampler.credit(step, groups))
+        credits = sampler.as_batch(await sampler.credit(step, groups))
         self.loop.sampled = sampler.state
         self.source.begin_step()
         self.player.begin_step()

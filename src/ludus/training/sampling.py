@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from itertools import chain
 from typing import Protocol
 
 from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, Algorithm
@@ -16,10 +17,11 @@ from ludus.engines.base import Engine
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Attempt, Episode, Job, Scheduler
+from ludus.rollout.scoring import RewardFault
 from ludus.rollout.setup import Play
 from ludus.tasks.order import Order
-from ludus.training.combine import Combiner
-from ludus.training.credit import Credit, assign_credit
+from ludus.training.combine import Combiner, with_added
+from ludus.training.credit import Credit, assign_credit, is_experts
 from ludus.training.experts import Experts
 from ludus.training.memory import Memory
 from ludus.training.selection import as_one_batch, with_role_baselines
@@ -95,7 +97,8 @@ class Sampler:
                 tasks = self.choose(step, order, wanted, {c.episode.task.id for c in credits})
             else:
                 tasks = order.take(((step - 1) * rounds + number) * num_tasks, wanted)
-            credits += self.credit(step, await self.roll_out(step, tasks), number * num_tasks)
+            groups = await self.roll_out(step, tasks)
+            credits += await self.credit(step, groups, number * num_tasks)
             if num_training_groups(credits) >= num_tasks:
                 break
         return self.as_batch(credits)
@@ -138,14 +141,32 @@ class Sampler:
             return here
         return replace(here, lockstep=None, elsewhere=self.elsewhere.attempts(play))
 
-    def credit(self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0) -> list[Credit]:
+    async def credit(
+        self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0
+    ) -> list[Credit]:
         """What each episode of the groups earns, experts included; groups are numbered from `first_group`."""
         if self.experts is not None:
-            groups = self.experts.join(groups)
+            groups = await self.experts.join(groups)
         if self.combiner is not None:
-            groups = self.combiner.combine(step, groups)
+            groups = self.combiner.combine(step, await self._with_added(groups, self.combiner))
         limit = max_action_tokens(self.session.config)
         return assign_credit(groups, self.algorithm, limit, first_group)
+
+    async def _with_added(
+        self, groups: Sequence[Sequence[Episode]], combiner: Combiner
+    ) -> Sequence[Sequence[Episode]]:
+        """With the parts that the settings add; the ledger has those that fail at it as failed."""
+        if not combiner.adds:
+            return groups
+        session, most = self.session, self.session.config.rollout.max_failure_rate
+        found = await with_added(session.scoring, session.world, groups, most)
+        for before, after in zip(chain(*groups), chain(*found), strict=True):
+            failure = after.trajectory.failure
+            if failure is not None and before.trajectory.failure is None and not is_experts(after):
+                self.ledger.finish(after.key, Outcome.FAILED, failure.part)
+                if failure.part == RewardFault.part:  # late, or its process has ended
+                    self.ledger.note_clock_limit(after.key.step)
+        return found
 
     def as_batch(self, credits: list[Credit]) -> list[Credit]:
         """What is decided and remembered over all groups of a step at once."""

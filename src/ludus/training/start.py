@@ -24,9 +24,10 @@ from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, closing
 from ludus.errors import ConfigError
-from ludus.evaluation.check import refuse_cheats
+from ludus.evaluation.check import CheckPlan, refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
+from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.setup import episode_limits, sampling_params
 from ludus.training import modes
 from ludus.training.checkpoint import (
@@ -133,10 +134,14 @@ def check(config: Config, world: World) -> None:
 
 
 def check_cheats(config: Config, world: World) -> None:
-    """Raise ConfigError where the world pays for cheating, unless `env.check` is off."""
+    """Raise ConfigError where the world pays for cheating, WorldError where its rewards are late again and
+    again; unless `env.check` is off."""
     if config.env.check:
-        for one, rollout in worlds_in(world, config.rollout):
-            refuse_cheats(one, episode_limits(rollout), config.run.seed)
+        for one, own in worlds_in(world, config):
+            plan = CheckPlan(
+                seed=own.run.seed, limits=episode_limits(own.rollout), scoring=ProcessScoring.of(own)
+            )
+            refuse_cheats(one, plan)
 
 
 def check_cache(config: Config) -> None:
