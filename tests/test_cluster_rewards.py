@@ -69,7 +69,7 @@ class Judging:
                     await asyncio.sleep(deadline_s)
                 if self.late or self.ends:
                     raise RoleLost(f"worker {self.number} is gone.")
-                return Scores({"solved": 1.0}, 1.0)
+                return Scores({"solved": 1.0}, 1.0, 0.25)
         return None
 
     async def kill(self):
@@ -96,6 +96,8 @@ def test_a_scoring_whose_worker_is_lost_or_late_is_done_by_another_one_once():
     made = [Judging(0, ends=True), Judging(1, late=True), Judging(2)]
     found = asyncio.run(scenario(made))
     assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
+    assert found.timings.grading_s == 0.25
+    assert found.timings.scoring_s >= 0.05
     assert [len(one.scored) for one in made] == [1, 1, 1]
     assert all(one.killed for one in made)
 
@@ -184,8 +186,10 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
         await until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)  # two at once, as set
         assert (await host.call(3, Ping())).take() == Pulse(under_way=2)
         (tmp_path / "go").touch()
-        expected = Scores({"solved": 1.0, "shape": 0.5}, 1.05)
-        assert [(await one).take() for one in both] == [expected, expected]
+        for one in both:
+            found = (await one).take()
+            assert (found.parts, found.total) == ({"solved": 1.0, "shape": 0.5}, 1.05)
+            assert found.seconds > 0
         with pytest.raises(WorldError, match=r"A reward of task broken raised .*no such verdict"):
             (await host.call(4, ScoreJob(Task("broken", (), None), played[0]))).take()
         (await host.call(5, Stop())).take()

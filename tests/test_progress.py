@@ -10,10 +10,15 @@ from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from ludus.cli.console import ProgressReporter
+from ludus.cli.words import mean_timings, time_words
+from ludus.config import load_config
+from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint
+from ludus.diagnostics.trackers import MetricsRow
 from ludus.engines.base import EngineStats, Request
 from ludus.engines.local import LocalEngine
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode
+from ludus.rollout.scoring import places
 from ludus.types import SamplingParams, StopReason, Task, Timings, Trajectory
 from test_engine_batching import SMALL, build
 
@@ -38,10 +43,45 @@ def test_the_line_of_an_engine_has_speed_company_cache_and_evictions():
     assert EngineStats().line() == ""
 
 
-def episode(model_s, tools_s):
-    timings = Timings(model_s + tools_s, model_s, tools_s)
+def episode(model_s, tools_s, scoring_s=0.0, grading_s=0.0):
+    timings = Timings(model_s + tools_s, model_s, tools_s, scoring_s, grading_s)
     trajectory = Trajectory("t", 0, (), (), StopReason.ANSWERED, timings=timings)
     return Episode(RolloutKey(1, "t", 0), Task("t", (), None), trajectory)
+
+
+def timed(config, *episodes, rollout_s=8.0):
+    clock = StepTimings({"rollout": rollout_s, "learn": 2.0, "evaluate": 90.0})
+    return clock.metrics([one.trajectory for one in episodes], places(config))
+
+
+def test_a_step_tells_how_long_rewards_took_and_what_to_do_about_it():
+    config = load_config("search", ["--rollout.reward_processes", "2"])
+    found = timed(config, episode(1.0, 1.0, 4.0, 3.0), episode(1.0, 1.0, 2.0, 5.0))
+    assert found["episode/scoring_s"] == 3.0
+    assert (found["scoring/total_s"], found["scoring/slowest_s"]) == (8.0, 5.0)
+    assert found["scoring/busy"] == 8.0 / (2 * 10.0)
+    assert episode_shares(found) == {"model": 0.2, "tools": 0.2, "scoring": 0.6}
+    said = scoring_hint(found, config)
+    assert "takes 40% of the step (8 s, 2 at a time, the slowest 5 s)" in said
+    assert "60% of its time" in said
+    assert "Raise rollout.reward_processes (2)" in said
+    told = time_words(mean_timings([MetricsRow(1, found), MetricsRow(2, found)]))
+    assert told == (
+        "Of the 100 s of a step: rollout 8%, learn 2%, evaluate 90%. "
+        "Of an episode: model 20%, tools 20%, waiting for rewards 60%."
+    )
+    assert scoring_hint(timed(config, episode(1.0, 1.0, 0.1, 8.0)), config) == ""
+    assert scoring_hint(timed(config, episode(1.0, 1.0, 8.0, 0.1)), config) == ""
+    assert scoring_hint(timed(config), config) == ""
+
+
+def test_the_hint_of_a_cluster_names_its_reward_workers():
+    words = ["--cluster.kind", "local", "--cluster.reward_workers", "2", "--cluster.scorings_per_worker", "2"]
+    config = load_config("search", words)
+    found = timed(config, episode(1.0, 0.0, 4.0, 20.0))
+    assert "4 at a time" in scoring_hint(found, config)
+    assert "Raise cluster.reward_workers (2)" in scoring_hint(found, config)
+    assert places(load_config("search", ["--cluster.kind", "local", "--cluster.workers", "3"])) == 3
 
 
 def shown(progress):
@@ -62,4 +102,6 @@ def test_the_bar_of_a_rollout_divides_the_time_between_tools_and_model():
         reporter.phase("episodes", 2)
         reporter.episode(episode(model_s=1.0, tools_s=1.0))
         assert shown(progress) == "time in tools 50%, with the model 50%"
+        reporter.episode(episode(model_s=1.0, tools_s=0.0, scoring_s=1.0))
+        assert shown(progress) == "time in tools 25%, for rewards 25%, with the model 50%"
     asyncio.run(engine.close())

@@ -160,6 +160,8 @@ def test_the_timings_tell_what_the_engine_did(finished):
         assert found["engine/requests_running"] > 1
         assert found["engine/decode_tokens_per_s"] > 0
         assert found["episode/model_s"] > found["episode/tools_s"] > 0
+        assert found["episode/scoring_s"] * 48 > found["scoring/total_s"] > found["scoring/slowest_s"] > 0
+        assert 0 < found["scoring/busy"] < 1
 
 
 @pytest.mark.fault

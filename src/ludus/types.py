@@ -266,8 +266,10 @@ class Timings:
     total_s: float = 0.0
     model_s: float = 0.0
     tools_s: float = 0.0
+    scoring_s: float = 0.0
+    """After `total_s`, until it has its rewards, waiting for whoever computes them included."""
     grading_s: float = 0.0
-    """Of computing its rewards, which comes after `total_s`."""
+    """Of that, computing them."""
 
 
 @dataclass(frozen=True)

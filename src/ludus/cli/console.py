@@ -30,6 +30,7 @@ from ludus.training.session import Session, open_session
 from ludus.training.sft import FineTuning, make_session, open_fine_tuning, run_sft
 from ludus.training.start import Comparison, make_trackers
 from ludus.training.start import train as train_run
+from ludus.types import Timings
 
 if TYPE_CHECKING:
     from ludus.cluster.cluster import Cluster
@@ -43,7 +44,7 @@ class EpisodeBar:
         self._phase: TaskID | None = None
         self._engine: Engine | None = None
         self._before = EngineStats()
-        self._model_s = self._tools_s = 0.0
+        self._spent = Timings()
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
         """Start the bar of a phase anew; without a total it moves until the next phase."""
@@ -52,19 +53,23 @@ class EpisodeBar:
         self._phase = self._progress.add_task(name, total=total, numbers="")
         self._engine = engine
         self._before = engine.stats() if engine else EngineStats()
-        self._model_s = self._tools_s = 0.0
+        self._spent = Timings()
 
     def episode(self, episode: Episode) -> None:
         """One episode further, with what the engine did, and how the episodes' seconds went by."""
         if self._phase is None:
             return
-        spent = episode.trajectory.timings
-        self._model_s += spent.model_s
-        self._tools_s += spent.tools_s
+        one, all_of_them = episode.trajectory.timings, self._spent
+        spent = self._spent = Timings(
+            model_s=all_of_them.model_s + one.model_s,
+            tools_s=all_of_them.tools_s + one.tools_s,
+            scoring_s=all_of_them.scoring_s + one.scoring_s,
+        )
         numbers = (self._engine.stats() - self._before).line() if self._engine else ""
-        if total_s := self._model_s + self._tools_s:
-            share = self._tools_s / total_s
-            numbers += f"  time in tools {share:.0%}, with the model {1 - share:.0%}"
+        if total_s := spent.model_s + spent.tools_s + spent.scoring_s:
+            tools, scoring = spent.tools_s / total_s, spent.scoring_s / total_s
+            waits = f", for rewards {scoring:.0%}" if scoring >= 0.01 else ""
+            numbers += f"  time in tools {tools:.0%}{waits}, with the model {1 - tools - scoring:.0%}"
         self._progress.update(self._phase, advance=1, numbers=numbers.strip())
 
 

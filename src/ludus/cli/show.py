@@ -79,7 +79,8 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
     """Curves, account, alarms and evaluations."""
     from ludus.cli.curves import curve_table, find_curves
     from ludus.cli.terminal import say
-    from ludus.cli.words import alarm_words, ledger_words, loss_words
+    from ludus.cli.words import alarm_words, ledger_words, loss_words, mean_timings, time_words
+    from ludus.diagnostics.timings import scoring_hint
 
     rows, timings = metrics_rows(folder.metrics), metrics_rows(folder.timings)
     how = how_trained({name for row in rows for name in row.metrics}, config)
@@ -90,9 +91,9 @@ def print_overview(folder: RunFolder, config: Config, console: Console) -> None:
         console.print(curve_table(curves))
     else:
         say(console, "No step is done yet.")
-    for text in filter(None, [ledger_words(rows), loss_words(rows)]):
+    for text in filter(None, [ledger_words(rows), loss_words(rows), time_words(mean_timings(timings))]):
         say(console, text)
-    for text in alarm_words(rows):
+    for text in filter(None, [*alarm_words(rows), scoring_hint(mean_timings(timings), config)]):
         say(console, f"! {text}", "yellow")
     print_evaluations(folder, console)
 

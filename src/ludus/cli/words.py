@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from ludus.diagnostics.metrics import AlarmLimits, alarms
+from ludus.diagnostics.timings import episode_shares
 from ludus.diagnostics.trackers import MetricsRow
 
 NEAR_ZERO = 1e-6
 """A loss nearer to 0 than this is 0 up to rounding."""
+PHASES = ("rollout", "learn", "sync", "evaluate")
+"""The phases of a step."""
 _OUTCOMES = ("trained", "masked", "dropped", "failed")
 
 
@@ -78,3 +81,30 @@ def loss_words(rows: Sequence[MetricsRow]) -> str:
             f"gradient is not (its norm is {last['optim/grad_norm']:.3g}). Watch reward and held-out success."
         )
     return f"Loss and gradient of step {step} are both 0: the step changed nothing."
+
+
+def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
+    """The mean of each timing over the steps that have it; of the slowest scoring the slowest."""
+    found: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.metrics.items():
+            found[name].append(value)
+    return {
+        name: max(values) if name == "scoring/slowest_s" else sum(values) / len(values)
+        for name, values in found.items()
+    }
+
+
+def time_words(timings: Mapping[str, float]) -> str:
+    """What a step and an episode spend their time on, from `mean_timings`; empty where no step was timed."""
+    total_s = timings.get("time/step_s", 0.0)
+    if not total_s:
+        return ""
+    phases = {name: timings.get(f"time/{name}_s", 0.0) for name in PHASES}
+    named = ", ".join(f"{name} {seconds / total_s:.0%}" for name, seconds in phases.items() if seconds)
+    text = f"Of the {total_s:.3g} s of a step: {named}."
+    shares = episode_shares(timings)
+    if shares:
+        model, tools, scoring = shares["model"], shares["tools"], shares["scoring"]
+        text += f" Of an episode: model {model:.0%}, tools {tools:.0%}, waiting for rewards {scoring:.0%}."
+    return text

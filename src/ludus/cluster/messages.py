@@ -99,10 +99,11 @@ class ScoreJob:
 
 @dataclass(frozen=True, slots=True)
 class Scores:
-    """The rewards of a trajectory: its parts, and their weighted sum."""
+    """The rewards of a trajectory: its parts, their weighted sum, and the seconds that they took."""
 
     parts: dict[str, float]
     total: float
+    seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

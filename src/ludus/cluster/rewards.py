@@ -9,6 +9,7 @@ the same trajectory: whoever asked decides about another attempt.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
@@ -17,6 +18,7 @@ from ludus.cluster.pool import Limits, Member, Pool
 from ludus.cluster.remote import Remote, RoleLost
 from ludus.config.cluster import ClusterConfig
 from ludus.errors import WorldError
+from ludus.rollout.scoring import graded, waited
 from ludus.types import Task, Trajectory
 
 TRIES = 3
@@ -54,11 +56,13 @@ class RewardWorkers:
     async def scored(self, task: Task, trajectory: Trajectory) -> Trajectory:
         """The trajectory with its rewards, computed by the least busy worker."""
         lost: RoleLost | None = None
+        begin = time.perf_counter()
         for _ in range(TRIES):
             member = await self.pool.take(self.config.scorings_per_worker)
             try:
                 scores = await self._scores(member, ScoreJob(task, trajectory))
-                return replace(trajectory, rewards=scores.parts, reward=scores.total)
+                found = replace(trajectory, rewards=scores.parts, reward=scores.total)
+                return waited(graded(found, scores.seconds), time.perf_counter() - begin)
             except RoleLost as error:
                 lost = error
                 await self.pool.lose(member, error)

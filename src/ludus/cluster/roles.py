@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol
@@ -41,6 +43,7 @@ from ludus.engines.server import ServerEngine
 from ludus.envs.base import Closes, World, room_of
 from ludus.envs.registry import build_world, sandbox_settings
 from ludus.errors import LudusError, WorldError
+from ludus.rewards.base import Reward
 from ludus.rollout.episode import scored
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scheduler import Scheduler, episode_name
@@ -321,10 +324,13 @@ class RewardRole:
             raise WorldError("A reward worker was told to score before it had its world.")
         self._scoring += 1
         try:
-            loop, parts = asyncio.get_running_loop(), self._world.rewards
-            judged = await loop.run_in_executor(
-                self._threads, scored, parts, message.task, message.trajectory
-            )
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, _scores, self._world.rewards, message)
         finally:
             self._scoring -= 1
-        return Scores(dict(judged.rewards), judged.reward)
+
+
+def _scores(rewards: Sequence[Reward], message: ScoreJob) -> Scores:
+    begin = time.perf_counter()
+    judged = scored(rewards, message.task, message.trajectory)
+    return Scores(dict(judged.rewards), judged.reward, time.perf_counter() - begin)

@@ -12,11 +12,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ludus.config.schema import Config
 from ludus.errors import StorageError
+from ludus.rollout.scoring import places
 from ludus.types import Trajectory
 
 STRAGGLER = 5.0
 """Times the median of a tool's calls in a step, beyond which a call is a straggler."""
+MUCH_SCORING = 0.25
+"""The share of the step in which rewards are computed, and that of an episode in which it waits for its own,
+from which on both together are worth a hint."""
 
 
 @dataclass
@@ -41,8 +46,11 @@ class StepTimings:
         finally:
             self.phases[name] = self.phases.get(name, 0.0) + time.perf_counter() - begin
 
-    def metrics(self, trajectories: Sequence[Trajectory]) -> dict[str, float]:
-        """Seconds by phase, tokens/s of the rollout, and the calls of each tool: all, mean, slowest."""
+    def metrics(self, trajectories: Sequence[Trajectory], scorers: int = 1) -> dict[str, float]:
+        """Seconds by phase, tokens/s of the rollout, rewards, and the calls of each tool: all, mean, slowest.
+
+        `scorers` is how many episodes are scored at once.
+        """
         total = sum(self.phases.values())
         metrics = {f"time/{name}_s": seconds for name, seconds in self.phases.items()}
         metrics["time/step_s"] = total
@@ -52,12 +60,7 @@ class StepTimings:
             metrics["idle/learner"] = max(0.0, 1 - self.phases.get("learn", 0.0) / training_s)
             if "engine/busy_s" in self.engine:  # a server may keep that to itself
                 metrics["idle/engine"] = max(0.0, 1 - self.engine["engine/busy_s"] / training_s)
-        if trajectories:
-            for name, seconds in (
-                ("model", [t.timings.model_s for t in trajectories]),
-                ("tools", [t.timings.tools_s for t in trajectories]),
-            ):
-                metrics[f"episode/{name}_s"] = sum(seconds) / len(trajectories)
+        metrics |= _episode_metrics(trajectories, scorers * training_s)
         sampled = sum(t.num_action_tokens for t in trajectories)
         sampling_s = training_s if self.beside else self.phases.get("rollout", 0.0)
         metrics["speed/sampled_tokens_per_s"] = sampled / sampling_s if sampling_s else 0.0
@@ -69,6 +72,22 @@ class StepTimings:
         for tool, seconds_list in sorted(calls.items()):
             metrics |= {f"tools/{tool}/{name}": value for name, value in _latencies(seconds_list).items()}
         return metrics
+
+
+def _episode_metrics(trajectories: Sequence[Trajectory], scorers_s: float) -> dict[str, float]:
+    """What an episode spent on what, and how long rewards took; `scorers_s` is the time there was for it."""
+    if not trajectories:
+        return {}
+    spent = [trajectory.timings for trajectory in trajectories]
+    graded = [one.grading_s for one in spent]
+    metrics = {
+        "episode/model_s": sum(one.model_s for one in spent) / len(spent),
+        "episode/tools_s": sum(one.tools_s for one in spent) / len(spent),
+        "episode/scoring_s": sum(one.scoring_s for one in spent) / len(spent),
+        "scoring/total_s": sum(graded),
+        "scoring/slowest_s": max(graded),
+    }
+    return metrics | ({"scoring/busy": min(1.0, sum(graded) / scorers_s)} if scorers_s else {})
 
 
 def _latencies(seconds: Sequence[float]) -> dict[str, float]:
@@ -84,6 +103,29 @@ def _latencies(seconds: Sequence[float]) -> dict[str, float]:
         "stragglers": float(len(slow)),
         "stragglers_s": sum(slow),
     }
+
+
+def episode_shares(timings: Mapping[str, float]) -> dict[str, float]:
+    """Of the time of an episode the shares with the model, with tools, and of waiting for its rewards; empty
+    where no episode was timed."""
+    seconds = {name: timings.get(f"episode/{name}_s", 0.0) for name in ("model", "tools", "scoring")}
+    total = sum(seconds.values())
+    return {name: one / total for name, one in seconds.items()} if total else {}
+
+
+def scoring_hint(timings: Mapping[str, float], config: Config) -> str:
+    """One sentence where rewards take much of a step and episodes wait for them; else empty."""
+    busy, share = timings.get("scoring/busy", 0.0), episode_shares(timings).get("scoring", 0.0)
+    if min(busy, share) < MUCH_SCORING:
+        return ""
+    setting, now = "rollout.reward_processes", config.rollout.reward_processes
+    if config.cluster.kind != "none" and config.cluster.reward_workers:
+        setting, now = "cluster.reward_workers", config.cluster.reward_workers
+    return (
+        f"Rewards are slow: computing them takes {busy:.0%} of the step ({timings['scoring/total_s']:.3g} s, "
+        f"{places(config)} at a time, the slowest {timings['scoring/slowest_s']:.3g} s), and an episode "
+        f"spends {share:.0%} of its time waiting for them. Raise {setting} ({now}), or make them faster."
+    )
 
 
 def write_timings(path: Path, step: int, metrics: Mapping[str, float]) -> None:

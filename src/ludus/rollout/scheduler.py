@@ -11,6 +11,7 @@ Never drops a job silently: each attempt is in the ledger, and so is each wall-c
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from ludus.rollout.episode import (
 )
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.lockstep import LockstepEngine
-from ludus.rollout.scoring import Scoring, ThreadScoring
+from ludus.rollout.scoring import Scoring, ThreadScoring, waited
 from ludus.types import Failure, StopReason, Task, ToolStatus, Trajectory
 
 
@@ -194,7 +195,9 @@ class Scheduler:
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
         played = await play_episode(job.task, job.key.sample, environment, conversation, limits)
         if self.scores:
-            return await self.scoring.scored(self.world, environment, job.task, played)
+            begin = time.perf_counter()
+            found = await self.scoring.scored(self.world, environment, job.task, played)
+            return waited(found, time.perf_counter() - begin)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return played
 

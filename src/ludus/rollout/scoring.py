@@ -142,8 +142,29 @@ def _rewards(world: World, environment: Environment | None) -> Sequence[Reward]:
 
 
 def _with(trajectory: Trajectory, found: Judged) -> Trajectory:
-    timings = replace(trajectory.timings, grading_s=trajectory.timings.grading_s + found.seconds)
-    return replace(trajectory, rewards=found.parts, reward=found.total, timings=timings)
+    return graded(replace(trajectory, rewards=found.parts, reward=found.total), found.seconds)
+
+
+def graded(trajectory: Trajectory, seconds: float) -> Trajectory:
+    """With so many seconds more of computing its rewards."""
+    before = trajectory.timings
+    return replace(trajectory, timings=replace(before, grading_s=before.grading_s + seconds))
+
+
+def waited(trajectory: Trajectory, seconds: float) -> Trajectory:
+    """With so many seconds more until it had its rewards."""
+    before = trajectory.timings
+    return replace(trajectory, timings=replace(before, scoring_s=before.scoring_s + seconds))
+
+
+def places(config: Config) -> int:
+    """How many episodes a run computes the rewards of at once."""
+    cluster, own = config.cluster, max(1, config.rollout.reward_processes)
+    if cluster.kind == "none":
+        return own
+    if cluster.reward_workers:
+        return cluster.reward_workers * cluster.scorings_per_worker
+    return cluster.workers * own
 
 
 def _on_a_thread(rewards: Sequence[Reward], asked: Asked) -> Future[Judged]:

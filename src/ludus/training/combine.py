@@ -9,6 +9,7 @@ never pass through here.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -37,7 +38,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.named import added_parts, check_fed, switched_on
 from ludus.rewards.published import PUBLISHED, training_parts
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.scoring import ProcessScoring
+from ludus.rollout.scoring import ProcessScoring, waited
 from ludus.training.reward_data import Judged, action_ends
 from ludus.training.reward_model import RewardModel, find_reward_model, load_reward_model
 from ludus.training.reward_terms import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
@@ -210,10 +211,10 @@ async def with_added(
     async def one(episode: Episode) -> Episode:
         if episode.trajectory.failure is not None:
             return episode
+        begin = time.perf_counter()
         try:
-            return replace(
-                episode, trajectory=await scoring.with_added(world, episode.task, episode.trajectory)
-            )
+            scored = await scoring.with_added(world, episode.task, episode.trajectory)
+            return replace(episode, trajectory=waited(scored, time.perf_counter() - begin))
         except WorldError as error:
             errors.append(error)
             failure = Failure(error.part, str(error), episode.key.attempt + 1)

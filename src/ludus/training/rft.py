@@ -37,6 +37,7 @@ from ludus.evaluation.evaluate import (
 from ludus.rewards.base import success
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.scoring import places
 from ludus.rollout.setup import Play
 from ludus.rollout.store import rollouts_path, write_rollouts
 from ludus.training.batch import row_of_trajectory
@@ -191,7 +192,8 @@ class RftLoop:
             write_rollouts(rollouts_path(self.folder.path, number), [credit.record for credit in credits])
         for tracker in self.trackers:
             tracker.log(number, metrics)
-        timings = clock.metrics([credit.episode.trajectory for credit in credits])
+        played = [credit.episode.trajectory for credit in credits]
+        timings = clock.metrics(played, places(self.session.config))
         write_timings(self.folder.timings, number, timings)
         if not metrics["rft/kept"]:
             text = f"Round {number} solved no task it could learn from: its weights are those before it."

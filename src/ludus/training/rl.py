@@ -16,7 +16,7 @@ from typing import Protocol
 from ludus.algorithms.resolve import resolve
 from ludus.config.schema import Config
 from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics
-from ludus.diagnostics.timings import StepTimings, write_timings
+from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, GivesUpCache, counted
 from ludus.envs.base import World, order_of
@@ -30,6 +30,7 @@ from ludus.evaluation.evaluate import (
 )
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
+from ludus.rollout.scoring import places
 from ludus.rollout.store import rollouts_path, write_rollouts
 from ludus.tasks.order import Order
 from ludus.training.checkpoint import Extra, TrainerState, prune, save_checkpoint
@@ -87,6 +88,8 @@ class RlLoop:
     sampled: SamplerState = field(init=False)
     """Of the sampler, as it was when the step at hand had been sampled."""
     guard: EssGuard = field(init=False)
+    hinted: bool = field(default=False, init=False)
+    """Whether it has been said that rewards are slow: once is enough."""
 
     def __post_init__(self) -> None:
         self.sampled = self.sampler.state
@@ -136,12 +139,16 @@ class RlLoop:
         metrics = self.account(step, credits, learned)
         with clock.phase("evaluate"):
             metrics |= await self.evaluate_during(step)
-        timings = clock.metrics([credit.episode.trajectory for credit in credits])
+        played = [credit.episode.trajectory for credit in credits]
+        timings = clock.metrics(played, places(self.session.config))
         await work(lambda: self.write(step, credits, metrics, timings))
         limits = AlarmLimits()
         self.history = [*self.history, metrics][-limits.zero_reward_steps :]
         for text in alarms(self.history, limits):
             self.alarm(step, text)
+        if not self.hinted and (hint := scoring_hint(timings, self.session.config)):
+            self.hinted = True
+            self.alarm(step, hint)
         self.reporter.step(step, metrics, timings)
         return metrics
 
