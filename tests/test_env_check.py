@@ -241,8 +241,47 @@ def test_an_environment_that_breaks_is_said_and_does_not_stop_training():
         raise ValueError("no verifier")
 
     report = check_world(world(raises), PLAN)
-    assert "The environment broke in every episode of the agent null" in report.problems[0]
+    assert "The environment broke in every episode of the agents null, idle" in report.problems[0]
     refuse_cheats(world(raises), PLAN)
+
+
+def test_what_breaks_all_agents_alike_is_told_once():
+    def raises(task, trajectory):
+        raise WorldError("No sandbox." if len(trajectory.answer) < 6 else "The tool failed: No sandbox.")
+
+    report = check_world(world(raises), PLAN)
+    broken = [row for row in report.rows if row.broke]
+    assert len({row.broke for row in broken}) == 2
+    names = ", ".join(row.agent.name for row in broken)
+    assert report.problems == [f"The environment broke in every episode of the agents {names}: No sandbox."]
+
+
+class Seen:
+    """Counts what a check does."""
+
+    def __init__(self):
+        self.phases = []
+
+    def phase(self, name, total):
+        self.phases.append([name, total, 0])
+
+    def done(self, what=""):
+        self.phases[-1][2] += 1
+
+
+def test_whoever_watches_a_check_sees_each_thing_that_is_done():
+    seen = Seen()
+    plan = replace(PLAN, watch=seen)
+    scorecard(check_world(world(exact), plan), plan)
+    names = [name for name, _, _ in seen.phases]
+    assert names == [
+        *("broken: agents play", "graded again", "speed, 1 at a time", "speed, 8 at a time", "played again"),
+        "paraphrases",
+    ]
+    assert all(total == done for _, total, done in seen.phases)
+    assert seen.phases[0][1] == 8 * 12
+    refuse_cheats(world(exact), plan)
+    assert seen.phases[-1] == ["broken: agents that must not be paid", 66, 66]
 
 
 def test_an_environment_that_breaks_now_and_then_hides_no_cheat():

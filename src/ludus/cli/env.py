@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import replace
 
 from rich.console import Console
 from rich.table import Table
 
 from ludus.cli.arguments import no_settings
-from ludus.cli.terminal import make_console, say
+from ludus.cli.terminal import CheckBar, bars, make_console, say
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import Demonstrates, Prepares, World
@@ -79,14 +80,18 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
     num = args.tasks if args.act == "check" else 1
     limits, scoring = episode_limits(config.rollout), ProcessScoring.of(config)
     plan = CheckPlan(args.split, num, args.seed, limits=limits, scoring=scoring)
-    report = check_world(world, plan)
     if args.act == "show":
+        report = check_world(world, plan)
         task, added = report.tasks[0], switched_on(config.rewards.parts)
         check_fed([part.name for part in added], task, len(world.environment(task).tools))
         show(console, report, added)
         return
-    console.print(agents_table(report))
-    console.print(scorecard_table(scorecard(report, plan)))
+    with bars(console, passing=True) as progress:
+        plan = replace(plan, watch=CheckBar(progress))
+        report = check_world(world, plan)
+        console.print(agents_table(report))
+        card = scorecard(report, plan)
+    console.print(scorecard_table(card))
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
         say(console, f"Shaping alone pays agents that do nothing of the task, at most: {most}.")

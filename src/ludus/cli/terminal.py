@@ -7,7 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
 from rich.text import Text
 
 PIPE_COLUMNS = 120
@@ -27,8 +34,8 @@ def say(console: Console, text: str, style: str = "") -> None:
 
 
 @contextmanager
-def bars(console: Console) -> Iterator[Progress]:
-    """The layout of the progress bars; a task takes the field `numbers`."""
+def bars(console: Console, *, passing: bool = False) -> Iterator[Progress]:
+    """The layout of the progress bars; a task takes the field `numbers`. `passing` ones leave no trace."""
     columns = (
         TextColumn("{task.description}"),
         BarColumn(bar_width=24 if console.width >= _NARROW else 8),
@@ -36,8 +43,27 @@ def bars(console: Console) -> Iterator[Progress]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[numbers]}"),
     )
-    with Progress(*columns, console=console, refresh_per_second=4) as progress:
+    with Progress(*columns, console=console, refresh_per_second=4, transient=passing) as progress:
         yield progress
+
+
+class CheckBar:
+    """A bar of what a check does at the moment (`ludus.evaluation.check.Watch`)."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._phase: TaskID | None = None
+
+    def phase(self, name: str, total: int) -> None:
+        """Start the bar anew."""
+        if self._phase is not None:
+            self._progress.remove_task(self._phase)
+        self._phase = self._progress.add_task(name, total=total, numbers="")
+
+    def done(self, what: str = "") -> None:
+        """One further."""
+        if self._phase is not None:
+            self._progress.update(self._phase, advance=1, numbers=what)
 
 
 def silence_libraries() -> None:

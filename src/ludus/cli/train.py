@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import recipe_config, run_config
 from ludus.cli.stages import TrainingStage, resumed_folder
-from ludus.cli.terminal import silence_libraries
+from ludus.cli.terminal import CheckBar, bars, make_console, silence_libraries
 from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
 
@@ -27,14 +27,15 @@ def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
     from ludus.training.start import prepare
 
     del new
-    session = prepare(config)
+    with bars(make_console(), passing=True) as progress:
+        session = prepare(config, CheckBar(progress))
     return lambda folder: console.train(config, folder, session)
 
 
 def say_complete(folder: RunFolder, config: Config) -> None:
     """That nothing is left to train or to evaluate, and what to type next."""
     from ludus.cli.console import print_commands
-    from ludus.cli.terminal import make_console, say
+    from ludus.cli.terminal import say
 
     console = make_console()
     say(console, f"The run is complete: all its {config.training.steps} steps are done and evaluated.")

@@ -15,6 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
+from typing import Protocol
 
 from ludus.envs.base import Demonstrates, GradesAgain, ShowsTasks, World
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
@@ -49,10 +50,32 @@ NUM_DEMONSTRATIONS = 2000
 """How many demonstrations are looked through for ones of the tasks."""
 
 
+class Watch(Protocol):
+    """Whoever watches a check: a progress bar."""
+
+    def phase(self, name: str, total: int) -> None:
+        """So many things follow, called so."""
+        ...
+
+    def done(self, what: str = "") -> None:
+        """One of them has been done."""
+        ...
+
+
+class Unwatched:
+    """A check that nobody watches."""
+
+    def phase(self, name: str, total: int) -> None:
+        """Nothing is shown."""
+
+    def done(self, what: str = "") -> None:
+        """Nothing is shown."""
+
+
 @dataclass(frozen=True, slots=True)
 class CheckPlan:
     """What is played: `num_tasks` tasks of a split, drawn by the seed, `concurrency` episodes at a time; and
-    where their rewards are computed."""
+    where their rewards are computed, and who watches."""
 
     split: str = "train"
     num_tasks: int = 50
@@ -60,6 +83,7 @@ class CheckPlan:
     concurrency: int = 8
     limits: EpisodeLimits = field(default_factory=EpisodeLimits)
     scoring: Scoring = field(default_factory=ThreadScoring, repr=False, compare=False)
+    watch: Watch = field(default_factory=Unwatched, repr=False, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +135,11 @@ class Row:
         return [play for play in self.plays if play.failure]
 
     @property
+    def broke(self) -> str:
+        """What the environment said first, where it broke in every episode; else empty."""
+        return self.failures[0].failure if self.plays and len(self.failures) == len(self.plays) else ""
+
+    @property
     def mean_reward(self) -> float:
         """Over the episodes that count, all parts together; 0 without any."""
         rewards = [play.trajectory.reward for play in self.counted if play.trajectory is not None]
@@ -138,8 +167,8 @@ class Row:
         paid = [p for p in self.counted if (p.share > CHEAT_SHARE if cheats else p.share >= PAID_SHARE)]
         unpaid = [play for play in self.counted if not play.succeeded]
         name = self.agent.name
-        if self.plays and len(self.failures) == len(self.plays):
-            return f"The environment broke in every episode of the agent {name}: {self.failures[0].failure}"
+        if self.broke:
+            return f"The environment broke in every episode of the agent {name}: {self.broke}"
         if cheats and paid:
             return f"The agent {name} ({self.agent.what}) is paid on {_named(paid)}."
         if (
@@ -167,14 +196,32 @@ class CheckReport:
 
     @property
     def problems(self) -> list[str]:
-        """One sentence for each agent that is paid and should not be, or the other way round."""
-        return [row.problem for row in self.rows if row.problem]
+        """One sentence for each agent that is paid and should not be, or the other way round, and for each
+        cause that broke all episodes of agents."""
+        return problems_of(self.rows)
 
     @property
     def shaped(self) -> Mapping[str, float]:
         """The most that shaping gave each cheat in an episode, by its name, where it gave anything."""
         cheats = [row for row in self.rows if row.agent.kind is Kind.CHEAT]
         return {row.agent.name: row.most_shaping for row in cheats if row.most_shaping > 0}
+
+
+def problems_of(rows: Sequence[Row]) -> list[str]:
+    """The problems of the rows. A cause that breaks all episodes of several agents is told once, also where
+    one of them met it through a tool."""
+    said = [row.broke for row in rows if row.broke]
+    causes: dict[str, list[str]] = {}
+    for row in rows:
+        if row.broke:
+            cause = min((other for other in said if other in row.broke), key=len)
+            causes.setdefault(cause, []).append(row.agent.name)
+    found = {
+        f"The environment broke in every episode of the agent{'s' * (len(names) > 1)} "
+        f"{', '.join(names)}: {cause}": None
+        for cause, names in causes.items()
+    }
+    return [*found, *(row.problem for row in rows if row.problem and not row.broke)]
 
 
 def check_world(world: World, plan: CheckPlan) -> CheckReport:
@@ -185,6 +232,7 @@ def check_world(world: World, plan: CheckPlan) -> CheckReport:
     tasks = some_tasks(world, plan)
     shown, flawless = solutions(world, tasks)
     agents = (*cheats(vocabulary(tasks), plan.seed), *knowing(tasks, shown, flawless))
+    plan.watch.phase(f"{world.name}: agents play", len(agents) * len(tasks))
     return CheckReport(world, tasks, asyncio.run(play_all(world, tasks, agents, plan)), shown)
 
 
@@ -197,6 +245,7 @@ def refuse_cheats(world: World, plan: CheckPlan) -> None:
     plan = replace(plan, num_tasks=START_TASKS)
     tasks = some_tasks(world, plan)
     agents = (*cheats(vocabulary(tasks), plan.seed), *knowing(tasks, {}, flawless=False)[:2])
+    plan.watch.phase(f"{world.name}: agents that must not be paid", len(agents) * len(tasks))
     rows = asyncio.run(play_all(world, tasks, agents, plan))
     problems = [row.problem for row in rows if row.counted and row.problem]
     if problems:
@@ -266,6 +315,7 @@ async def play_all(
     async def one(agent: Agent, task: Task) -> Play | None:
         async with places:
             played = await play(world, task, agent, plan)
+        plan.watch.done(agent.name)
         if played is not None and played.late:
             late.append(played)
             if len(late) >= MOST_LATE:

@@ -121,19 +121,23 @@ async def _gradings(world: World, plays: Sequence[Play], plan: CheckPlan) -> tup
     if graded:
         return await _graded_again(world, _spread(graded, EPISODES), plan)
     unstable, seconds = 0, 0.0
+    plan.watch.phase("graded again", len(plays))
     for play in plays:
         if play.trajectory is not None:
             plain = replace(play.trajectory, timings=Timings())
             asked = (plan.scoring.scored(world, None, play.task, plain) for _ in range(GRADINGS))
             given = await asyncio.gather(*asked)
             unstable += any(one.rewards != given[0].rewards for one in given)
-            seconds += sum(one.timings.grading_s for one in given)
+            spent = sum(one.timings.grading_s for one in given)
+            seconds += spent
+            plan.watch.done(f"{1000 * spent / GRADINGS:.3g} ms a grading")
     return 1000 * seconds / max(GRADINGS * len(plays), 1), Share(unstable, len(plays))
 
 
 async def _graded_again(world: World, plays: Sequence[Play], plan: CheckPlan) -> tuple[float, Share]:
     """As `_gradings`, of what environments graded at their end: they do so again, one at a time."""
     num = unstable = 0
+    plan.watch.phase("graded again", len(plays))
     begin = time.perf_counter()
     for play in plays:
         trajectory, changed = play.trajectory, False
@@ -147,6 +151,7 @@ async def _graded_again(world: World, plays: Sequence[Play], plan: CheckPlan) ->
             num += 1
             changed |= again.rewards != trajectory.rewards
         unstable += changed
+        plan.watch.done()
     return 1000 * (time.perf_counter() - begin) / max(num, 1), Share(unstable, len(plays))
 
 
@@ -168,6 +173,7 @@ def _best(report: CheckReport) -> Agent:
 async def _speed(report: CheckReport, plan: CheckPlan, places: int) -> float:
     """Episodes a second with so many at once."""
     agent, tasks = _best(report), report.tasks[:EPISODES]
+    plan.watch.phase(f"speed, {places} at a time", len(tasks))
     begin = time.perf_counter()
     (row,) = await play_all(report.world, tasks, [agent], replace(plan, concurrency=places))
     return len(row.plays) / (time.perf_counter() - begin)
@@ -190,20 +196,20 @@ async def _replayed(report: CheckReport, plan: CheckPlan) -> Share:
 
 async def _again(report: CheckReport, tasks: Sequence[Task], plan: CheckPlan) -> list[Sequence[Play]]:
     agents = [row.agent for row in report.rows]
+    plan.watch.phase("played again", len(agents) * len(tasks))
     return [row.plays for row in await play_all(report.world, tasks, agents, plan)]
 
 
 async def _paraphrased(report: CheckReport, plan: CheckPlan) -> Share:
     """Right answers in other words that succeed, of those that are to be had."""
-    accepted = num = 0
-    for task in report.tasks:
-        turns = report.shown.get(task.id)
-        for text in _others(report.world, task) if turns else ():
-            agent = _with_answer(turns or (), text)
-            (row,) = await play_all(report.world, [task], [agent], plan)
-            num += 1
-            accepted += row.num_successes
-    return Share(accepted, num)
+    shown = [(task, report.shown[task.id]) for task in report.tasks if report.shown.get(task.id)]
+    tried = [(task, turns, text) for task, turns in shown for text in _others(report.world, task)]
+    accepted = 0
+    plan.watch.phase("paraphrases", len(tried))
+    for task, turns, text in tried:
+        (row,) = await play_all(report.world, [task], [_with_answer(turns, text)], plan)
+        accepted += row.num_successes
+    return Share(accepted, len(tried))
 
 
 def _others(world: World, task: Task) -> list[str]:

@@ -24,7 +24,7 @@ from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, closing
 from ludus.errors import ConfigError
-from ludus.evaluation.check import CheckPlan, refuse_cheats
+from ludus.evaluation.check import CheckPlan, Unwatched, Watch, refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scoring import ProcessScoring
@@ -74,6 +74,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ludus.start")
 
 PROBE_TOKENS = 64
+UNWATCHED = Unwatched()
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ class AdapterOff:
         return Scorer(self.model, self.temperature)
 
 
-def check(config: Config, world: World) -> None:
+def check(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
     """Refuse, before anything is written, what a run would only find out later.
 
     Raises ConfigError and UserError for settings of the algorithm, trackers and splits.
@@ -130,18 +131,16 @@ def check(config: Config, world: World) -> None:
     check_evaluation(config, world)
     task_order(config, world)
     check_reward_settings(config, world)
-    check_cheats(config, world)
+    check_cheats(config, world, watch)
 
 
-def check_cheats(config: Config, world: World) -> None:
+def check_cheats(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
     """Raise ConfigError where the world pays for cheating, WorldError where its rewards are late again and
     again; unless `env.check` is off."""
     if config.env.check:
         for one, own in worlds_in(world, config):
-            plan = CheckPlan(
-                seed=own.run.seed, limits=episode_limits(own.rollout), scoring=ProcessScoring.of(own)
-            )
-            refuse_cheats(one, plan)
+            limits, scoring = episode_limits(own.rollout), ProcessScoring.of(own)
+            refuse_cheats(one, CheckPlan(seed=own.run.seed, limits=limits, scoring=scoring, watch=watch))
 
 
 def check_cache(config: Config) -> None:
@@ -180,16 +179,16 @@ def check_trackers(config: Config) -> None:
         check_tracker(name)
 
 
-def prepare(config: Config) -> Session | None:
+def prepare(config: Config, watch: Watch = UNWATCHED) -> Session | None:
     """Check a configuration and load its model, before anything is written.
 
-    None where the model is yet to be made from scratch.
+    `watch` sees the check of the world. None where the model is yet to be made from scratch.
     """
     if config.model.from_scratch:
-        check(config, build_world(config.env, config.rollout, config.sandbox))
+        check(config, build_world(config.env, config.rollout, config.sandbox), watch)
         return None
     session = open_session(config)
-    check(config, session.world)
+    check(config, session.world, watch)
     return session
 
 
