@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -23,6 +24,7 @@ from ludus.envs.registry import sandbox_settings
 from ludus.errors import UserError, WorldError
 from ludus.sandbox import Limits, SandboxSettings, open_sandbox
 from ludus.sandbox.services import FusionSandbox, PistonSandbox, ServiceSettings
+from tiny_run import ludus, refused
 
 
 def played(language, code, files, stdin, wall_s):
@@ -170,6 +172,96 @@ def test_what_a_service_refuses_is_told_with_its_words():
             ask("sandbox_fusion", url, "print(1)", token="wrong")
     with service(fusion) as url, pytest.raises(UserError, match="UTF-8"):
         ask("sandbox_fusion", url, "print(1)", stdin=b"\xff")
+
+
+def honest(language, code, files, stdin, wall_s, memory_bytes):
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({memory_bytes},) * 2)\n"
+    return played(language, limit + code if language == "python" else code, files, stdin, wall_s)
+
+
+def played_freely(language, code, files, stdin, wall_s, memory_bytes):
+    return played(language, code, files, stdin, wall_s)
+
+
+def careless(language, code, files, stdin, wall_s, memory_bytes):
+    """Knows no bound on memory, and every program of it ends well."""
+    done = played(language, code, files, stdin, wall_s)
+    return done if done[0] is None else (0, *done[1:])
+
+
+def checking(run, wants_fusion):
+    """A service of either kind, by a function that runs programs."""
+
+    def answer(asked):
+        if wants_fusion:
+            files = {path: base64.b64decode(data) for path, data in asked["files"].items()}
+            given = (asked["code"], files, asked["stdin"], asked["run_timeout"])
+            code, out, error = run(asked["language"], *given, asked["memory_limit_MB"] << 20)
+            status = "TimeLimitExceeded" if code is None else "Finished"
+            result = {"status": status, "return_code": code, "stdout": out, "stderr": error}
+            return 200, {"status": "Success" if code == 0 else "Failed", "run_result": result}
+        main, *others = asked["files"]
+        files = {file["name"]: base64.b64decode(file["content"]) for file in others}
+        given = (main["content"], files, asked["stdin"], asked["run_timeout"] / 1000)
+        code, out, error = run(asked["language"], *given, asked["run_memory_limit"])
+        killed = "SIGKILL" if code is None else None if code >= 0 else signal.Signals(-code).name
+        return 200, {"run": {"stdout": out, "stderr": error, "code": code, "signal": killed}}
+
+    return answer
+
+
+@BOTH
+def test_a_service_is_checked_by_programs_and_what_they_cannot_tell_is_said(backend, answer):
+    with service(checking(honest, answer is fusion)) as url:
+        said = ludus("sandbox", "check", "--backend", backend, "--url", url)
+    assert said.code == 0, said
+    assert f"The {backend} backend runs programs at {url}, with Python 3." in said.out
+    rows = dict(re.findall(r"│ (\S.*?) +│ (\S.*?) +│", said.out))
+    assert rows["files and standard input"] == "reach the program"
+    assert rows["exit codes"] == "are told"
+    assert rows["the clock"].startswith("ends a program of more than 1 s after 1.")
+    assert rows["memory"] == "no program gets 512 MiB where 256 are allowed"
+    assert rows["files that come back"].startswith("none")
+    assert rows["sessions"].startswith("none: the worlds terminal and swe")
+    assert rows["runs apart from each other"] == "the next run finds what one left in /tmp"
+    assert "Not judged: what the service keeps its own machine" in said.out
+
+
+def test_a_service_that_graders_cannot_rely_on_fails_its_check():
+    with service(checking(careless, wants_fusion=True)) as url:
+        said = refused("sandbox", "check", "--backend", "sandbox_fusion", "--url", url)
+    assert "does not do what graders rely on: exit codes, memory" in said
+    dead = refused("sandbox", "check", "--backend", "piston", "--url", "http://127.0.0.1:9", code=4)
+    assert "cannot be reached" in dead
+    assert "needs the address of its service" in refused("sandbox", "check", "--backend", "piston")
+    assert "--url is the address of a service" in refused("sandbox", "check", "--url", "http://a")
+    assert "nothing to serve" in refused("sandbox", "serve", "--backend", "piston", "--url", "http://a")
+
+
+@pytest.mark.parametrize("command", [["train", "--from-scratch"], ["env", "check"], ["env", "show"]])
+def test_a_dead_service_is_told_once_before_anything_is_played_or_trained(command, tmp_path):
+    verb, *options = command
+    words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", "http://127.0.0.1:9"]
+    if verb != "env":
+        words += ["--run.folder", str(tmp_path / "run")]
+    place = [*command, "code"] if verb == "env" else [verb, "code", *options]
+    said = refused(*place, *words, code=4)
+    assert "The world 'code' runs programs, and its sandbox does not." in said
+    assert said.count("cannot be reached") == 1
+    assert "`ludus sandbox check --backend sandbox_fusion --url http://127.0.0.1:9` tries it." in said
+    assert not list(tmp_path.rglob("checkpoints"))
+
+
+def test_a_world_without_programs_asks_no_sandbox():
+    words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", "http://127.0.0.1:9"]
+    assert ludus("env", "show", "guess", *words).code == 0
+    assert ludus("env", "show", "math", "--env.settings.tool", "calculator", *words).code == 0
+
+
+def test_a_world_whose_episodes_hold_sessions_is_refused_where_there_are_none():
+    with service(checking(played_freely, wants_fusion=True)) as url:
+        words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", url]
+        assert "This sandbox backend has no sessions." in refused("env", "check", "terminal", *words)
 
 
 def test_services_have_no_sessions_and_need_an_address(tmp_path):

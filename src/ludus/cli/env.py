@@ -24,7 +24,7 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import Demonstrates, Prepares, World
 from ludus.envs.mixture import worlds_in
-from ludus.envs.registry import WORLDS, build_world
+from ludus.envs.registry import WORLDS, build_world, check_sandbox
 from ludus.errors import UserError
 from ludus.evaluation.agents import Kind
 from ludus.evaluation.check import CheckPlan, CheckReport, Row, check_world
@@ -58,6 +58,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
     config = config_of(args.name, overrides)
     world = build_world(config.env, config.rollout, config.sandbox)
+    if args.act != "prepare":
+        check_sandbox(config.sandbox, world)
     broken = []
     for one, own in worlds_in(world, config):
         try:

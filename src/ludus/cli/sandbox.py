@@ -1,8 +1,9 @@
 """Look at a sandbox, or serve one over HTTP.
 
-`ludus sandbox check` runs one program on the backend and says what it can do here. `ludus sandbox serve` puts
-an HTTP service in front of the backend, for training on other machines: they set sandbox.backend = "remote",
-sandbox.url and sandbox.token. Without --token-file it makes a token and prints it. docs/sandbox.md has more.
+`ludus sandbox check` runs small programs on the backend, also on one behind --url, and says what it does and
+what they cannot tell. `ludus sandbox serve` puts an HTTP service in front of a backend of this machine, for
+training on other ones: they set sandbox.backend = "remote", sandbox.url and sandbox.token_file. Without
+--token-file it makes a token and prints it. docs/sandbox.md has more.
 """
 
 from __future__ import annotations
@@ -14,27 +15,34 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rich.table import Table
+
 from ludus.cli.terminal import make_console, say
 from ludus.errors import UserError
 from ludus.gateway.listening import listening
 from ludus.sandbox import BACKENDS, SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
+from ludus.sandbox.probe import Finding, findings, not_judged, python_inside
 
-_PROGRAM = "import platform; print(platform.python_version())"
+_BEHIND_A_URL = ("remote", *SERVICES)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments."""
     parser.add_argument("act", choices=("check", "serve"), help="look at the backend, or serve it")
-    parser.add_argument(
-        "--backend", default="namespaces", choices=[b for b in BACKENDS if b not in ("remote", *SERVICES)]
-    )
+    parser.add_argument("--backend", default="namespaces", choices=BACKENDS)
+    parser.add_argument("--url", default="", help="check: the address of remote, sandbox_fusion or piston")
     parser.add_argument("--image", default=SandboxSettings().image, help="for docker and podman")
     parser.add_argument("--runtime", default="", help="for docker and podman: runsc is gVisor's")
     parser.add_argument("--unsafe", action="store_true", help="for process, which isolates nothing")
     parser.add_argument("--concurrency", type=int, default=0, metavar="N", help="runs at once (processors)")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
     parser.add_argument("--port", type=int, default=8100, help="0 takes a free one and says which (8100)")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the token of clients")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="a file with a token: for clients, or for --url",
+    )
     parser.add_argument("--most-wall-s", type=float, default=120.0, metavar="S", help="longest run (120)")
     parser.add_argument("--most-memory-mib", type=int, default=2048, metavar="N", help="largest run (2048)")
 
@@ -43,33 +51,72 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Check, or serve until interrupted. Raises UserError where the backend cannot run here."""
     if overrides:
         raise UserError(f"There is no option {overrides[0]!r}.", "See ludus sandbox --help.")
-    settings = SandboxSettings(
+    if args.url and args.backend not in _BEHIND_A_URL:
+        raise UserError(
+            f"--url is the address of a service, and --backend is {args.backend}.",
+            f"Name one of {', '.join(_BEHIND_A_URL)}.",
+        )
+    if args.act == "check":
+        return _check(args)
+    if args.backend in _BEHIND_A_URL:
+        raise UserError(
+            f"The {args.backend} backend runs elsewhere, and there is nothing to serve of it here.",
+            "Name a backend of this machine, or check it: ludus sandbox check.",
+        )
+    settings = _settings(args)
+    asyncio.run(_answers(open_sandbox(settings)))
+    return _serve(args, open_sandbox(settings))
+
+
+def _settings(args: argparse.Namespace) -> SandboxSettings:
+    known = args.backend in _BEHIND_A_URL and args.token_file is not None
+    return SandboxSettings(
         backend=args.backend,
         concurrency=args.concurrency,
         image=args.image,
         runtime=args.runtime,
+        url=args.url,
+        token=_token(args.token_file) if known else "",
         unsafe=args.unsafe,
     )
-    sandbox = open_sandbox(settings)
-    version = asyncio.run(_try(sandbox))
-    console = make_console()
-    if args.act == "check":
-        say(console, f"The {sandbox.name} backend runs programs here, with Python {version}.")
-        return 0
-    return _serve(args, open_sandbox(settings))
 
 
-async def _try(sandbox: Sandbox) -> str:
+async def _answers(sandbox: Sandbox) -> str:
     """Python's version inside."""
     try:
-        outcome = await sandbox.run(_PROGRAM)
+        return await python_inside(sandbox)
     finally:
         await sandbox.close()
-    if not outcome.ok:
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Print what a backend does, and what cannot be told. Raises UserError where graders cannot use it."""
+    console = make_console()
+    place = f"at {args.url}" if args.url else "here"
+
+    async def tried() -> list[Finding]:
+        sandbox = open_sandbox(_settings(args))
+        try:
+            version = await python_inside(sandbox)
+            say(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
+            return await findings(sandbox)
+        finally:
+            await sandbox.close()
+
+    found = asyncio.run(tried())
+    table = Table()
+    for column in ("what", "found"):
+        table.add_column(column)
+    for one in found:
+        table.add_row(one.what, one.found, style="yellow" if one.wrong else "")
+    console.print(table)
+    say(console, f"Not judged: {not_judged(args.backend)}.")
+    if wrong := [one.what for one in found if one.wrong]:
         raise UserError(
-            f"The {sandbox.name} backend ran a program, which failed: {outcome.error_text[-300:]}"
+            f"The {args.backend} backend does not do what graders rely on: {', '.join(wrong)}.",
+            "docs/sandbox.md says what it must do.",
         )
-    return outcome.text.strip()
+    return 0
 
 
 def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:

@@ -174,6 +174,21 @@ class UsesSandbox(Closes, Protocol):
 
 
 @runtime_checkable
+class SaysIfItRuns(Protocol):
+    """A world that may be set up without tools that run programs."""
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether it has such tools as it is."""
+        ...
+
+
+def runs_programs(world: World) -> bool:
+    """Whether a world needs its sandbox; one that takes a sandbox and does not say so does."""
+    return world.runs_programs if isinstance(world, SaysIfItRuns) else isinstance(world, UsesSandbox)
+
+
+@runtime_checkable
 class HoldsSessions(Protocol):
     """A world whose episodes each hold a session of a sandbox from their start to their end."""
 

@@ -26,6 +26,7 @@ from ludus.envs.base import (
     ShowsTasks,
     UsesSandbox,
     World,
+    runs_programs,
 )
 from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
@@ -211,7 +212,7 @@ class MixedWorld:
     @property
     def runs_programs(self) -> bool:
         """Whether a world needs a sandbox."""
-        return any(isinstance(member.world, UsesSandbox) for member in self.members)
+        return any(runs_programs(member.world) for member in self.members)
 
     def with_sandbox(self, sandbox: Sandbox) -> MixedWorld:
         """This mixture with one sandbox for all of its worlds that need one."""

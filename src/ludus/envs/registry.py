@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import difflib
 import importlib
 import importlib.util
@@ -14,12 +15,13 @@ from typing import Any
 
 from ludus.config.sandbox import SandboxConfig
 from ludus.config.schema import EnvConfig, RolloutConfig
-from ludus.envs.base import Closes, UsesSandbox, World
+from ludus.envs.base import Closes, HoldsSessions, UsesSandbox, World, runs_programs
 from ludus.envs.mixture import Member, MixedWorld, bounded, check_tools
 from ludus.envs.toolbox import ToolLimits, describe_error
 from ludus.errors import ConfigError, LudusError
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
+from ludus.sandbox.probe import python_inside
 
 WORLDS: Mapping[str, str] = {
     "code": "ludus.envs.code.world:make_code_world",
@@ -105,6 +107,35 @@ def sandbox_settings(config: SandboxConfig) -> SandboxSettings:
         token=token,
         unsafe=config.unsafe,
     )
+
+
+def check_sandbox(config: SandboxConfig, world: World) -> None:
+    """Have one program run where the world's programs will, and a session where its episodes hold one.
+
+    For use outside an event loop. Raises WorldError where nothing answers or it fails, UserError for what the
+    sandbox refuses or does not have.
+    """
+    if not runs_programs(world):
+        return
+    worlds = [member.world for member in world.members] if isinstance(world, MixedWorld) else [world]
+
+    async def ask() -> None:
+        sandbox = _sandbox(config)
+        try:
+            await python_inside(sandbox)
+            if any(isinstance(one, HoldsSessions) for one in worlds):
+                await (await sandbox.session("shell")).close()
+        finally:
+            await sandbox.close()
+
+    try:
+        asyncio.run(ask())
+    except LudusError as error:
+        where = f" --url {config.url}" if config.url else ""
+        raise type(error)(
+            f"The world {world.name!r} runs programs, and its sandbox does not. {error.message}",
+            f"{error.hint} `ludus sandbox check --backend {config.backend}{where}` tries it.".strip(),
+        ) from error
 
 
 @asynccontextmanager

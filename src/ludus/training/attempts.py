@@ -17,7 +17,7 @@ from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.setup import Play
 from ludus.training.sampling import EpisodeReporter
 from ludus.training.session import Session, make_engine, session_scheduler
-from ludus.training.start import check_cheats, probe_tokens
+from ludus.training.start import check_plays, probe_tokens
 from ludus.training.sync import WeightSync
 
 
@@ -46,7 +46,7 @@ def sample_attempts(
 
     Raises ConfigError where the world pays for cheating, EngineError and WorldError as the scheduler does.
     """
-    check_cheats(session.config, session.world)
+    check_plays(session.config, session.world)
     engine = make_engine(session)
     try:
         return asyncio.run(_sample(session, wanted, engine, watch or Unwatched()))

@@ -58,7 +58,7 @@ from ludus.training.session import Session, make_engine, session_scheduler
 from ludus.training.sft import sft_step
 from ludus.training.start import (
     Comparison,
-    check_cheats,
+    check_plays,
     check_trackers,
     forget_after,
     kept_evaluation,
@@ -82,7 +82,7 @@ def check_rft(config: Config, world: World) -> None:
             f"Write --rft.tasks_per_round {num}, or less.",
         )
     order_of(world, config.run.seed, config.rft.tasks_per_round, config.rft.rounds)
-    check_cheats(config, world)
+    check_plays(config, world)
 
 
 @dataclass

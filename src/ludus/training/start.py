@@ -22,7 +22,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
-from ludus.envs.registry import build_world, closing
+from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import ConfigError
 from ludus.evaluation.check import CheckPlan, Unwatched, Watch, refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
@@ -114,7 +114,8 @@ class AdapterOff:
 def check(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
     """Refuse, before anything is written, what a run would only find out later.
 
-    Raises ConfigError and UserError for settings of the algorithm, trackers and splits.
+    Raises ConfigError and UserError for settings of the algorithm, trackers and splits, WorldError where the
+    sandbox does not answer.
     """
     algorithm = algorithm_of(config)
     check_roles(algorithm, world)
@@ -131,6 +132,16 @@ def check(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
     check_evaluation(config, world)
     task_order(config, world)
     check_reward_settings(config, world)
+    check_plays(config, world, watch)
+
+
+def check_plays(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
+    """Raise where the world's sandbox does not answer, and as `check_cheats`.
+
+    On a Ray cluster the sandbox is asked by the workers alone: this machine may not reach it.
+    """
+    if config.cluster.kind != "ray":
+        check_sandbox(config.sandbox, world)
     check_cheats(config, world, watch)
 
 

@@ -82,6 +82,11 @@ class MathWorld:
         """The tools of every episode. They keep nothing between calls."""
         return make_tools(self.settings.tool, self.sandbox)
 
+    @property
+    def runs_programs(self) -> bool:
+        """Whether the tool is Python."""
+        return self.settings.tool == "python"
+
     def with_sandbox(self, sandbox: Sandbox) -> MathWorld:
         """This world with that sandbox."""
         return replace(self, sandbox=sandbox)
