@@ -16,7 +16,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.reward_worker import HEAD
-from ludus.rollout.scoring import ProcessScoring, RewardFault, ThreadScoring
+from ludus.rollout.scoring import ProcessScoring, RewardFault, RewardLate, ThreadScoring
 from ludus.types import Message, StopReason, Task, Trajectory
 
 WORLD = """
@@ -116,6 +116,23 @@ def test_a_reward_that_hangs_ends_at_its_deadline_and_is_named(scoring):
     assert isinstance(error.__cause__, TimeoutError)
     assert error.part == "reward"
     assert after == 1.0
+
+
+def test_a_late_reward_is_named_also_where_more_has_been_asked_meanwhile(scoring):
+    made, world = scoring(reward_timeout_s=0.5)
+    long = replace(PLAYED, messages=(Message(role="assistant", content="x" * 300_000), *PLAYED.messages))
+
+    async def one(name):
+        return await made.scored(world, world.environment(task(name)), task(name), long)
+
+    async def scenario():
+        asked = (one("hangs"), *(one(f"t{i}") for i in range(6)))
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    late, *others = asyncio.run(scenario())
+    assert isinstance(late, RewardLate)
+    assert "judged.py, line 1" in late.message
+    assert [other.reward for other in others] == [1.0] * 6
 
 
 def test_what_a_reward_raises_or_ends_is_a_failure_with_its_words(scoring):

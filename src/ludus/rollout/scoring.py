@@ -224,7 +224,7 @@ class _Line:
         try:
             async with self._writing:
                 self._check()
-                await asyncio.get_running_loop().sock_sendall(self.ours, HEAD.pack(len(said)) + said)
+                await self._send(HEAD.pack(len(said)) + said)
             async with self._reading:
                 self._check()
                 async with asyncio.timeout(wait_s):
@@ -244,6 +244,16 @@ class _Line:
         self.closed = True
         self.ours.close()
 
+    async def _send(self, said: bytes) -> None:
+        """Raises _Gone where it has ended at what was asked before: its last words are for who asked it."""
+        try:
+            await asyncio.get_running_loop().sock_sendall(self.ours, said)
+        except OSError as error:
+            self.closed = True
+            if self.under_way == 1:
+                self.close()
+            raise _Gone from error
+
     def _check(self) -> None:
         if self.closed:
             raise _Gone
@@ -258,9 +268,11 @@ class _Line:
         """So many bytes, or all until the end. Raises _Lost where the end comes too early."""
         found, loop = bytearray(), asyncio.get_running_loop()
         while count is None or len(found) < count:
-            more = await loop.sock_recv(
-                self.ours, 65536 if count is None else min(count - len(found), 1 << 20)
-            )
+            try:
+                size = 65536 if count is None else min(count - len(found), 1 << 20)
+                more = await loop.sock_recv(self.ours, size)
+            except ConnectionResetError:  # its end, where it had not read all that it was asked
+                more = b""
             if not more and count is None:
                 break
             if not more:
