@@ -62,7 +62,7 @@ def replay(run, *words):
 
 def test_another_way_to_combine_shows_what_it_changes(run, tmp_path):
     said = replay(run, "--config", config(tmp_path, '[rewards]\ncombination = "gated"'))
-    assert "9 rollouts scored again: 6 have other rewards now." in said
+    assert "9 rollouts scored again: 6 have another reward now." in said
     assert "Success changed" not in said
     assert ["reward", f"{1.3 / 3:.4f}", f"{1.1 / 3:.4f}", "6"] in table(said)
     assert ["exact_match", f"{1 / 3:.4f}", f"{1 / 3:.4f}", "0"] in table(said)
@@ -79,7 +79,31 @@ def test_settings_go_on_top_of_the_file(run, tmp_path):
 def test_a_preset_brings_its_own_parts(run):
     said = replay(run, "--rewards.preset", "search_r1")
     assert ["reward", f"{1.3 / 3:.4f}", f"{1.4 / 3:.4f}", "9"] in table(said)
-    assert ["wrong_and_ill_formed", "0.0000", "0.0000", "0"] in table(said)
+    assert ["wrong_and_ill_formed", "none", "0.0000", "9"] in table(said)
+
+
+def test_the_sentence_and_the_table_count_the_same_rollouts(run):
+    words = ("--rewards.parts.citation_support.weight", "0.05", "--rewards.weights.f1", "0.0")
+    said = replay(run, *words)
+    assert (
+        "9 rollouts scored again: 0 have another reward now, 9 more have other parts and the same reward."
+        in said
+    )
+    assert ["citation_support", "none", "0.0000", "9"] in table(said)
+    assert ["reward", "0.4333", "0.4333", "0"] in table(said)
+    assert "the largest changes" not in said
+    said = replay(run, "--rewards.parts.long_answer.weight", "0.1", *long_answer())
+    assert (
+        "9 rollouts scored again: 3 have another reward now, 6 more have other parts and the same reward."
+        in said
+    )
+    (row,) = [row for row in table(said) if row[0] == "reward"]
+    assert row[-1] == "3"
+    assert len([row for row in table(said) if row[0] == "1"]) == 3
+
+
+def long_answer():
+    return ("--rewards.parts.long_answer.free", "1", "--rewards.parts.long_answer.limit", "2")
 
 
 def test_a_world_that_judges_otherwise_changes_success(run, tmp_path):
@@ -97,7 +121,7 @@ def test_a_world_that_judges_otherwise_changes_success(run, tmp_path):
 
 def test_a_reward_that_hangs_ends_the_replay_at_its_deadline(run, tmp_path):
     world = tmp_path / "hanging_world.py"
-    hangs = "lambda task, t: [None for _ in iter(int, 1)]"
+    hangs = "lambda task, t: float(any(iter(int, 1)))"
     world.write_text(WORLD.read_text().replace('"exact_match", exact_match,', f'"exact_match", {hangs},'))
     words = ("--config", config(tmp_path, f'[env]\nname = "{world}"'), "--rollout.reward_timeout_s", "0.3")
     said = refused("rewards", "replay", run, *words, code=4)
@@ -128,7 +152,7 @@ def test_what_a_section_made_is_made_again_bit_for_bit(tiny_run, tmp_path):
     second = ludus("show", run, "--rescore", "--step", "2").out
     assert "9 rollouts scored again: all rewards are as they were, bit for bit" in second
     plain = replay(run, "--rewards.combination", "weighted_sum", "--rewards.normalise_by", "none")
-    assert "18 rollouts scored again: 18 have other rewards now" in plain
+    assert "8 have another reward now, 10 more have other parts and the same reward." in plain
 
 
 @pytest.mark.parametrize(

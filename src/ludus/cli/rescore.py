@@ -41,9 +41,13 @@ class Rescored:
 
     @property
     def changed(self) -> bool:
-        """Whether any number differs."""
-        before = self.record.trajectory
-        return dict(before.rewards) != dict(self.now.rewards) or before.reward != self.now.reward
+        """Whether the reward differs."""
+        return self.record.trajectory.reward != self.now.reward
+
+    @property
+    def parts_changed(self) -> bool:
+        """Whether a part differs, is new or is gone."""
+        return dict(self.record.trajectory.rewards) != dict(self.now.rewards)
 
     @property
     def distance(self) -> float:
@@ -188,11 +192,11 @@ async def _scores(
 def replay_words(replay: Replay) -> list[str]:
     """The result in sentences."""
     changed = sum(one.changed for one in replay.rescored)
-    total = len(replay.rescored)
-    words = [
-        f"{total} rollouts scored again: "
-        + (f"{changed} have other rewards now." if changed else "all rewards are as they were, bit for bit.")
-    ]
+    parts = sum(one.parts_changed and not one.changed for one in replay.rescored)
+    told = [f"{changed} have another reward now"] if changed or parts else []
+    told += [f"{parts} more have other parts and the same reward"] if parts else []
+    said = ", ".join(told) or "all rewards are as they were, bit for bit"
+    words = [f"{len(replay.rescored)} rollouts scored again: {said}."]
     lost = sum(one.was_solved and not one.is_solved for one in replay.rescored)
     won = sum(one.is_solved and not one.was_solved for one in replay.rescored)
     if lost or won:
@@ -207,23 +211,30 @@ def replay_words(replay: Replay) -> list[str]:
 
 
 def replay_table(replay: Replay) -> Table:
-    """The mean of the reward and of each part, before and now, and how many rollouts changed in it."""
-    table = _table(
-        "Rewards as saved and as scored now", "part", "mean as saved", "mean now", "rollouts changed"
-    )
+    """The mean of the reward and of each part, before and now, and how many rollouts changed in it.
+
+    A part that no rollout has has no mean; one that is new or gone has changed. A rollout that lacks a part
+    that others have counts as 0 in its mean, as it does in the sum.
+    """
+    columns = ("part", "mean as saved", "mean now", "rollouts that changed in it")
+    table = _table("Rewards as saved and as scored now", *columns)
     names = dict.fromkeys(
         name for one in replay.rescored for name in (*one.record.trajectory.rewards, *one.now.rewards)
     )
-    parts = {name: [_pair(one, name) for one in replay.rescored] for name in names}
-    parts["reward"] = [(one.record.trajectory.reward, one.now.reward) for one in replay.rescored]
-    for name, pairs in parts.items():
-        before, now = (sum(column) / len(pairs) for column in zip(*pairs, strict=True))
-        table.add_row(name, f"{before:.4f}", f"{now:.4f}", str(sum(a != b for a, b in pairs)))
+    for name in names:
+        pairs = [(o.record.trajectory.rewards.get(name), o.now.rewards.get(name)) for o in replay.rescored]
+        table.add_row(name, *_means(pairs), str(sum(a != b for a, b in pairs)))
+    totals = [(one.record.trajectory.reward, one.now.reward) for one in replay.rescored]
+    table.add_row("reward", *_means(totals), str(sum(a != b for a, b in totals)))
     return table
 
 
-def _pair(one: Rescored, name: str) -> tuple[float, float]:
-    return one.record.trajectory.rewards.get(name, 0.0), one.now.rewards.get(name, 0.0)
+def _means(pairs: Sequence[tuple[float | None, float | None]]) -> list[str]:
+    columns = list(zip(*pairs, strict=True))
+    return [
+        "none" if all(v is None for v in column) else f"{_mean(v or 0.0 for v in column):.4f}"
+        for column in columns
+    ]
 
 
 def places_table(replay: Replay) -> Table:
