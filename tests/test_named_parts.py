@@ -1,12 +1,14 @@
 """Shaping parts that settings switch on by name, in worlds that do not have them."""
 
 import asyncio
+import re
 from dataclasses import replace
 
 import pytest
 
 from ludus.algorithms.presets import PRESETS
 from ludus.config import load_config
+from ludus.config.rewards import PARTS
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.answers import Answers
@@ -19,7 +21,7 @@ from ludus.training.credit import settle
 from ludus.training.sampling import Sampler
 from ludus.training.session import Session
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
-from tiny_run import ludus
+from tiny_run import ludus, refused
 
 OPTIONS = {
     "extra_calls": {"free": 1, "limit": 3},
@@ -121,7 +123,6 @@ def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (part("citation_suport"), "no part 'citation_suport'. Did you mean 'citation_support'"),
         (part("citation_support", cap=2), "citation_support has no option 'cap'. It takes none"),
         (part("extra_calls", free=1), "extra_calls needs limit"),
         (part("extra_calls", free=3, limit=2), "free must be from 0 to below limit"),
@@ -142,3 +143,33 @@ def test_env_show_tells_of_them():
     said = ludus("env", "show", "search", *part("citation_support"))
     assert said.code == 0
     assert "reward citation_support: weight 0.1, shaping" in said.out
+    plain = shown_reward(ludus("env", "show", "search").out)
+    total, parts = shown_reward(said.out)
+    assert "citation_support 1" in parts
+    assert total == pytest.approx(plain[0] + 0.1)
+
+
+def test_env_show_scores_with_a_preset_in_the_place_of_the_worlds_parts():
+    said = ludus("env", "show", "search", "--rewards.preset", "search_r1").out
+    assert "reward exact_match: weight 1, outcome, in evaluations alone" in said
+    assert "reward exact_match: weight 0.8, outcome\n" in said
+    assert shown_reward(said)[0] == 1.0
+
+
+def shown_reward(out):
+    found = re.search(r"reward ([0-9.]+) +\((.*)\)", out)
+    return float(found[1]), found[2]
+
+
+def test_names_that_there_are_not_are_refused_with_the_settings():
+    assert set(PARTS) == set(NAMED)
+    words = ("--rewards.parts.citation_suport.weight", "0.1")
+    for command in (("config", "search"), ("train", "search"), ("env", "show", "search")):
+        said = refused(*command, *words)
+        assert "rewards.parts.citation_suport is no part of rewards; the nearest is" in said
+        assert "rewards.parts.citation_support" in said
+    odd = refused("config", "search", "--rewards.parts.unlike.weight", "0.1")
+    assert f"there are {', '.join(PARTS)}" in odd
+    assert "extra_calls needs limit" in refused("config", "search", *part("extra_calls", free=1))
+    with pytest.raises(ConfigError, match="Did you mean 'citation_support'"):
+        named_part("citation_suport", 0.1, {})

@@ -24,6 +24,7 @@ from ludus.config.schema import Config
 from ludus.config.settings import Setting, is_section, list_settings, suggestion
 from ludus.config.toml import to_toml, toml_value
 from ludus.errors import ConfigError
+from ludus.rewards.named import added_parts
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -39,12 +40,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print configuration or settings."""
+    """Print configuration or settings. Raises ConfigError for an algorithm or rewards that cannot be."""
     if args.keys is not None:
         print("\n".join(key_lines(args.keys, load_config(source(args.recipe), overrides))))
         return 0
     config = load_config(source(args.recipe), overrides)
     algorithm = algorithm_of(config)
+    added_parts(config.rewards)
     print(to_toml(config))
     print("\n".join(algorithm_lines(algorithm, config)))
     return 0

@@ -12,6 +12,7 @@ Settings follow as --env.settings '{...}' and the like. A check that finds a pai
 from __future__ import annotations
 
 import argparse
+import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -30,10 +31,10 @@ from ludus.evaluation.agents import Kind
 from ludus.evaluation.check import CheckPlan, CheckReport, Row, check_world
 from ludus.evaluation.scorecard import Scorecard, Share, scorecard
 from ludus.recipes import list_recipes
-from ludus.rewards.base import Reward
-from ludus.rewards.named import check_fed, switched_on
+from ludus.rewards.named import added_parts, check_fed
 from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.setup import episode_limits
+from ludus.types import Task, Trajectory
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,10 +84,7 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
     limits, scoring = episode_limits(config.rollout), ProcessScoring.of(config)
     plan = CheckPlan(args.split, num, args.seed, limits=limits, scoring=scoring)
     if args.act == "show":
-        report = check_world(world, plan)
-        task, added = report.tasks[0], switched_on(config.rewards.parts)
-        check_fed([part.name for part in added], task, len(world.environment(task).tools))
-        show(console, report, added)
+        show(console, check_world(world, plan), config, scoring)
         return
     with bars(console, passing=True) as progress:
         plan = replace(plan, watch=CheckBar(progress))
@@ -192,11 +190,15 @@ def _of(share: Share) -> str:
     return f"{share.part} of {share.whole}"
 
 
-def show(console: Console, report: CheckReport, added: Sequence[Reward] = ()) -> None:
-    """Splits, tools, rewards, a task, and an episode of who knows how."""
+def show(console: Console, report: CheckReport, config: Config, scoring: ProcessScoring) -> None:
+    """Splits, tools, rewards, a task, and an episode of who knows how, scored as in training.
+
+    Raises ConfigError for parts of the settings that the world cannot feed.
+    """
     from ludus.cli.transcripts import message_text, print_transcript
 
-    world, task = report.world, report.tasks[0]
+    world, task, added = report.world, report.tasks[0], added_parts(config.rewards)
+    check_fed([*config.rewards.parts], task, len(world.environment(task).tools))
     say(console, f"World: {world.name}")
     for split in world.splits:
         say(console, f"  split {split}: {len(world.tasks(split)):,} tasks")
@@ -205,7 +207,8 @@ def show(console: Console, report: CheckReport, added: Sequence[Reward] = ()) ->
         say(console, f"  tool {tool.name}({', '.join(parameters['properties'])}): {tool.description}")
     for reward in (*world.rewards, *added):
         what = "outcome" if reward.outcome else "shaping" if reward.weight else "reported"
-        say(console, f"  reward {reward.name}: weight {reward.weight:g}, {what}")
+        where = ", in evaluations alone" if config.rewards.preset and reward in world.rewards else ""
+        say(console, f"  reward {reward.name}: weight {reward.weight:g}, {what}{where}")
     say(console, f"  cold start: {_cold_start(world)}")
     say(console, f"\nTask {task.id}   {'  '.join(f'{name} {tag}' for name, tag in task.tags.items())}")
     knowing = (Kind.ORACLE, Kind.SHOWN)
@@ -216,7 +219,18 @@ def show(console: Console, report: CheckReport, added: Sequence[Reward] = ()) ->
         say(console, "The world shows nobody who solves this task.")
         return
     say(console, f"As the agent {knows.agent.name} plays it:\n")
-    print_transcript(console, knows.plays[0].trajectory)
+    print_transcript(console, as_trained(world, task, knows.plays[0].trajectory, config, scoring))
+
+
+def as_trained(
+    world: World, task: Task, trajectory: Trajectory, config: Config, scoring: ProcessScoring
+) -> Trajectory:
+    """With the parts that the settings add, and the sum of those that train. Raises WorldError."""
+    if not added_parts(config.rewards):
+        return trajectory
+    found = asyncio.run(scoring.with_added(world, task, trajectory))
+    own = 0.0 if config.rewards.preset else trajectory.reward
+    return replace(found, reward=own + found.reward)
 
 
 def _cold_start(world: World) -> str:

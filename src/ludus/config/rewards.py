@@ -2,11 +2,26 @@
 
 from __future__ import annotations
 
+import difflib
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from ludus.config.section import OptimiserSection, Section
+
+PARTS = (
+    "citation_support",
+    "extra_calls",
+    "format_kept",
+    "invalid_calls",
+    "language_consistency",
+    "long_answer",
+    "patch_similarity",
+    "repeated_calls",
+    "token_f1",
+    "well_formed",
+)
+"""The names of `rewards.parts` (`ludus.rewards.named.NAMED`)."""
 
 
 class LengthConfig(Section):
@@ -95,6 +110,14 @@ class RewardsConfig(Section):
     reward_model."""
     model_weight: float = Field(0.2, ge=0)
     """Weight of the part reward_model."""
+
+    @model_validator(mode="after")
+    def _has_parts(self) -> Self:
+        if odd := [name for name in self.parts if name not in PARTS]:
+            near = difflib.get_close_matches(odd[0], PARTS, n=1)
+            told = f"the nearest is rewards.parts.{near[0]}" if near else f"there are {', '.join(PARTS)}"
+            raise ValueError(f"rewards.parts.{odd[0]} is no part of rewards; {told}")
+        return self
 
     @model_validator(mode="after")
     def _normalises(self) -> Self:
