@@ -106,6 +106,17 @@ def check_chain(folder: Path) -> None:
     assert configs[3].env.settings == {"well_formed_weight": 0.2}
 
 
+def test_a_dead_sandbox_of_a_later_stage_is_told_before_the_first_one_runs(tmp_path):
+    words = ("--sandbox.backend", "piston", "--sandbox.url", "http://127.0.0.1:9")
+    file = tmp_path / "stages.toml"
+    none, sft, _, _, rl = STAGES.split("[[stage]]")
+    text = "[[stage]]".join((none, sft, rl)).partition("settings.env")[0]
+    file.write_text(text.format(recipe="code"))
+    said = refused("pipeline", file, "--folder", tmp_path / "run", *words, code=4)
+    assert "The world 'code' runs programs, and its sandbox does not." in said
+    assert not (tmp_path / "run").exists()
+
+
 OWN_PAIRS = """
 [[stage]]
 kind = "sft"

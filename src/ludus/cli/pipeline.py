@@ -21,7 +21,9 @@ from ludus.cli.stages import HowToResume, TrainingStage
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
 from ludus.config.schema import Config
+from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError, UserError
+from ludus.rewards.named import added_parts
 
 if TYPE_CHECKING:
     from ludus.training.run import RunFolder
@@ -50,6 +52,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     stages = load_pipeline(args.file)
     folder = args.folder or Path("runs") / args.file.stem
     check_stages(stages, overrides)
+    check_sandboxes([stage for stage in stages if not (folder / stage.name).exists()], overrides)
     open_folder(folder, stages, args.file)
     console = make_console()
     words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
@@ -66,6 +69,7 @@ def check_stages(stages: Sequence[Stage], overrides: Sequence[str]) -> None:
     for stage in stages:
         try:
             config = load_config(stage.recipe, [*stage.settings, *overrides])
+            added_parts(config.rewards)
         except ConfigError as error:
             raise ConfigError(f"Stage {stage.number} ({stage.kind}): {error.message}", error.hint) from error
         sampled = any(before.kind in SAMPLES for before in stages[: stage.number - 1])
@@ -74,6 +78,14 @@ def check_stages(stages: Sequence[Stage], overrides: Sequence[str]) -> None:
                 f"Stage {stage.number} ({stage.kind}) has nothing to learn rewards from.",
                 "Put a stage of rft or rl before it, or set reward_model.run or reward_model.data.",
             )
+
+
+def check_sandboxes(stages: Sequence[Stage], overrides: Sequence[str]) -> None:
+    """Raise where the sandbox of a stage that samples does not answer, before the first one runs."""
+    for stage in stages:
+        config = load_config(stage.recipe, [*stage.settings, *overrides])
+        if stage.kind in SAMPLES and config.cluster.kind != "ray":
+            check_sandbox(config.sandbox, build_world(config.env, config.rollout, config.sandbox))
 
 
 def has_source(stage: Stage, config: Config) -> bool:
