@@ -171,5 +171,15 @@ def test_names_that_there_are_not_are_refused_with_the_settings():
     odd = refused("config", "search", "--rewards.parts.unlike.weight", "0.1")
     assert f"there are {', '.join(PARTS)}" in odd
     assert "extra_calls needs limit" in refused("config", "search", *part("extra_calls", free=1))
+    for key in ("weights.exact_mach", "weights_end.exact_mach", "caps.exact_mach"):
+        odd = refused("config", "search", f"--rewards.{key}", "0.5")
+        assert "names 'exact_mach', which is no part of the reward. Did you mean 'exact_match'? Parts:" in odd
+    assert "a part of that name" in refused("config", "search", *part("well_formed"))
+    added = part("citation_support")
+    assert ludus("config", "search", "--rewards.weights.citation_support", "0.1", *added).code == 0
+    words = ("--model", "nowhere", "--rewards.weights.exact_mach", "0.5")
+    assert "Did you mean 'exact_match'?" in refused("train", "search", *words)
+    elsewhere = ludus("config", "--env.name", "not_here.py", "--rewards.gate", "right").out
+    assert "# the names of rewards are not checked: There is no file not_here.py." in elsewhere
     with pytest.raises(ConfigError, match="Did you mean 'citation_support'"):
         named_part("citation_suport", 0.1, {})

@@ -23,8 +23,9 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import Setting, is_section, list_settings, suggestion
 from ludus.config.toml import to_toml, toml_value
-from ludus.errors import ConfigError
-from ludus.rewards.named import added_parts
+from ludus.envs.registry import build_world
+from ludus.errors import ConfigError, LudusError
+from ludus.rewards.named import added_parts, check_names, parts_that_train
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,10 +47,28 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     config = load_config(source(args.recipe), overrides)
     algorithm = algorithm_of(config)
-    added_parts(config.rewards)
+    unchecked = check_rewards(config)
     print(to_toml(config))
     print("\n".join(algorithm_lines(algorithm, config)))
+    if unchecked:
+        print(f"# the names of rewards are not checked: {unchecked}")
     return 0
+
+
+def check_rewards(config: Config) -> str:
+    """Raise ConfigError for parts of rewards that there are not, and for weights, caps or a gate of such.
+
+    The world says what parts it has. Where it cannot be made here this is why; otherwise the text is empty.
+    """
+    added_parts(config.rewards)
+    if config.rewards.is_default:
+        return ""
+    try:
+        world = build_world(config.env, config.rollout, config.sandbox)
+    except LudusError as error:
+        return str(error)
+    check_names(config.rewards, parts_that_train(config.rewards, world.rewards))
+    return ""
 
 
 def source(recipe: str | None) -> str | Path | None:

@@ -12,7 +12,7 @@ from ludus.errors import ConfigError
 from ludus.rewards.answers import Answers, token_f1, well_formed
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.patches import Patch, patch_similarity
-from ludus.rewards.published import PUBLISHED, format_kept
+from ludus.rewards.published import PUBLISHED, format_kept, training_parts
 from ludus.rewards.shaping import (
     citation_support,
     extra_calls,
@@ -22,6 +22,9 @@ from ludus.rewards.shaping import (
     repeated_calls,
 )
 from ludus.types import Task
+
+MODEL_PART = "reward_model"
+"""The name of the part that a reward model gives."""
 
 Option = int | str
 
@@ -83,6 +86,38 @@ def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
     """What the section `rewards` has scored beside the parts of a world: a preset, and parts by name."""
     published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
     return (*published, *switched_on(settings.parts))
+
+
+def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
+    """The parts that train: those of the preset, or else a world's `own`, and those that are switched on.
+
+    Raises ConfigError for a part that is no part or there already.
+    """
+    first, added = training_parts(settings.preset, own), switched_on(settings.parts)
+    if twice := {part.name for part in first} & {part.name for part in added}:
+        name = min(twice)
+        raise ConfigError(
+            f"rewards.parts.{name}: the rewards have a part of that name.", f"Set rewards.weights.{name}."
+        )
+    return (*first, *added)
+
+
+def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
+    """Raise ConfigError for weights, caps or a gate of what is no part, with the nearest name."""
+    names = [part.name for part in parts] + ([MODEL_PART] if settings.model is not None else [])
+    given = {
+        "weights": [*settings.weights],
+        "weights_end": [*settings.weights_end],
+        "caps": [*settings.caps],
+        "gate": [] if settings.gate == "outcome" else [settings.gate],
+    }
+    for key, used in given.items():
+        for name in used:
+            if name not in names:
+                near = difflib.get_close_matches(name, names, n=1)
+                guess = f"Did you mean {near[0]!r}? " if near else ""
+                said = f"rewards.{key} names {name!r}, which is no part of the reward."
+                raise ConfigError(said, f"{guess}Parts: {', '.join(names)}.")
 
 
 def check_fed(names: Sequence[str], task: Task, num_tools: int) -> None:

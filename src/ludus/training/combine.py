@@ -35,8 +35,8 @@ from ludus.engines.loading import load_tokenizer
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rewards.named import added_parts, check_fed, switched_on
-from ludus.rewards.published import PUBLISHED, training_parts
+from ludus.rewards.named import MODEL_PART, added_parts, check_fed, check_names, parts_that_train
+from ludus.rewards.published import PUBLISHED
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.scoring import ProcessScoring, waited
 from ludus.training.reward_data import Judged, action_ends
@@ -45,8 +45,6 @@ from ludus.training.reward_terms import LENGTH_PART, shaping_ranges, with_length
 from ludus.training.session import Session
 from ludus.types import WORLD_TAG, Failure, Group, StopReason, Task, Trajectory
 
-MODEL_PART = "reward_model"
-"""The name of the part that a reward model gives."""
 COMBINED_PART = "combined"
 """The combined reward before it is normalised, on record as a part."""
 FULL = 1 - 1e-9
@@ -79,7 +77,8 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[Part, ...]:
     has_model = settings.model is not None
     if has_model and MODEL_PART in names:
         raise ConfigError(f"The world has a reward of its own called {MODEL_PART}.", "Give it another name.")
-    _check_names(settings, [*names, *([MODEL_PART] if has_model else [])])
+    check_names(settings, rewards)
+    _check_caps(settings)
     _check_terms(settings, names)
     found = [_planned(config, part) for part in rewards]
     if has_model:
@@ -110,14 +109,7 @@ def parts_of(config: Config, world: World) -> Sequence[Reward]:
 
     Raises ConfigError for a part that is no part or there already.
     """
-    own = training_parts(config.rewards.preset, world.rewards)
-    added = switched_on(config.rewards.parts)
-    if twice := {part.name for part in own} & {part.name for part in added}:
-        name = min(twice)
-        raise ConfigError(
-            f"rewards.parts.{name}: the rewards have a part of that name.", f"Set rewards.weights.{name}."
-        )
-    return (*own, *added)
+    return parts_that_train(config.rewards, world.rewards)
 
 
 def check_reward_settings(config: Config, world: World) -> None:
@@ -394,18 +386,7 @@ class Combiner:
         return outcome + gated(gate=self._gate(trajectories), rewards=shaping, threshold=FULL)
 
 
-def _check_names(settings: RewardsConfig, names: Sequence[str]) -> None:
-    given = {
-        "weights": [*settings.weights],
-        "weights_end": [*settings.weights_end],
-        "caps": [*settings.caps],
-        "gate": [] if settings.gate == "outcome" else [settings.gate],
-    }
-    for key, used in given.items():
-        for name in used:
-            if name not in names:
-                said = f"rewards.{key} names {name!r}, which is no part of the reward."
-                raise ConfigError(said, f"Parts: {', '.join(names)}.")
+def _check_caps(settings: RewardsConfig) -> None:
     if MODEL_PART in settings.weights:
         raise ConfigError(f"rewards.weights names {MODEL_PART!r}.", "Its weight is rewards.model_weight.")
     if odd := [name for name, cap in settings.caps.items() if not 0 <= cap <= 1]:

@@ -67,13 +67,14 @@ def default_threads() -> int:
     return min(4, torch.get_num_threads())
 
 
-def open_session(config: Config, weights: Path | None = None) -> Session:
-    """Build world, model and renderer. `weights`, if given, is a checkpoint that takes the model's place.
+def open_session(config: Config, weights: Path | None = None, world: World | None = None) -> Session:
+    """Build world, model and renderer. `weights`, if given, is a checkpoint that takes the model's place;
+    `world` is that of the settings, where it is there already.
 
     Raises UserError and its children for everything that a user can mend.
     """
     set_up_compute(config)
-    world = build_world(config.env, config.rollout, config.sandbox)
+    world = world or build_world(config.env, config.rollout, config.sandbox)
     path = str(weights) if weights is not None else model_path(config)
     tokenizer = load_tokenizer(path, needs_template=config.env.rendering == "chat")
     model = load_model(path, config.model.dtype, config.model.device)

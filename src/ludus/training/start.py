@@ -26,7 +26,6 @@ from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import ConfigError
 from ludus.evaluation.check import CheckPlan, Unwatched, Watch, refuse_cheats
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
-from ludus.rewards.named import added_parts
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.setup import episode_limits, sampling_params
@@ -195,15 +194,16 @@ def prepare(config: Config, watch: Watch = UNWATCHED) -> Session | None:
     """Check a configuration and load its model, before anything is written.
 
     `watch` sees the check of the world. None where the model is yet to be made from scratch. What the
-    settings alone show to be wrong is refused first: loading takes its time.
+    settings and the world show to be wrong is refused first: loading takes its time.
     """
     algorithm_of(config)
-    added_parts(config.rewards)
+    world = build_world(config.env, config.rollout, config.sandbox)
+    check_reward_settings(config, world)
     if config.model.from_scratch:
-        check(config, build_world(config.env, config.rollout, config.sandbox), watch)
+        check(config, world, watch)
         return None
-    session = open_session(config)
-    check(config, session.world, watch)
+    session = open_session(config, world=world)
+    check(config, world, watch)
     return session
 
 
