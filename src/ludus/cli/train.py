@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import recipe_config, run_config
+from ludus.cli.config import check_rewards
 from ludus.cli.stages import TrainingStage, resumed_folder
 from ludus.cli.terminal import CheckBar, bars, make_console, silence_libraries
 from ludus.config.environment import launched_rank
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
 
 def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check a configuration and load its model, unless that is yet to be made."""
+    check_rewards(config)  # before torch is imported, which takes seconds
     from ludus.cli import console
     from ludus.training.start import prepare
 
