@@ -35,7 +35,8 @@ LONG = (
     *("--env.settings.largest", "40", "--env.settings.sizes", "[27, 29, 31]"),
     *("--env.settings.composition_size", "35", "--rollout.max_turns", "7"),
 )
-TIGHT = ("--rollout.max_tokens", "220", "--training.epochs", "2", "--training.minibatches", "4")
+TIGHT = ("--rollout.max_turns", "4", "--rollout.max_new_tokens", "36")
+TIGHT += ("--training.epochs", "2", "--training.minibatches", "4")
 SPLITS = ("validation", "test", "composition")
 
 
@@ -68,7 +69,7 @@ GAMES = {
     "guess": Game("guess", 50, 90),
     "guess-long": Game("guess", 50, 180, LONG, sft_steps=4000),
     "search": Game("search", 30, 256, episodes=96, demonstrations=24),
-    "search-tight": Game("search", 30, 256, TIGHT, episodes=96, demonstrations=24),
+    "search-tight": Game("search", 20, 256, TIGHT, episodes=96, demonstrations=24),
 }
 
 
