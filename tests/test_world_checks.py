@@ -93,7 +93,8 @@ def test_what_tests_said_at_the_end_they_say_again_of_what_was_left(name):
             task = world.tasks("train")[0]
             turns = actions_of(world.expert(task).messages[len(task.prompt) :])
             agent = Agent("oracle", Kind.ORACLE, "knows", lambda task, tools: turns)
-            one = await play(world, task, agent, episode_limits(config.rollout))
+            plan = CheckPlan(limits=episode_limits(config.rollout))
+            one = await play(world, task, agent, plan)
             return one, await one.environment.grade_again()
 
     one, again = asyncio.run(scenario())

@@ -10,9 +10,8 @@ from ludus.envs.guess import make_guess_world
 from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.evaluation.agents import Agent, Kind, actions_of
-from ludus.evaluation.check import play
+from ludus.evaluation.check import CheckPlan, play
 from ludus.recipes import recipe_folder
-from ludus.rollout.episode import EpisodeLimits
 from ludus.types import Message
 
 SECTIONS = {
@@ -80,6 +79,6 @@ def test_the_transcript_of_guess_is_a_real_one():
     )
     moves = actions_of([Message(role="assistant", content=turn) for turn in turns[::2]])
     agent = Agent("the page", Kind.SHOWN, "plays what it shows", lambda task, tools: moves)
-    played = asyncio.run(play(world, task, agent, EpisodeLimits()))
+    played = asyncio.run(play(world, task, agent, CheckPlan()))
     assert played.succeeded
     assert [message["content"] for message in played.trajectory.messages][1:] == turns
