@@ -35,8 +35,8 @@ LONG = (
     *("--env.settings.largest", "40", "--env.settings.sizes", "[27, 29, 31]"),
     *("--env.settings.composition_size", "35", "--rollout.max_turns", "7"),
 )
-TIGHT = ("--rollout.max_turns", "4", "--rollout.max_new_tokens", "36")
-TIGHT += ("--training.epochs", "2", "--training.minibatches", "4")
+MANY_UPDATES = ("--training.epochs", "2", "--training.minibatches", "4")
+TIGHT = ("--rollout.max_turns", "4", "--rollout.max_new_tokens", "36", *MANY_UPDATES)
 SPLITS = ("validation", "test", "composition")
 
 
