@@ -289,8 +289,8 @@ def test_a_run_keeps_the_metrics_of_as_many_steps_as_an_alarm_looks_at(tiny_run,
         return loops[-1]
 
     monkeypatch.setattr(start, "build_loop", build)
-    run(tiny_run, tmp_path / "long", "async", training__steps=AlarmLimits().zero_reward_steps + 2)
-    assert len(loops[0][0].history) == AlarmLimits().zero_reward_steps
+    run(tiny_run, tmp_path / "long", "async", training__steps=AlarmLimits().reach + 2)
+    assert len(loops[0][0].history) == AlarmLimits().reach
 
 
 def test_no_thread_is_left_behind(streamed, threads_before):

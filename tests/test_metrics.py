@@ -209,7 +209,6 @@ def test_a_healthy_step_raises_no_alarm():
             {"groups/zero_variance": 1.0, "groups/all_right": 0.0, "groups/all_wrong": 1.0},
             "too hard (all wrong)",
         ),
-        ({ENTROPY: 0.019}, "the entropy of the policy is 0.019 nats per token, below 0.02"),
         ({LOGPROB_GAP: 0.051}, "differ by 0.051 nats per token, above 0.05"),
         (
             {"tools/error_rate": 0.6, "tools/status/timed_out": 0.4},
@@ -230,7 +229,6 @@ def test_each_alarm_speaks_alone_and_about_the_newest_step(change, words):
     "change",
     [
         {"groups/zero_variance": 0.99},
-        {ENTROPY: 0.02},
         {LOGPROB_GAP: 0.05},
         {"tools/error_rate": 0.5},
         {"stop/tool_errors": 0.5},
@@ -270,6 +268,28 @@ def test_rewards_are_stuck_only_after_some_steps():
 def test_a_gap_to_older_weights_is_no_alarm():
     assert alarms([HEALTHY | {LOGPROB_GAP: 0.7, MEAN_AGE: 0.5}]) == []
     assert len(alarms([HEALTHY | {LOGPROB_GAP: 0.7, MEAN_AGE: 0.0}])) == 1
+
+
+def with_entropy(*values):
+    """Healthy steps of these entropies; None for a step in which nothing trained."""
+    plain = {name: value for name, value in HEALTHY.items() if name != ENTROPY}
+    return [plain if value is None else plain | {ENTROPY: value} for value in values]
+
+
+def test_a_step_of_low_entropy_is_no_collapse_and_several_in_a_row_are():
+    dips = with_entropy(0.0588, 0.0171, 0.0461, 0.0167, 0.0313, 0.0131, 0.0351, 0.0131)
+    assert all(alarms(dips[: n + 1]) == [] for n in range(len(dips)))
+    assert alarms(with_entropy(0.019, 0.018, 0.017, 0.016)) == []
+    (sentence,) = alarms(with_entropy(0.06, 0.019, 0.018, 0.017, 0.016, 0.015))
+    assert "is 0.015 nats per token, and was below 0.02 in each of the last 5 steps" in sentence
+    assert alarms(with_entropy(0.019, 0.018, 0.02, 0.016, 0.015)) == []
+    assert alarms(with_entropy(0.02, 0.02, 0.02, 0.02, 0.02)) == []
+
+
+def test_a_step_without_training_neither_makes_nor_hides_a_collapse():
+    (sentence,) = alarms(with_entropy(0.019, None, 0.017, 0.016, 0.015))
+    assert "collapsed" in sentence
+    assert alarms(with_entropy(0.019, 0.018, 0.017, 0.016, 0.015, None)) == []
 
 
 def test_absent_metrics_raise_no_alarm():

@@ -25,7 +25,7 @@ from ludus.training.checkpoint import checkpoint_path
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import make_engine, model_path, open_session
 from ludus.training.start import doubts, train
-from small_runs import Cut, Cutting, Silent, config, lasting_files, words
+from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files, words
 
 
 def run(folder: Path, **changes: str) -> Silent:
@@ -150,6 +150,14 @@ def test_who_watches_a_run_hears_what_it_is_doing(tmp_path):
     phases = run(tmp_path / "run", training__steps="2").phases
     about = [name for name in phases if name.startswith("step 2")]
     assert about[:2] == ["step 2: episodes", "step 2: learning"]
+
+
+def test_a_policy_that_has_collapsed_alarms_once_it_lasts(tmp_path):
+    few = SMALLEST | {"training__steps": "5", "evaluation__tasks": "1"}
+    cold = {"rollout__temperature": "0.1", "algorithm__zero_variance": "false"}
+    told = [text for text in run(tmp_path / "run", **few, **cold).alarms if "entropy" in text]
+    assert len(told) == 1
+    assert "below 0.02 in each of the last 5 steps: it has collapsed" in told[0]
 
 
 def test_the_timings_tell_what_the_engine_did(finished):

@@ -42,7 +42,7 @@ def ledger_words(rows: Sequence[MetricsRow]) -> str:
 def alarm_words(rows: Sequence[MetricsRow]) -> list[str]:
     """Each alarm of the run once, in the words of its last time, and at how many steps it rang."""
     history = [row.metrics for row in rows]
-    reach = AlarmLimits().zero_reward_steps
+    reach = AlarmLimits().reach
     rang: dict[str, list[int]] = defaultdict(list)
     words: dict[str, str] = {}
     for number, row in enumerate(rows, start=1):

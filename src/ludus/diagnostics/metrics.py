@@ -32,6 +32,8 @@ class AlarmLimits:
 
     min_entropy: float = 0.02
     """Nats per action token below which the policy has collapsed onto one continuation."""
+    low_entropy_steps: int = 5
+    """Steps in a row below `min_entropy` before it counts as a collapse: one may be due to its tasks."""
     max_logprob_gap: float = 0.05
     """Nats, mean over action tokens, between the learner's log-probabilities and the engine's, in a step on
     policy."""
@@ -42,6 +44,11 @@ class AlarmLimits:
     """Share of episodes that a streak of tool errors ended."""
     zero_reward_steps: int = 5
     """Steps in a row whose every reward is 0 before it counts as stuck."""
+
+    @property
+    def reach(self) -> int:
+        """Steps that an alarm looks back at, the newest included."""
+        return max(self.low_entropy_steps, self.zero_reward_steps)
 
 
 def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict[str, float]:
@@ -80,7 +87,7 @@ def alarms(history: Sequence[Mapping[str, float]], limits: AlarmLimits = AlarmLi
     now = history[-1]
     found = [_odd_numbers(now), _equal_rewards(now), _stuck_at_zero(history, limits)]
     found += _worlds_at_zero(history, limits)
-    found += [_entropy(now, limits), _logprob_gap(now, limits)]
+    found += [_entropy(history, limits), _logprob_gap(now, limits)]
     found += [_tool_errors(now, limits), _tool_error_stops(now, limits), _cut_off(now, limits)]
     return [sentence for sentence in found if sentence]
 
@@ -242,13 +249,16 @@ def _worlds_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits)
     ]
 
 
-def _entropy(now: Mapping[str, float], limits: AlarmLimits) -> str:
-    value = now.get(ENTROPY, math.inf)
-    if not value < limits.min_entropy:
+def _entropy(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str:
+    """A collapse that lasts. A step in which nothing trained has no entropy and interrupts nothing."""
+    last = history[-limits.low_entropy_steps :]
+    low = all(m.get(ENTROPY, 0.0) < limits.min_entropy for m in last)
+    if len(last) < limits.low_entropy_steps or not low or ENTROPY not in last[-1]:
         return ""
     return (
-        f"the entropy of the policy is {value:.4g} nats per token, below {limits.min_entropy:g}: it has "
-        "collapsed onto one continuation, and groups will stop differing"
+        f"the entropy of the policy is {last[-1][ENTROPY]:.4g} nats per token, and was below "
+        f"{limits.min_entropy:g} in each of the last {len(last)} steps: it has collapsed onto one "
+        "continuation, and groups will stop differing"
     )
 
 

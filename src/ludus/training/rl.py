@@ -143,7 +143,7 @@ class RlLoop:
         timings = clock.metrics(played, places(self.session.config))
         await work(lambda: self.write(step, credits, metrics, timings))
         limits = AlarmLimits()
-        self.history = [*self.history, metrics][-limits.zero_reward_steps :]
+        self.history = [*self.history, metrics][-limits.reach :]
         for text in alarms(self.history, limits):
             self.alarm(step, text)
         if not self.hinted and (hint := scoring_hint(timings, self.session.config)):
