@@ -21,7 +21,8 @@ class LudusError(Exception):
         self.hint = hint
 
     def __str__(self) -> str:
-        return f"{self.message} {self.hint}".strip()
+        gap = "" if self.hint.startswith("\n") else " "
+        return f"{self.message}{gap}{self.hint}".strip()
 
     def __reduce__(self) -> tuple[type[LudusError], tuple[str, str]]:
         return type(self), (self.message, self.hint)

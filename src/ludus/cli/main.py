@@ -8,16 +8,21 @@ once it runs.
 from __future__ import annotations
 
 import argparse
+import atexit
 import difflib
+import gc
 import importlib
 import logging
 import os
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ludus import __version__
 from ludus.cli.arguments import split_settings
+from ludus.cli.interrupts import INTERRUPTED
 from ludus.errors import LudusError, UserError
 
 
@@ -81,6 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = logging.getLogger("ludus")
     if not log.handlers:
         log.addHandler(logging.NullHandler())
+    atexit.register(_end_quickly)
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
@@ -90,10 +96,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         return error.exit_code
     except KeyboardInterrupt as interrupt:  # a run that was interrupted says how it goes on
         print(f"\nInterrupted. {interrupt}".rstrip(), file=sys.stderr)
-        return 130
+        return INTERRUPTED
     except BrokenPipeError:  # whoever reads has enough; Python would complain at its end
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
+
+
+def _end_quickly() -> None:
+    """Spare the end of the process a search for garbage, which takes seconds, and interrupts in it."""
+    gc.freeze()
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
 def _print_error(error: LudusError) -> None:

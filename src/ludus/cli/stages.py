@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import check_run, recipe_config, recipe_stem, run_config
+from ludus.cli.interrupts import WatchedInterrupts
 from ludus.cli.terminal import silence_libraries
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
@@ -114,22 +115,30 @@ def resumed_folder(args: argparse.Namespace) -> RunFolder:
 class HowToResume:
     """Whatever ends the run inside says how it goes on: an error in its hint, an interrupt in its text.
 
-    `what` is the folder of the run, or the command that goes on with it.
+    `what` is the folder of the run, or the command that goes on with a pipeline. A second interrupt ends the
+    process at once (`interrupts`).
     """
 
     def __init__(self, what: RunFolder | str) -> None:
         from ludus.training.run import resume_command
 
-        self._hint = f"The run goes on with: {what if isinstance(what, str) else resume_command(what)}"
+        if isinstance(what, str):
+            self._command, self._hint = what, f"The pipeline goes on with: {what}"
+        else:
+            self._command = resume_command(what)
+            self._hint = f"The run goes on with: {self._command}"
+        self._interrupts = WatchedInterrupts(self._hint)
 
     def __enter__(self) -> None:
-        pass
+        self._interrupts.__enter__()
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self._interrupts.__exit__(kind, error, trace)
         if isinstance(error, LudusError):
-            error.hint = f"{error.hint} {self._hint}".strip()
+            if self._command not in error.hint:
+                error.hint = f"{error.hint}\n{self._hint}"
         elif isinstance(error, KeyboardInterrupt):
             error.args = (self._hint,)
         elif error is not None:

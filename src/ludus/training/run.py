@@ -178,6 +178,9 @@ def locked(folder: RunFolder) -> Iterator[None]:
         except LudusError as error:
             log.error("%s failed: %s", error.part, error)
             raise
+        except KeyboardInterrupt:
+            log.warning("stopped by an interrupt")
+            raise
         except Exception:
             log.exception("a fault of Ludus itself")
             raise

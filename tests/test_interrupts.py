@@ -1,0 +1,88 @@
+"""Ctrl-C while a run trains: the first is announced and noted, the second ends the process at once."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from ludus.cli.interrupts import INTERRUPTED, WatchedInterrupts
+from ludus.training import sampling
+from tiny_run import copy_run, ludus
+
+STUCK = """
+import signal, time
+from ludus.cli.interrupts import WatchedInterrupts
+
+signal.signal(signal.SIGINT, lambda number, frame: None)
+with WatchedInterrupts("The run goes on with: ludus train --resume R"):
+    print("begun", flush=True)
+    while True:
+        time.sleep(60)
+"""
+
+
+@pytest.fixture
+def stuck():
+    """A process that no interrupt stops by itself, inside the watch."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "begun\n"
+    yield process
+    process.kill()
+    process.communicate()
+
+
+def press(process, pause_s=0.0):
+    time.sleep(pause_s)
+    process.send_signal(signal.SIGINT)
+
+
+def test_the_second_interrupt_ends_what_is_stuck_at_once_with_a_line_and_130(stuck):
+    press(stuck)
+    assert stuck.stderr.readline() == "\n"
+    assert stuck.stderr.readline() == "Interrupted: the run stops. Another Ctrl-C ends it at once.\n"
+    assert stuck.poll() is None
+    press(stuck, pause_s=0.4)
+    assert stuck.wait(timeout=5) == INTERRUPTED
+    said = stuck.stderr.read()
+    assert said.endswith("\nEnded at once. The run goes on with: ludus train --resume R\n")
+
+
+def test_an_interrupt_that_comes_twice_at_once_is_one(stuck):
+    press(stuck)
+    press(stuck, pause_s=0.05)
+    with pytest.raises(subprocess.TimeoutExpired):
+        stuck.wait(timeout=0.5)
+
+
+def test_an_interrupted_run_says_so_in_its_log(tiny_run, tmp_path, monkeypatch, capfd):
+    async def interrupt(*arguments, **options):
+        os.kill(os.getpid(), signal.SIGINT)
+        await asyncio.sleep(60)
+
+    run = copy_run(tiny_run, tmp_path)
+    monkeypatch.setattr(sampling.Sampler, "sample", interrupt)
+    said = ludus("train", "--resume", run, "--training.steps", "3")
+    assert said.code == INTERRUPTED
+    assert said.err.endswith(f"Interrupted. The run goes on with: ludus train --resume {run}\n")
+    assert "Interrupted: the run stops. Another Ctrl-C ends it at once." in capfd.readouterr().err
+    noted = (run / "log.txt").read_text().splitlines()[-2:]
+    assert noted[0].endswith("interrupted: the run stops")
+    assert noted[1].endswith("stopped by an interrupt")
+
+
+def test_after_the_watch_signals_are_as_before():
+    reader, writer = os.pipe()
+    os.set_blocking(writer, False)
+    before = signal.set_wakeup_fd(writer)
+    with WatchedInterrupts(""):
+        pass
+    assert signal.set_wakeup_fd(before) == writer
+    os.close(reader)
+    os.close(writer)
