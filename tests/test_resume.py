@@ -15,6 +15,8 @@ from ludus.errors import EngineError
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.training import sampling
 from ludus.training.origins import check_origins, origins_of
+from ludus.training.resume import place_of
+from ludus.training.run import RunFolder
 from ludus.training.session import open_session
 from small_runs import lasting_files
 from tiny_run import WORLD, cold_start, copy_run, ludus, make_recipe, refused
@@ -56,6 +58,36 @@ def test_a_refused_resume_changes_nothing(tiny_run, tmp_path, words):
     before = contents(run)
     refused("train", "--resume", run, *words)
     assert contents(run) == before
+
+
+def test_a_resume_says_where_it_begins(tiny_run, tmp_path, monkeypatch):
+    monkeypatch.setattr(sampling.Sampler, "sample", interrupted)
+    run = copy_run(tiny_run, tmp_path)
+    shelf = run / "checkpoints"
+    more = ("train", "--resume", run, "--training.steps", "3")
+    assert f"Resumes at step 3, from {shelf / 'step-000002'}.\n" in ludus(*more).out
+    shutil.rmtree(shelf / "step-000002")
+    again = "This step was done already, and is done again."
+    assert f"Resumes at step 2, from {shelf / 'step-000001'}. {again}\n" in ludus(*more).out
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [
+        ([], "Begins at step 1: no checkpoint yet. Those to 2 were done already, and are done again."),
+        ([2], "Resumes after the last step, 2, from {}: what is left is to evaluate."),
+    ],
+)
+def test_where_a_run_goes_on_without_a_checkpoint_or_after_its_last(tiny_run, tmp_path, steps, said):
+    folder = RunFolder(copy_run(tiny_run, tmp_path))
+    for path in folder.checkpoints.iterdir():
+        if int(path.name.partition("-")[2]) not in steps:
+            shutil.rmtree(path)
+    assert place_of(folder, folder.load_config(), "rl") == said.format(folder.checkpoints / "step-000002")
+
+
+async def interrupted(*arguments, **options):
+    raise KeyboardInterrupt
 
 
 def test_fewer_steps_than_are_done_are_refused(tiny_run, sft_run):

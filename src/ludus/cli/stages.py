@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import check_run, recipe_config, recipe_stem, run_config
 from ludus.cli.interrupts import WatchedInterrupts
-from ludus.cli.terminal import silence_libraries
+from ludus.cli.terminal import make_console, say, silence_libraries
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.errors import LudusError, UserError
@@ -82,7 +82,7 @@ class TrainingStage:
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
         """Go on with a run, unless it is complete."""
-        from ludus.training.resume import check_kind, check_resume, is_complete
+        from ludus.training.resume import check_kind, check_resume, is_complete, place_of
         from ludus.training.run import locked
 
         silence_libraries()
@@ -94,6 +94,7 @@ class TrainingStage:
                 self.say_complete(folder, config)
                 return 0
             train = self.ready(config, False)
+            say(make_console(), place_of(folder, config, self.kind))
             with HowToResume(folder):
                 train(folder)
         return 0

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ludus.config.schema import Config
 from ludus.config.toml import toml_value
+from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import plans
 from ludus.training.checkpoint import list_checkpoints
@@ -62,6 +63,23 @@ def steps_done(folder: RunFolder) -> int:
     """The step of the newest checkpoint, 0 without one."""
     found = list_checkpoints(folder.checkpoints)
     return found[-1][0] if found else 0
+
+
+def place_of(folder: RunFolder, config: Config, kind: Kind) -> str:
+    """Where a run that is not complete goes on, in a sentence or two."""
+    unit = "round" if kind == "rft" else "step"
+    found = list_checkpoints(folder.checkpoints)
+    done, path = found[-1] if found else (0, None)
+    if done and done == _planned(folder, config, kind)[1]:
+        return f"Resumes after the last {unit}, {done}, from {path}: what is left is to evaluate."
+    place = f"Begins at {unit} 1: no checkpoint yet."
+    if path is not None:
+        place = f"Resumes at {unit} {done + 1}, from {path}."
+    rows = read_metrics(folder.metrics) if folder.metrics.is_file() else []
+    last = rows[-1].step if rows else done
+    if last == done + 1:
+        return f"{place} This {unit} was done already, and is done again."
+    return place if last <= done else f"{place} Those to {last} were done already, and are done again."
 
 
 def check_kind(folder: RunFolder, kind: Kind) -> None:
