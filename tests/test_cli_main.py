@@ -100,9 +100,9 @@ def test_a_run_goes_on_with_a_setting_after_its_folder(tiny_run, tmp_path):
     ("words", "expected"),
     [
         (("train",), "Name a recipe"),
-        (("train", "serch"), 'There is no recipe "serch". The nearest are: search'),
+        (("train", "serch"), "There is no recipe \"serch\". Did you mean 'search'? Known: code"),
         (("train", "search", "--training.step", "3"), "the nearest is training.steps"),
-        (("train", "search", "--group_size", "3"), "the nearest is algorithm.group_size"),
+        (("train", "search", "--group_size", "3"), "As a setting it is written --algorithm.group_size."),
         (("train", "--resume", "/no/run"), "/no/run"),
         (("sft", "--resume", "/no/run"), "/no/run"),
         (("train", "search", "--model", "/no/model"), "/no/model"),
@@ -114,6 +114,27 @@ def test_bad_input_is_one_sentence(words, expected, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert expected in refused(*words)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "expected"),
+    [
+        ("train search --task 3", "the nearest are preference.tasks and evaluation.tasks"),
+        ("train search --rolout.x 3", "the nearest section is rollout, and rollout has rollout.temp"),
+        ("train --lr 3 search", "--lr. Of the settings the nearest are training.learning_rate and"),
+        ("doctor --fixx", "`ludus doctor` has no option --fixx. See `ludus doctor --help`."),
+        ("train search --modle m", "`ludus train` has no option --modle. Did you mean '--model'?"),
+        ("sft search --from_scrach", "Did you mean '--from-scratch'?"),
+        ("train search --mode async", "mean '--model'? As a setting it is written --training.mode."),
+        ("eval --rn runs/x", "`ludus eval` has no option --rn. Did you mean '--run'?"),
+        ("show runs/x --rescor", "`ludus show` has no option --rescor. Did you mean '--rescore'?"),
+        ("train search --algorithm dapo", 'section of settings such as algorithm.preset = "dapo".'),
+        ("train search --algorithm.preset dappo", "Did you mean 'dapo' or 'dppo'? There are: grpo"),
+    ],
+)
+def test_what_is_misspelt_gets_what_is_nearest(line, expected, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert expected in refused(*line.split())
 
 
 def test_an_unknown_command_names_those_there_are():

@@ -146,7 +146,7 @@ def test_a_run_whose_process_dies_says_so_and_goes_on(tmp_path):
     assert "ludus train --resume" in error
     log = (folder / "log.txt").read_text().splitlines()
     assert any("rank 1: follows the learner" in line for line in log)
-    assert "learner failed: A process of the learner has ended: process 1 (-9)" in log[-1]
+    assert "learner failed: A process of the learner has ended: process 1 (-9)" in log[-2]
     assert "Loading weights" not in error  # progress bars are no reason
     done = len(read_metrics(RunFolder(folder).metrics))
     assert len(run(folder, "--training.steps", str(done + 1))) == done + 1

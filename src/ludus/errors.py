@@ -8,6 +8,12 @@ user who can mend it.
 
 from __future__ import annotations
 
+import difflib
+from collections.abc import Iterable
+
+_TIES = 3
+"""Names that are equally near which a message lists, at most."""
+
 
 class LudusError(Exception):
     """Base of all errors that Ludus raises on purpose."""
@@ -88,3 +94,23 @@ class StorageError(LudusError):
 
     exit_code = 2
     part = "storage"
+
+
+def nearest_names(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:
+    """Which of the `known` names are most like a wrong one: several that are equally near, or none.
+
+    `cutoff` is the similarity below which a name is not near, from 0 (any is) to 1 (only the same).
+    """
+    matcher = difflib.SequenceMatcher(None, b=wrong.lower())
+    scores = {}
+    for name in known:
+        matcher.set_seq1(name.lower())
+        scores[name] = matcher.ratio()
+    best = max(scores.values(), default=0.0)
+    return [name for name, score in scores.items() if score == best >= cutoff][:_TIES]
+
+
+def did_you_mean(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> str:
+    """The question of a hint, with a space behind it; empty where no known name is near."""
+    near = nearest_names(wrong, known, cutoff)
+    return f"Did you mean {' or '.join(map(repr, near))}? " if near else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -37,7 +36,7 @@ from ludus.algorithms.combinations import check_corrections
 from ludus.algorithms.presets import PRESETS
 from ludus.config.schema import AlgorithmConfig, Config
 from ludus.config.schema import PartOptions as PartOptionsConfig
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, did_you_mean
 
 OFF_POLICY = ("dppo", "distill", "distill_full")
 """Losses that need no correction: they divide by the behaviour policy, or by nothing."""
@@ -110,8 +109,7 @@ def _check_options(part: str, name: str, options: Options, known: Mapping[str, t
         if key in known[name]:
             word(options, key, OPTION_WORDS[key]) if key in OPTION_WORDS else number(options, key, 0.0)
         else:
-            near = difflib.get_close_matches(key, known[name], n=1, cutoff=0.5)
-            guess = f"Did you mean {near[0]!r}? " if near else ""
+            guess = did_you_mean(key, known[name], cutoff=0.5)
             have = ", ".join(known[name]) or "none"
             raise ConfigError(
                 f"algorithm.options.{part}.{key} is nothing that the {part} {name} has.",
@@ -229,6 +227,5 @@ def _check_name(key: str, value: str, names: Iterable[str]) -> None:
     known = list(names)
     if value in known:
         return
-    near = difflib.get_close_matches(value.lower(), known, n=1, cutoff=0.5)
-    guess = f"Did you mean {near[0]!r}? " if near else ""
+    guess = did_you_mean(value, known, cutoff=0.5)
     raise ConfigError(f"algorithm.{key} = {value!r} is not known.", f"{guess}There are: {', '.join(known)}.")

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import difflib
 import gc
 import importlib
 import logging
 import os
+import re
 import signal
 import sys
 import threading
@@ -23,7 +23,8 @@ from dataclasses import dataclass
 from ludus import __version__
 from ludus.cli.arguments import split_settings
 from ludus.cli.interrupts import INTERRUPTED
-from ludus.errors import LudusError, UserError
+from ludus.config.settings import is_section, list_settings, nearest, suggestion
+from ludus.errors import LudusError, UserError, did_you_mean, nearest_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,15 +126,17 @@ def _dispatch(argv: list[str]) -> int:
     subparsers = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     words, settings = split_settings(argv)
     chosen = _chosen(words)
+    options: list[str] = []
     for command in COMMANDS:
         if command.name == chosen:
-            _add_command(subparsers, command)
+            options = _add_command(subparsers, command)
         else:
             subparsers.add_parser(command.name, help=command.summary)
     if not argv:
         parser.print_help()
         return 0
     args, unknown = parser.parse_known_args(words)
+    _check_options(unknown, options, chosen)
     module = next(command.module for command in COMMANDS if command.name == args.command)
     code: int = importlib.import_module(f"ludus.cli.{module}").run(args, [*settings, *unknown])
     return code
@@ -144,14 +147,34 @@ def _chosen(words: Sequence[str]) -> str:
     names = [command.name for command in COMMANDS]
     chosen = next((word for word in words if not word.startswith("-")), "")
     if chosen and chosen not in names:
-        near = difflib.get_close_matches(chosen, names, n=1, cutoff=0.5)
-        guess = f"Did you mean `ludus {near[0]}`? " if near else ""
+        near = nearest_names(chosen, names, cutoff=0.5)
+        guess = f"Did you mean {' or '.join(f'`ludus {name}`' for name in near)}? " if near else ""
         raise UserError(f"There is no command {chosen!r}.", f"{guess}Commands: {', '.join(names)}.")
     return chosen
 
 
-def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> None:
-    """The chosen command with its own arguments and documentation."""
+def _check_options(unknown: Sequence[str], options: Sequence[str], command: str) -> None:
+    """Raise UserError, naming what is nearest, for an option that the command does not have."""
+    for word in unknown:
+        name = word.partition("=")[0]
+        key = name[2:].replace("-", "_")
+        if not name.startswith("--") or not key or "." in key or is_section(key):
+            continue
+        same = [setting.key for setting in list_settings() if setting.key.endswith(f".{key}")]
+        hint = did_you_mean(name.replace("_", "-"), options, cutoff=0.8)
+        if same:
+            hint += f"As a setting it is written --{' or --'.join(same)}."
+        elif not hint and nearest(key):
+            hint = f"Of the settings {suggestion(key)}."
+        raise UserError(
+            f"`ludus {command}` has no option {name}.", hint.strip() or f"See `ludus {command} --help`."
+        )
+
+
+def _add_command(
+    subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command
+) -> list[str]:
+    """The chosen command with its own arguments and documentation. Gives the names of its options."""
     module = importlib.import_module(f"ludus.cli.{command.module}")
     parser = subparsers.add_parser(
         command.name,
@@ -162,3 +185,4 @@ def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]
         allow_abbrev=False,
     )
     module.add_arguments(parser)
+    return re.findall(r"--[a-z][a-z-]*", parser.format_usage())

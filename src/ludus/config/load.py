@@ -114,8 +114,10 @@ def _sentences(data: dict[str, object], details: ErrorDetails) -> Iterator[str]:
     if setting is None:
         key = ".".join(path)
         under = first_under(key)
-        example = f" such as {under.key}" if under else ""
-        yield f"{key} is {_show(details['input'])}, but must be a section of settings{example}."
+        shown = _show(details["input"])
+        meant = isinstance(details["input"], str) and under is not None and str in under.accepts
+        example = f" such as {under.key}{f' = {shown}' if meant else ''}" if under else ""
+        yield f"{key} is {shown}, but must be a section of settings{example}."
         return
     bound = _BOUNDS.get(details["type"])
     expected = bound.format(**details.get("ctx", {})) if bound else setting.type_text

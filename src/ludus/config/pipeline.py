@@ -8,7 +8,6 @@ settings.sft.steps = 500
 
 from __future__ import annotations
 
-import difflib
 import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -17,7 +16,7 @@ from typing import Literal, get_args
 
 from ludus.config.settings import find
 from ludus.config.toml import toml_value
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, nearest_names
 
 StageKind = Literal["sft", "rft", "preference", "reward-model", "rl"]
 
@@ -72,8 +71,8 @@ def _faults(table: object, number: int) -> Iterator[str]:
         yield f"Stage {number} is not a table."
         return
     for key in table.keys() - set(_KEYS):
-        near = difflib.get_close_matches(key, _KEYS, n=1)
-        guess = f"did you mean {near[0]}?" if near else f"a stage has {', '.join(_KEYS)}."
+        near = nearest_names(key, _KEYS)
+        guess = f"did you mean {' or '.join(near)}?" if near else f"a stage has {', '.join(_KEYS)}."
         yield f"Stage {number} has the unknown key {key}; {guess}"
     if table.get("kind") not in KINDS:
         yield f"Stage {number} has the kind {table.get('kind')!r}, but must be one of {', '.join(KINDS)}."

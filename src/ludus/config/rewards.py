@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from ludus.config.section import OptimiserSection, Section
+from ludus.errors import nearest_names
 
 PARTS = (
     "citation_support",
@@ -114,8 +114,8 @@ class RewardsConfig(Section):
     @model_validator(mode="after")
     def _has_parts(self) -> Self:
         if odd := [name for name in self.parts if name not in PARTS]:
-            near = difflib.get_close_matches(odd[0], PARTS, n=1)
-            told = f"the nearest is rewards.parts.{near[0]}" if near else f"there are {', '.join(PARTS)}"
+            near = " or ".join(f"rewards.parts.{name}" for name in nearest_names(odd[0], PARTS))
+            told = f"the nearest is {near}" if near else f"there are {', '.join(PARTS)}"
             raise ValueError(f"rewards.parts.{odd[0]} is no part of rewards; {told}")
         return self
 

@@ -14,12 +14,14 @@ from pydantic.fields import FieldInfo
 
 from ludus.config.schema import Config
 from ludus.config.section import Section, Why
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, nearest_names
 
 _NEAR = 0.75
 """Similarity below which a name is no suggestion. A right section counts 0.3, a right last part 1."""
 _NEAR_LEAF = 0.55
 """Similarity of the last parts alone below which a name is no suggestion, whatever its section."""
+_SEVERAL = 4
+"""Names that are equally like a wrong one which are listed, at most."""
 NAME = "NAME"
 """Stands in the key of a setting for a name that the user gives: `env.mixture.NAME.weight`."""
 
@@ -107,27 +109,40 @@ def first_under(key: str) -> Setting | None:
 def suggestion(key: str) -> str:
     """What to write instead of an unknown key, as the second half of a sentence."""
     near = nearest(key)
-    if near is not None:
-        return f"the nearest is {near}"
+    if near:
+        return f"the nearest {'is' if len(near) == 1 else 'are'} {' and '.join(near)}"
     section = key.split(".")[0]
-    own = [s.key for s in list_settings() if s.key.startswith(f"{section}.")]
-    if own:
-        free = " (keys of the world itself go under env.settings)" if section == "env" else ""
-        return f"{section} has {', '.join(own)}{free}"
+    if "." in key and section not in Config.model_fields:
+        for other in nearest_names(section, Config.model_fields):
+            return f"the nearest section is {other}, and {_contents(other)}"
+    if section in Config.model_fields:
+        return _contents(section)
     return f"the sections are {', '.join(Config.model_fields)}"
 
 
-def nearest(key: str) -> str | None:
-    """The setting whose name is most like `key`, in its section or any other; None if none is like it."""
+def nearest(key: str) -> list[str]:
+    """The settings whose names are most like `key`, in its section or any other; empty if none is like it.
+
+    There are several where they are equally like it.
+    """
     parent, _, leaf = key.rpartition(".")
     if "." in parent and not is_section(parent):
-        table = find(nearest(parent) or "")
-        if table is not None and table.is_open:
-            return f"{table.key}.{leaf}"
+        for table in filter(None, map(find, nearest(parent))):
+            if table.is_open:
+                return [f"{table.key}.{leaf}"]
     depth = key.count(".")
     names = [s.key for s in list_settings() if NAME not in s.key.split(".") or s.key.count(".") == depth]
-    score, best = max((_likeness(key, name), name) for name in names)
-    return _with_names(best, key) if score >= _NEAR else None
+    scores = {name: _likeness(key, name) for name in names}
+    best = max(scores.values())
+    near = [_with_names(name, key) for name, score in scores.items() if score == best >= _NEAR]
+    return near[:_SEVERAL]
+
+
+def _contents(section: str) -> str:
+    """The settings of a section, as the second half of a sentence."""
+    own = [s.key for s in list_settings() if s.key.startswith(f"{section}.")]
+    free = " (keys of the world itself go under env.settings)" if section == "env" else ""
+    return f"{section} has {', '.join(own)}{free}"
 
 
 def _fits(key: str, pattern: str) -> bool:

@@ -7,7 +7,6 @@ with `log` and `close`, and a line in `TRACKERS`.
 
 from __future__ import annotations
 
-import difflib
 import json
 import math
 import os
@@ -20,7 +19,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Protocol
 
-from ludus.errors import ConfigError, StorageError, UserError
+from ludus.errors import ConfigError, StorageError, UserError, did_you_mean
 from ludus.rollout.store import replaced_file
 
 METRICS_FILE = "metrics.jsonl"
@@ -139,8 +138,7 @@ def make_tracker(name: str, folder: Path, resume_step: int | None = None) -> Tra
 def check_tracker(name: str) -> None:
     """Raises ConfigError for a name that is unknown."""
     if name not in TRACKERS:
-        near = difflib.get_close_matches(name, TRACKERS, n=1)
-        guess = f"Did you mean {near[0]!r}? " if near else ""
+        guess = did_you_mean(name, TRACKERS)
         raise ConfigError(f"There is no tracker {name!r}.", f"{guess}Known: {', '.join(sorted(TRACKERS))}.")
 
 

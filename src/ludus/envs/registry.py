@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import importlib
 import importlib.util
 import sys
@@ -18,7 +17,7 @@ from ludus.config.schema import EnvConfig, RolloutConfig
 from ludus.envs.base import Closes, HoldsSessions, UsesSandbox, World, runs_programs
 from ludus.envs.mixture import Member, MixedWorld, bounded, check_tools
 from ludus.envs.toolbox import ToolLimits, describe_error
-from ludus.errors import ConfigError, LudusError
+from ludus.errors import ConfigError, LudusError, did_you_mean
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.probe import python_inside
@@ -152,8 +151,7 @@ def _factory(name: str) -> Factory:
     if name.endswith(".py"):
         return _from_file(Path(name))
     if name not in WORLDS:
-        near = difflib.get_close_matches(name, WORLDS, n=1)
-        guess = f"Did you mean {near[0]!r}? " if near else ""
+        guess = did_you_mean(name, WORLDS)
         raise ConfigError(
             f"There is no world {name!r}.",
             f"{guess}Known: {', '.join(sorted(WORLDS))}; a world of your own is given by its .py file.",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -10,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, nearest_names
 
 Settings = TypeVar("Settings", bound=BaseModel)
 
@@ -35,6 +34,6 @@ def _sentence(details: ErrorDetails, known: list[str]) -> str:
     if details["type"] != "extra_forbidden":
         said = details["msg"].removeprefix("Input ")
         return f"{shown}: it {said}."
-    near = difflib.get_close_matches(str(details["loc"][-1]), known, n=1, cutoff=0.5)
-    nearest = f"; the nearest is env.settings.{near[0]}" if near else ""
+    near = nearest_names(str(details["loc"][-1]), known, cutoff=0.5)
+    nearest = f"; the nearest is {' or '.join(f'env.settings.{name}' for name in near)}" if near else ""
     return f"{shown} is not a setting of this world{nearest}."

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import difflib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.envs.tool_env import Resource, ToolEnv
 from ludus.envs.toolbox import ToolLimits, as_text
-from ludus.errors import UserError
+from ludus.errors import UserError, did_you_mean
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.types import JSON, FunctionCall, Message, MessageToolCall, Task
@@ -87,8 +86,7 @@ def split_of(task_lists: Mapping[str, Sequence[Task]], split: str, world: str) -
 def check_split(split: str, splits: Sequence[str], world: str) -> None:
     """Raise UserError, naming the nearest, where the world has no split of that name."""
     if split not in splits:
-        near = difflib.get_close_matches(split, splits, n=1)
-        guess = f"Did you mean {near[0]!r}? " if near else ""
+        guess = did_you_mean(split, splits)
         raise UserError(
             f"The world {world!r} has no split {split!r}.", f"{guess}Splits: {', '.join(splits)}."
         )

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import difflib
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
 
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, did_you_mean
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +35,10 @@ def recipe_folder(name: str) -> Path:
     recipes = {recipe.name: recipe.folder for recipe in list_recipes()}
     if name in recipes:
         return recipes[name]
-    near = difflib.get_close_matches(name, recipes, n=3, cutoff=0.5)
-    label = "The nearest are" if near else "There are"
+    guess = did_you_mean(name, recipes, cutoff=0.5)
     raise ConfigError(
         f'There is no recipe "{name}".',
-        f"{label}: {', '.join(near or recipes)}. A file of your own is given by its path, ending in .toml.",
+        f"{guess}Known: {', '.join(recipes)}. A file of your own is given by its path, ending in .toml.",
     )
 
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ludus.config.rewards import PartConfig, RewardsConfig
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, did_you_mean
 from ludus.rewards.answers import Answers, token_f1, well_formed
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.patches import Patch, patch_similarity
@@ -61,8 +60,7 @@ NAMED: Mapping[str, Named] = {
 def named_part(name: str, weight: float, options: Mapping[str, Option]) -> Reward:
     """The part of that name. Raises ConfigError for a name or options that it does not have."""
     if name not in NAMED:
-        near = difflib.get_close_matches(name, NAMED, n=1)
-        guess = f"Did you mean {near[0]!r}? " if near else ""
+        guess = did_you_mean(name, NAMED)
         raise ConfigError(f"rewards.parts: there is no part {name!r}.", f"{guess}Known: {', '.join(NAMED)}.")
     known = NAMED[name].options
     if odd := [option for option in options if option not in known]:
@@ -114,8 +112,7 @@ def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
     for key, used in given.items():
         for name in used:
             if name not in names:
-                near = difflib.get_close_matches(name, names, n=1)
-                guess = f"Did you mean {near[0]!r}? " if near else ""
+                guess = did_you_mean(name, names)
                 said = f"rewards.{key} names {name!r}, which is no part of the reward."
                 raise ConfigError(said, f"{guess}Parts: {', '.join(names)}.")
 
