@@ -123,6 +123,15 @@ def test_a_full_disk_is_one_sentence_and_leaves_the_checkpoint_before_intact(tmp
     assert not list((folder / "checkpoints").glob(".step-*"))
 
 
+def test_a_start_that_a_server_refuses_names_its_command_and_leaves_no_folder(tmp_path, capsys):
+    folder, model = tmp_path / "run", model_path(config(tmp_path / "x"))
+    assert main(["train", "search", *words(folder, engine__url="http://127.0.0.1:9")]) == 3
+    first, last = capsys.readouterr().err.splitlines()[-2:]
+    assert first.endswith(f"Start it first: ludus serve {model} --port 9 --control")
+    assert last == f"Nothing had begun: the run folder {folder} is removed."
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own_code(tmp_path, capsys):
     world = tmp_path / "broken.py"
     world.write_text(

@@ -470,7 +470,10 @@ def test_a_server_without_alternatives_is_named(fake, words):
 def test_addresses_are_checked_before_anything_runs():
     with pytest.raises(EngineError, match="cannot be reached") as info:
         ServerEngine(["http://127.0.0.1:9"])
-    assert "ludus serve" in info.value.hint
+    assert info.value.hint.endswith("ludus serve MODEL --port 9 --control")
+    with pytest.raises(EngineError) as info:
+        ServerEngine(["http://127.0.0.2:9/"])
+    assert info.value.hint.endswith("ludus serve MODEL --host 127.0.0.2 --port 9 --control")
     for address in ("localhost:80", "ftp://a", ""):
         with pytest.raises(UserError):
             ServerEngine([address])

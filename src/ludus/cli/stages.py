@@ -77,7 +77,7 @@ class TrainingStage:
         silence_libraries()
         train = self.ready(config, True)
         folder = new_run(config, name, self.kind, recipe)
-        with locked(folder), HowToResume(folder):
+        with locked(folder), HowToResume(folder, new=True):
             train(folder)
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
@@ -116,13 +116,14 @@ def resumed_folder(args: argparse.Namespace) -> RunFolder:
 class HowToResume:
     """Whatever ends the run inside says how it goes on: an error in its hint, an interrupt in its text.
 
-    `what` is the folder of the run, or the command that goes on with a pipeline. A second interrupt ends the
-    process at once (`interrupts`).
+    `what` is the folder of the run, or the command that goes on with a pipeline. A `new` run that is refused
+    before it begins leaves no folder. A second interrupt ends the process at once (`interrupts`).
     """
 
-    def __init__(self, what: RunFolder | str) -> None:
+    def __init__(self, what: RunFolder | str, new: bool = False) -> None:
         from ludus.training.run import resume_command
 
+        self._new = what if new and not isinstance(what, str) else None
         if isinstance(what, str):
             self._command, self._hint = what, f"The pipeline goes on with: {what}"
         else:
@@ -136,9 +137,13 @@ class HowToResume:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        from ludus.training.run import forget_unbegun
+
         self._interrupts.__exit__(kind, error, trace)
         if isinstance(error, LudusError):
-            if self._command not in error.hint:
+            if self._new is not None and forget_unbegun(self._new):
+                error.hint = f"{error.hint}\nNothing had begun: the run folder {self._new.path} is removed."
+            elif self._command not in error.hint:
                 error.hint = f"{error.hint}\n{self._hint}"
         elif isinstance(error, KeyboardInterrupt):
             error.args = (self._hint,)

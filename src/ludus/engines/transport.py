@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import shlex
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
@@ -57,6 +58,14 @@ class Refused(EngineError):
 
     def __reduce__(self) -> tuple[type[Refused], tuple[str, str, int]]:  # type: ignore[override]
         return Refused, (self.message, self.hint, self.status)
+
+
+class NoServer(EngineError):
+    """Nobody answers at `url`, before anything was asked of it."""
+
+    def __init__(self, message: str, hint: str = "", url: str = "") -> None:
+        super().__init__(message, hint)
+        self.url = url
 
 
 @dataclass
@@ -205,14 +214,23 @@ def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
         status = error.response.status_code
         raise EngineError(f"{url}{path} answered {status}: {server_words(error.response)}") from error
     except httpx.HTTPError as error:
-        raise EngineError(
+        raise NoServer(
             f"The inference server {url} cannot be reached: {type(error).__name__}: {error}.",
-            "Start it first, for example with: ludus serve MODEL --control",
+            f"Start it first, for example with: {serve_command(url, 'MODEL')}",
+            url,
         ) from error
     except ValidationError as error:
         raise EngineError(
             f"{url}{path} sent something else than expected.", "Check engine.dialect."
         ) from error
+
+
+def serve_command(url: str, model: str) -> str:
+    """What to type to have a server at that address with the weights of a model, to be trained."""
+    place = httpx.URL(url)
+    host = "" if place.host in ("127.0.0.1", "localhost") else f" --host {place.host}"
+    port = place.port or (443 if place.scheme == "https" else 80)
+    return f"ludus serve {shlex.quote(model)}{host} --port {port} --control"
 
 
 def server_words(response: httpx.Response) -> str:

@@ -115,6 +115,15 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
     return RunFolder(path)
 
 
+def forget_unbegun(folder: RunFolder) -> bool:
+    """Remove a new run in which nothing has been written yet but what it is. Gives whether that was so."""
+    first = {"config.toml", "run.json", "lock", "log.txt"}
+    if any(path.name not in first for path in folder.path.iterdir()):
+        return False
+    shutil.rmtree(folder.path)
+    return True
+
+
 def save_config(folder: RunFolder, config: Config) -> None:
     """Write the configuration that a run goes on with, where it is another."""
     if folder.load_config() != config:

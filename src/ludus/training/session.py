@@ -17,10 +17,10 @@ from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.pages import PAGE
 from ludus.engines.server import ServerEngine
-from ludus.engines.transport import ServerSettings
+from ludus.engines.transport import NoServer, ServerSettings, serve_command
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
-from ludus.errors import UserError
+from ludus.errors import EngineError, UserError
 from ludus.recipes import recipe_folder
 from ludus.rollout.ledger import Ledger
 from ludus.rollout.scheduler import Scheduler
@@ -122,7 +122,14 @@ def make_engine(session: Session) -> Engine:
 
     Raises EngineError where a server does not answer.
     """
-    return server_engine(session.config) if session.config.engine.url else local_engine(session)
+    if not session.config.engine.url:
+        return local_engine(session)
+    try:
+        return server_engine(session.config)
+    except NoServer as error:
+        raise EngineError(
+            error.message, f"Start it first: {serve_command(error.url, session.source)}"
+        ) from error
 
 
 def server_engine(config: Config) -> ServerEngine:
