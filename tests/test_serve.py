@@ -80,6 +80,7 @@ def error(client, path, expected, body):
 def test_the_model_is_listed(server):
     (model,) = server.get("/v1/models").json()["data"]
     assert (model["id"], model["owned_by"], model["max_model_len"]) == ("policy", "ludus", CONTEXT)
+    assert model["weight_version"] == server.get("/weight_info").json()["weight_version"]
     assert server.get("/health").json() == {"status": "ok"}
 
 
@@ -293,13 +294,34 @@ def test_tool_calls_are_parsed_and_their_results_go_back(server, tokenizer):
     last = pieces[-1]["choices"][0]
     assert last["finish_reason"] == "tool_calls"
     assert last["delta"]["tool_calls"] == [{"index": 0, **call}]
-    assert "<tool_call>" not in "".join(p["choices"][0]["delta"].get("content", "") for p in pieces)
+    assert [piece["choices"][0]["delta"] for piece in pieces[:-1]] == [{"role": "assistant", "content": ""}]
+    with_ids = events(server, "/v1/chat/completions", messages=ORDER, return_token_ids=True, **asked)
+    assert (
+        sum(len(p["choices"][0]["token_ids"] or ()) for p in with_ids) == answer["usage"]["completion_tokens"]
+    )
     found = {"role": "tool", "tool_call_id": call["id"], "content": "Maroua is a city in Cameroon."}
     history = [*ORDER, choice["message"], found]
     second = post(server, "/v1/chat/completions", messages=history, return_token_ids=True, **asked)
     shown = tokenizer.decode(second["prompt_token_ids"])
     assert call["function"]["arguments"] in shown
     assert f"<|im_start|>tool\n{found['content']}<|im_end|>" in shown
+
+
+def test_tool_choice_none_leaves_the_tools_out_and_none_can_be_forced(server):
+    plain, auto, none = (
+        post(server, "/v1/chat/completions", messages=ORDER, max_tokens=1, return_token_ids=True, **choice)
+        for choice in (
+            {},
+            {"tools": [SEARCH], "tool_choice": "auto"},
+            {"tools": [SEARCH], "tool_choice": "none"},
+        )
+    )
+    assert none["prompt_token_ids"] == plain["prompt_token_ids"] != auto["prompt_token_ids"]
+    for forced in ("required", {"type": "function", "function": {"name": "search"}}):
+        body = {"messages": ORDER, "tools": [SEARCH], "tool_choice": forced}
+        assert error(server, "/v1/chat/completions", 400, body).startswith(
+            "tool_choice: Input should be 'auto'"
+        )
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,7 @@ class ModelCard(BaseModel):
     owned_by: Literal["ludus"] = "ludus"
     root: str
     parent: str | None = None
-    weight_version: str | None = None
+    weight_version: str
     max_model_len: int
     batch_invariant: bool
 

@@ -92,7 +92,8 @@ class _Public:
 
     async def models(self, _: Request) -> Response:
         model, engine = self.service.model, self.service.engine
-        named: list[tuple[str, str, str | None, str | None]] = [(model.name, model.root, None, None)]
+        named: list[tuple[str, str, str | None, str]]
+        named = [(model.name, model.root, None, str(engine.version))]
         named += [(a.name, a.root, model.name, str(a.version)) for a in self.service.adapters.listed]
         cards = [
             ModelCard(

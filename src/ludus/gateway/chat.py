@@ -88,7 +88,8 @@ async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIter
                 choice.logprobs = chat_logprobs(names, scored)
             if request.return_token_ids:
                 choice.token_ids = list(piece.tokens)
-            yield ChatPiece(id=name, model=served, choices=[choice])
+            if _says_something(choice):
+                yield ChatPiece(id=name, model=served, choices=[choice])
     if request.stream_options is not None and request.stream_options.include_usage:
         usage = Usage.of(len(asked.prompt), sum(len(text.tokens) for text in texts))
         yield ChatPiece(id=name, model=served, choices=[], usage=usage)
@@ -165,6 +166,12 @@ def _rest(action: Action, shown: str, new: str) -> ChatDelta:
         reasoning_content=action.message.get("reasoning_content"),
         tool_calls=calls or None,
     )
+
+
+def _says_something(choice: ChatPieceChoice) -> bool:
+    """Whether a piece holds more than text that is held back, as the tokens of a call are until its end."""
+    ended = choice.finish_reason is not None
+    return ended or bool(choice.delta.content) or choice.logprobs is not None or choice.token_ids is not None
 
 
 def _finish(action: Action, finish: FinishReason) -> str:
