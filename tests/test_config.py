@@ -1,6 +1,7 @@
 """Settings: what a file and a command line may say, and what a wrong one is told."""
 
 import math
+import re
 import subprocess
 import sys
 import tomllib
@@ -398,3 +399,11 @@ def test_infinity_and_the_largest_numbers_survive_in_free_keys():
     config = load_config(None, ["--env.settings.far", "inf", "--env.settings.big", str(2**70)])
     assert config.env.settings == {"far": math.inf, "big": 2**70}
     assert config_from_toml(to_toml(config)) == config
+
+
+def test_every_setting_that_is_none_says_what_none_means():
+    verbs = "is|adds|asks|follows|has|keeps|leaves|makes|samples|sends|starts|takes|trains|uses|writes"
+    said = re.compile(rf"\b[Nn]one ({verbs})\b")
+    unsaid = [s.key for s in list_settings() if s.default is None and not said.search(s.doc)]
+    assert unsaid == ["algorithm.correction"]  # which takes the word "none" for a value
+    assert "Left out, it is the preset's." in describe("algorithm.correction").doc

@@ -31,17 +31,17 @@ class MemberConfig(Section):
     settings: dict[str, object] = Field({})
     """The world's own settings; it checks them against its own schema."""
     max_turns: int | None = Field(None, ge=1)
-    """Assistant turns of one episode."""
+    """Assistant turns of one episode; none takes rollout.max_turns."""
     max_new_tokens: int | None = Field(None, ge=1)
-    """Tokens of one action."""
+    """Tokens of one action; none takes rollout.max_new_tokens."""
     max_tokens: int | None = Field(None, ge=16)
-    """Tokens of a whole trajectory, prompt and observations included."""
+    """Tokens of a whole trajectory, prompt and observations included; none takes rollout.max_tokens."""
     max_tool_errors: int | None = Field(None, ge=1)
-    """Tool errors or malformed calls in a row that end an episode."""
+    """Tool errors or malformed calls in a row that end an episode; none takes rollout.max_tool_errors."""
     max_tool_output: int | None = Field(None, ge=16)
-    """Characters of one tool's output that the model sees."""
+    """Characters of one tool's output that the model sees; none takes rollout.max_tool_output."""
     tool_timeout_s: float | None = Field(None, gt=0)
-    """Bound on one tool call."""
+    """Seconds that one tool call may take; none takes rollout.tool_timeout_s."""
 
 
 def mixture_fault(name: str, settings: Mapping[str, object], mixture: Mapping[str, MemberConfig]) -> str:

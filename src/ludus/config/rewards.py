@@ -55,13 +55,14 @@ class PartConfig(Section):
     weight: float = 0.1
     """Of the part in the sum; penalties are negative by themselves and take a weight above 0."""
     free: int | None = None
-    """Of `extra_calls` and `long_answer`: calls, or words, that cost nothing."""
+    """Of `extra_calls` and `long_answer`, which need it: calls, or words, that cost nothing; none is for
+    others."""
     limit: int | None = None
-    """Of both: from here on they cost 1."""
+    """Of both, which need it: from here on they cost 1; none is for others."""
     cap: int | None = None
-    """Of `repeated_calls` and `invalid_calls`: as many such calls cost 1."""
+    """Of `repeated_calls` and `invalid_calls`: as many such calls cost 1; none is 4."""
     script: str | None = None
-    """Of `language_consistency`: LATIN, CYRILLIC, CJK, ..."""
+    """Of `language_consistency`: LATIN, CYRILLIC, CJK, ...; none is LATIN."""
 
     @property
     def options(self) -> dict[str, int | str]:
@@ -107,7 +108,7 @@ class RewardsConfig(Section):
     failed (`raised`, `malformed`, ...), or `answer`. `ludus rewards calibrate RUN` finds them."""
     model: str | None = None
     """A run folder of `ludus reward-model`, or a checkpoint of it: `sigmoid(score)` becomes the part
-    reward_model."""
+    reward_model; none adds no part."""
     model_weight: float = Field(0.2, ge=0)
     """Weight of the part reward_model."""
 
@@ -138,9 +139,9 @@ class RewardModelConfig(OptimiserSection):
     """`pairwise`: the better of two attempts scores higher. `pointwise`: whether an attempt succeeded.
     `process`: a value for every turn."""
     run: str | None = None
-    """A run folder: its rollouts are what is learned from."""
+    """A run folder: its rollouts are what is learned from; none takes those of `data`."""
     data: str | None = None
-    """A file instead (docs/data.md): of pairs for `pairwise`, of rollouts for the others."""
+    """A file instead (docs/data.md): of pairs for `pairwise`, else of rollouts; none takes no file."""
     min_reward_gap: float = Field(0.0, ge=0)
     """Of `pairwise`: a group whose best and worst reward differ by less gives no pair; nor do equal ones."""
     discount: float = Field(1.0, gt=0, le=1)

@@ -34,7 +34,7 @@ class SandboxConfig(Section):
     url: str = ""
     """Of remote: the address of `ludus sandbox serve`; of sandbox_fusion and piston: that of the service."""
     token_file: str | None = None
-    """A file with the server's token, which is kept out of the run folder so; services may need none."""
+    """A file with the server's token, which is kept out of the run folder so; none sends no token."""
     unsafe: bool = False
     """Of process: yes, programs may do all that your user may."""
 

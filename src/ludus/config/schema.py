@@ -160,7 +160,9 @@ class RolloutConfig(Section):
     max_failure_rate: float = Field(0.2, ge=0, le=1)
     """Share of episodes of one step that may fail for good before the run stops."""
     reproducible: bool = True
-    """Turns in lock-step: what is sampled together does not depend on the clock. Bit for bit repeatable."""
+    """The same settings give the same tokens again, bit for bit. Where an engine rounds otherwise in other
+    company (docs/reproducibility.md), turns go in lock-step for it, and a slow tool holds all episodes up.
+    An asynchronous run keeps no order."""
 
 
 class EngineConfig(Section):
@@ -230,43 +232,46 @@ class AlgorithmParts(Section):
     aggregation: str | None = None
     """How the losses of tokens become one number; none keeps the preset's."""
     eps_low: float | None = Field(None, ge=0)
-    """The ratio is clipped below 1 - eps_low."""
+    """The ratio is clipped below 1 - eps_low; none keeps the preset's."""
     eps_high: float | None = Field(None, ge=0)
-    """The ratio is clipped above 1 + eps_high."""
+    """The ratio is clipped above 1 + eps_high; none keeps the preset's."""
     dual_clip: float | None = Field(None, gt=1)
-    """Bound on the loss of a token with a negative advantage, as a multiple of it."""
+    """Bound on the loss of a token with a negative advantage, in multiples of it; none keeps the preset's."""
     kl: str | None = None
-    """Estimator: k1, k2, k3, abs, k3_k2grad, full_reverse, full_forward."""
+    """Estimator: k1, k2, k3, abs, k3_k2grad, full_reverse, full_forward; none keeps the preset's."""
     kl_coef: float | None = Field(None, ge=0)
-    """Weight of the KL term; 0 is no term."""
+    """Weight of the KL term, 0 for no term; none keeps the preset's."""
     kl_placement: Literal["loss", "reward", "advantage"] | None = None
-    """Where the KL term goes: into the loss, or detached into the reward or the advantage."""
+    """Where the KL term goes: into the loss, or detached into the reward or the advantage; none keeps the
+    preset's."""
     correction: str | None = Field(None, examples=["none", "tis"])
-    """Off-policy correction between engine and learner: none, tis, icepop, decoupled, reject_sequence."""
+    """Off-policy correction between engine and learner: tis, icepop, decoupled, reject_sequence, or "none",
+    which is no correction. Left out, it is the preset's."""
     tis_cap: float | None = Field(None, gt=0)
-    """Largest importance weight between engine and learner (with tis)."""
+    """Largest importance weight between engine and learner (with tis); none keeps the preset's."""
 
 
 class AlgorithmConfig(AlgorithmParts):
     """A preset by name and what to change in it; None keeps the preset's value."""
 
     zero_variance: bool | None = None
-    """Drop groups whose rewards are all equal."""
+    """Drop groups whose rewards are all equal; none keeps the preset's."""
     resample_rounds: int | None = Field(None, ge=0)
-    """Further rounds of sampling to replace dropped groups."""
+    """Further rounds of sampling to replace dropped groups; none keeps the preset's."""
     variance_top: float | None = Field(None, gt=0, le=1)
-    """Share of a step's groups that train, those whose rewards deviate most; 1 keeps all."""
+    """Share of a step's groups that train, those whose rewards deviate most, 1 for all; none keeps the
+    preset's."""
     greso: bool | None = None
-    """Skip tasks whose last groups had equal rewards, before they are played."""
+    """Skip tasks whose last groups had equal rewards, before they are played; none keeps the preset's."""
     overlong_mask: bool | None = None
-    """Truncated trajectories do not train."""
+    """Truncated trajectories do not train; none keeps the preset's."""
     std_ddof: Literal[0, 1] | None = None
-    """Divisor n - std_ddof of the standard deviation in a group."""
+    """Divisor n - std_ddof of the standard deviation in a group; none keeps the preset's."""
     entropy_coef: float | None = Field(None, ge=0)
-    """Weight of the entropy bonus; 0 is none."""
+    """Weight of the entropy bonus, 0 for no bonus; none keeps the preset's."""
     overlong_cache: float | None = Field(None, ge=0, le=1)
     """Soft overlong punishment: the reward falls by up to 1 over this last share of the action tokens that an
-    episode may have; 0 is none."""
+    episode may have, 0 for no punishment; none keeps the preset's."""
     options: PartOptions = PartOptions()
 
 
@@ -280,7 +285,7 @@ class KlControlConfig(Section):
     steps: int | None = Field(None, ge=1)
     """Of linear and cosine: training steps until `end`; none is training.steps."""
     target: float | None = Field(None, gt=0)
-    """Of adaptive and pid: the KL to hold, nats per token."""
+    """Of adaptive and pid, which need it: the KL to hold, nats per token; none is for the other kinds."""
     horizon: float | None = Field(None, gt=0)
     """Of adaptive: trajectories in which the coefficient changes by a fifth at most; none is 10000."""
     kp: float | None = Field(None, ge=0)
@@ -456,12 +461,12 @@ class PreferenceConfig(OptimiserSection):
     min_reward_gap: float = Field(0.0, ge=0)
     """A group whose best and worst reward differ by less gives no pair; nor do equal rewards, ever."""
     run: str | None = None
-    """A run folder: its rollouts give the pairs."""
+    """A run folder: its rollouts give the pairs. None takes them from `data`, or from the model itself."""
     pairs: Literal["groups", "steps"] = "groups"
     """Of a run: the best attempt of each group against the worst, or at each step of a group's tree the best
     action against the worst, by the mean reward of what came of it."""
     data: str | None = None
-    """A file of pairs instead (docs/data.md)."""
+    """A file of pairs instead (docs/data.md); none takes no file."""
     tasks: int = Field(64, ge=1)
     """Without `run` and `data` the model plays this many training tasks itself, or all if there are fewer."""
     samples: int = Field(8, ge=2)
