@@ -1,15 +1,17 @@
-"""What the progress bar of a rollout says."""
+"""What the progress bar of a rollout says, and the plain lines where the output is no terminal."""
 
 from __future__ import annotations
 
 import asyncio
 import io
+import time
 from dataclasses import replace
 
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
 from ludus.cli.console import ProgressReporter
+from ludus.cli.terminal import PIPE_COLUMNS, bars
 from ludus.cli.words import mean_timings, time_words
 from ludus.config import load_config
 from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint
@@ -105,3 +107,51 @@ def test_the_bar_of_a_rollout_divides_the_time_between_tools_and_model():
         reporter.episode(episode(model_s=1.0, tools_s=0.0, scoring_s=1.0))
         assert shown(progress) == "time in tools 25%, for rewards 25%, with the model 50%"
     asyncio.run(engine.close())
+
+
+LONG = "  slow: search 2 times, to 1.2 s" * 6
+
+
+def lines_of(file):
+    return file.getvalue().splitlines()
+
+
+def wait_for_lines(file, count):
+    deadline = time.monotonic() + 5
+    while len(lines_of(file)) < count and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return lines_of(file)
+
+
+def test_a_pipe_gets_a_line_now_and_then_and_one_at_the_end_each_whole():
+    file = io.StringIO()
+    with bars(Console(file=file, width=PIPE_COLUMNS), every_s=0.02) as progress:
+        steps = progress.add_task("training", total=50, completed=2, numbers="")
+        assert wait_for_lines(file, 1) == ["training 2/50"]
+        phase = progress.add_task("step 3: episodes", total=24, numbers="")
+        progress.update(phase, advance=7, numbers=LONG.strip())
+        assert wait_for_lines(file, 2)[-1] == f"training 2/50  |  step 3: episodes 7/24  {LONG.strip()}"
+        time.sleep(0.1)
+        assert len(lines_of(file)) == 2
+        progress.remove_task(phase)
+        progress.add_task("step 3: learning", total=None, numbers="")
+        assert wait_for_lines(file, 3)[-1] == "training 2/50  |  step 3: learning"
+        progress.update(steps, completed=3, numbers="reward 0.5")
+    assert lines_of(file)[-1] == "training 3/50  reward 0.5  |  step 3: learning"
+
+
+def test_a_short_run_in_a_pipe_has_its_last_line_alone_and_alarms_are_not_folded():
+    file = io.StringIO()
+    with bars(Console(file=file, width=PIPE_COLUMNS)) as progress:
+        reporter = ProgressReporter(progress, steps=2)
+        reporter.alarm(LONG)
+        reporter.step(1, {"reward/mean": 0.25}, {})
+        reporter.step(2, {"reward/mean": 0.5, "success/mean": 1.0}, {})
+    assert lines_of(file) == [f"! {LONG}", "training 2/2  reward 0.500  success 100%  0 tokens/s"]
+
+
+def test_what_passes_in_a_pipe_leaves_no_last_line():
+    file = io.StringIO()
+    with bars(Console(file=file, width=PIPE_COLUMNS), passing=True) as progress:
+        progress.add_task("agent 1", total=2, numbers="")
+    assert file.getvalue() == ""

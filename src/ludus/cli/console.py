@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 from rich.progress import Progress, TaskID
 from rich.table import Table
-from rich.text import Text
 
 from ludus.cli.tables import how_sampled, rate
 from ludus.cli.terminal import bars, make_console, say
@@ -105,7 +104,7 @@ class ProgressReporter:
 
     def alarm(self, text: str) -> None:
         """Print a warning above the bars."""
-        self._progress.console.print(Text(f"! {text}", style="yellow"))
+        say(self._progress.console, f"! {text}", "yellow")
 
 
 def waiting_line(metrics: Mapping[str, float], timings: Mapping[str, float]) -> str:
