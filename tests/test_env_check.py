@@ -455,11 +455,16 @@ def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
         "tool look(item): Look up a price.",
         "reward exact_match: weight 1, outcome",
         "reward f1: weight 0, reported",
+        "cold start: demonstrations drawn at random, right or not, as the one below (there is no expert)",
         "As the agent demonstrations plays it:",
         "[action]",
     ):
         assert line in said.out
     assert ludus("env", "list").out.count("make_") == len(WORLDS)
+
+
+def test_show_says_no_such_thing_of_a_world_with_an_expert():
+    assert "  cold start: demonstrations\n" in ludus("env", "show", "math").out
 
 
 def test_training_stops_before_it_writes_anything(tmp_path):

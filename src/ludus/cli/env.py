@@ -23,7 +23,7 @@ from ludus.cli.arguments import no_settings
 from ludus.cli.terminal import CheckBar, bars, make_console, say
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.envs.base import Demonstrates, Prepares, World
+from ludus.envs.base import Demonstrates, Prepares, ShowsTasks, World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import WORLDS, build_world, check_sandbox
 from ludus.errors import UserError
@@ -234,4 +234,9 @@ def as_trained(
 
 
 def _cold_start(world: World) -> str:
-    return "demonstrations" if isinstance(world, Demonstrates) else "none"
+    """Whether it shows how it is done; without `expert(task)` what it shows is drawn at random."""
+    if not isinstance(world, Demonstrates):
+        return "none"
+    if isinstance(world, ShowsTasks):
+        return "demonstrations"
+    return "demonstrations drawn at random, right or not, as the one below (there is no expert)"
