@@ -207,6 +207,17 @@ def test_an_endpoint_that_fails_ends_with_the_code_of_engines(tmp_path):
         said = refused("eval", make_recipe(tmp_path), *words, "--out", tmp_path / "out", code=3)
     assert "out of order" in said
     assert server.url in said
+    assert said.endswith(f"\nNothing was played to its end: the folder {tmp_path / 'out'} is removed.\n")
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_evaluation_that_fails_leaves_what_others_wrote(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    with serving(lambda body: Reply(error("out of order"), 400)) as server:
+        words = ("--endpoint", server.url, "--model", "m", "--rollout.retries", "0")
+        said = refused("eval", make_recipe(tmp_path), *words, "--out", run, code=3)
+    assert "is removed" not in said
+    assert (run / "metrics.jsonl").is_file()
 
 
 def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_path):

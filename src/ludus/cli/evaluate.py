@@ -15,13 +15,14 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import recipe_config, run_config
 from ludus.config.schema import Config
-from ludus.errors import ConfigError, UserError
+from ludus.errors import ConfigError, LudusError, UserError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -148,7 +149,7 @@ async def _evaluate(
     try:
         folder = result_folder(args, config)
         say(console, what_is_measured(args, config, player))
-        async with closing(world):
+        async with leaving_no_empty(folder, args.run), closing(world):
             for plan in plans(config, player.step, policy_name(args)):
                 result, episodes = await play(player, plan, console)
                 kept.append(keep(folder.evaluations, result, episodes, label))
@@ -156,6 +157,19 @@ async def _evaluate(
     finally:
         await player.close()
     return played, kept
+
+
+@asynccontextmanager
+async def leaving_no_empty(folder: RunFolder, run: Path | None) -> AsyncIterator[None]:
+    """An evaluation that fails before it has a result leaves no folder of its own."""
+    from ludus.training.run import forget_unbegun
+
+    try:
+        yield
+    except LudusError as error:
+        if folder.path != run and forget_unbegun(folder):
+            error.hint = f"{error.hint}\nNothing was played to its end: the folder {folder.path} is removed."
+        raise
 
 
 def what_is_measured(args: argparse.Namespace, config: Config, player: Player) -> str:
