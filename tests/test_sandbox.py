@@ -22,8 +22,7 @@ from ludus.sandbox import (
     NamespaceSettings,
     NamespacesSandbox,
     Snapshot,
-    cell,
-    namespace_session,
+    guard_session,
     namespaces,
 )
 from ludus.sandbox.guest.output import Kept
@@ -216,7 +215,7 @@ def test_a_cell_that_is_killed_is_replaced():
 
 
 def test_a_guard_that_does_not_answer_is_a_program_that_timed_out(monkeypatch):
-    monkeypatch.setattr(cell, "GRACE_S", 0.5)
+    monkeypatch.setattr(guard_session, "GRACE_S", 0.5)
     foreign = descendants()
 
     async def act(box):
@@ -269,7 +268,7 @@ def test_a_guard_that_is_killed_in_a_cell_that_goes_on_is_a_program_that_failed(
 
 @pytest.mark.security
 def test_a_session_whose_guard_does_not_answer_is_over(monkeypatch):
-    monkeypatch.setattr(namespace_session, "GRACE_S", 0.3)
+    monkeypatch.setattr(guard_session, "GRACE_S", 0.3)
     foreign = descendants()
 
     async def act(box):

@@ -5,21 +5,29 @@ from __future__ import annotations
 import asyncio
 import itertools
 import json
-import os
 import socket
 import subprocess
 import sys
 import threading
 from contextlib import contextmanager
-from pathlib import Path
+from functools import partial
 
 import httpx
 import pytest
 import uvicorn
 
 from battery_run import descendants
+from container_engine import put_engine
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import BACKENDS, Limits, NamespacesSandbox, SandboxSettings, Snapshot, open_sandbox
+from ludus.sandbox import (
+    BACKENDS,
+    Limits,
+    NamespacesSandbox,
+    SandboxSettings,
+    Snapshot,
+    container,
+    open_sandbox,
+)
 from ludus.sandbox.container import ContainerSandbox, ContainerSettings
 from ludus.sandbox.process import ProcessSandbox
 from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
@@ -86,33 +94,10 @@ def test_weak_backends_have_no_sessions():
         asyncio.run(ProcessSandbox(unsafe=True).session())
 
 
-ENGINE = r"""#!{python}
-import json, os, sys
-with open("{log}", "a") as log:
-    print(json.dumps(sys.argv[1:]), file=log)
-if sys.argv[1] == "run":
-    {refuse}
-    words = "--unshare-all --as-pid-1 --cap-drop ALL --clearenv --setenv PATH /usr/bin --ro-bind /usr /usr "
-    words += "--symlink usr/lib /lib --symlink usr/lib64 /lib64 --symlink usr/bin /bin --proc /proc "
-    words += "--dev /dev --tmpfs /box --chdir /box"
-    os.execvp("bwrap", ["bwrap", *words.split(), *sys.argv[sys.argv.index("image") + 1:]])
-"""
-
-
 @pytest.fixture
 def engine(tmp_path, monkeypatch):
-    """A stand-in for docker on PATH that notes its arguments and runs the inner command in a bubblewrap."""
-
-    def make(refuse: str = "", name: str = "docker") -> Path:
-        log = tmp_path / "log"
-        log.touch()
-        script = tmp_path / name
-        script.write_text(ENGINE.format(python=sys.executable, log=log, refuse=refuse or "pass"))
-        script.chmod(0o755)
-        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
-        return log
-
-    return make
+    """Puts a stand-in for an engine on PATH."""
+    return partial(put_engine, tmp_path, monkeypatch)
 
 
 def contained(program, settings=None, **given):
@@ -138,6 +123,7 @@ def test_a_container_is_started_with_every_wall(engine):
         ("--memory", memory),
         ("--memory-swap", memory),
         ("--pull", "never"),
+        ("--label", "ludus"),
     } <= pairs
     assert {"--rm", "--read-only", "--interactive"} <= set(words)
     assert any(word.startswith("/box:") and "size=1048576,nr_inodes=99" in word for word in words)
@@ -157,25 +143,38 @@ def test_the_guard_of_a_container_keeps_the_limits(engine):
 
 
 def test_an_engine_that_fails_says_why(engine):
-    engine(refuse="sys.exit('no such image')")
+    engine("sys.exit('no such image')")
     with pytest.raises(WorldError, match="no such image"):
         contained("print(1)")
 
 
-def test_a_cancelled_container_is_removed(engine):
-    log = engine()
+def cancelled(log):
+    """Cancel a run in a container; gives what the engine was told after it."""
 
     async def act():
         task = asyncio.create_task(ContainerSandbox(ContainerSettings(image="image")).run("while True: pass"))
         while not log.read_text():
             await asyncio.sleep(0.02)
+        await asyncio.sleep(0.3)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
 
+    before = descendants()
     asyncio.run(act())
-    run, remove = [json.loads(line) for line in log.read_text().splitlines()]
-    assert remove == ["rm", "--force", run[run.index("--name") + 1]]
+    assert descendants() == before
+    run, *others = [json.loads(line) for line in log.read_text().splitlines()]
+    return run[run.index("--name") + 1], others
+
+
+def test_a_cancelled_container_ends(engine):
+    assert cancelled(engine())[1] == []
+
+
+def test_a_container_that_does_not_end_is_removed_by_force(engine, monkeypatch):
+    monkeypatch.setattr(container, "GRACE_S", 0.5)
+    name, others = cancelled(engine("import time; time.sleep(60)"))
+    assert others == [["rm", "--force", name]]
 
 
 def test_gvisor_is_asked_for_and_never_silently_left_out(engine, tmp_path):

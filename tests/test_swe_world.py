@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.config import config_from_toml
 from ludus.envs.registry import build_world
@@ -52,11 +53,11 @@ def catalogue(tmp_path_factory) -> Path:
     return folder
 
 
-def make(catalogue: Path):
+def make(catalogue: Path, more: str = ""):
     """The world of the fixture."""
     text = (
         f"[env]\nname = 'swe'\n[env.settings]\ncatalogue = '{catalogue}'\nsources = '{catalogue}'\n"
-        "[rollout]\nmax_turns = 12\n"
+        "[rollout]\nmax_turns = 12\n" + more
     )
     config = config_from_toml(text, "here")
     return build_world(config.env, config.rollout, config.sandbox)
@@ -487,6 +488,14 @@ def play(world, task, actions):
         return trajectory
 
     return asyncio.run(work())
+
+
+@pytest.mark.security
+def test_the_oracle_repairs_in_a_container(catalogue, tmp_path, monkeypatch):
+    put_engine(tmp_path, monkeypatch)
+    world = make(catalogue, "[sandbox]\nbackend = 'docker'\nimage = 'image'\n")
+    task = world.tasks("train")[0]
+    assert play(world, task, actions_of(world.expert(task).messages)).rewards["resolved"] == 1
 
 
 def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):

@@ -19,8 +19,8 @@ class SandboxConfig(Section):
     concurrency: int = Field(0, ge=0)
     """Of namespaces: runs at once, sessions not counted; 0 is one for each processor, at least 2."""
     sessions: int = Field(0, ge=0)
-    """Of namespaces: episodes at once that each hold a session (`terminal`, `swe`); more wait until one has
-    ended. 0 is what half of the memory has room for, at 512 MiB each."""
+    """Of namespaces, docker and podman: episodes at once that each hold a session (`terminal`, `swe`); more
+    wait until one has ended. 0 is what half of the memory has room for, at 512 MiB each."""
     python: str = ""
     """Of namespaces: the interpreter inside; empty is this one, else the system's."""
     binds: list[str] = Field([])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import PurePosixPath
@@ -208,6 +209,12 @@ class BoundsSessions(Protocol):
         ...
 
 
+def room_in_memory() -> int:
+    """How many sessions with the default limits half of this machine's memory has room for, at least 2."""
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return max(2, memory // 2 // Limits().memory_bytes)
+
+
 class RunsOnly:
     """The part of a backend that has no sessions and keeps nothing between runs. For backends to inherit."""
 
@@ -219,7 +226,7 @@ class RunsOnly:
         limits: Limits | None = None,
     ) -> Session:
         """Raises UserError: this backend has no sessions."""
-        raise UserError("This sandbox backend has no sessions.", "Use the namespaces or the remote backend.")
+        raise UserError("This sandbox backend has no sessions.", "Use namespaces, docker, podman or remote.")
 
     async def close(self) -> None:
         """Nothing is kept between runs."""

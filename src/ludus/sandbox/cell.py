@@ -1,8 +1,7 @@
 """A cell: one bubblewrap with a zygote in it, and the host's side of the talk with its guards.
 
-Takes orders, one at a time; gives outcomes; waits for the guard at most a grace beyond the order's own
-limits, and ends the whole cell after that. Never waits for a program's pipes, and believes nothing of what
-comes back but its form.
+Gives guards, one at a time, and carries what they are asked and answer. Believes nothing of what comes back
+but its form.
 """
 
 from __future__ import annotations
@@ -15,7 +14,6 @@ import os
 import signal
 import socket
 import subprocess
-import time
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from functools import cache
@@ -23,7 +21,7 @@ from importlib.resources import files
 from typing import IO
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Limits, Order, Outcome
+from ludus.sandbox.base import Limits, Outcome
 from ludus.sandbox.guest.files import LONGEST
 from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 
@@ -165,33 +163,6 @@ class Cell:
         """Have the next guard made while nobody waits for it."""
         with contextlib.suppress(OSError):
             self.control.send(b"n")
-
-    async def run(self, order: Order) -> Outcome:
-        """One run from a clean start. Raises WorldError; the cell is of no more use then.
-
-        A guard that does not answer in time is the program's doing: it timed out, and the cell is ended. A
-        guard that breaks is too, in a cell that goes on: programs reach their guard, and never the zygote.
-        """
-        wire = await self.guard()
-        limits, begin = order.limits, time.monotonic()
-        try:
-            async with asyncio.timeout(limits.wall_s + GRACE_S):
-                header = {"op": "run", "argv": list(order.argv), **given(limits, order.files)}
-                source = (order.source or "").encode("utf-8", "surrogatepass")
-                await wire.send(header, [order.stdin, source, *order.files.values()])
-                answer, blobs = await wire.read(most_bytes(limits), header_bytes(limits))
-        except TimeoutError:
-            await self.end()
-            return Outcome(timed_out=True, wall_s=time.monotonic() - begin)
-        except GuardGoneError as error:
-            if not await self.goes_on():
-                raise
-            await self.end()
-            return broken_outcome(error.message)
-        finally:
-            wire.close()
-        self.prepare()
-        return outcome_of(answer, blobs)
 
     async def goes_on(self) -> bool:
         """Whether the zygote outlives a guard that broke off. Waits a moment, as guards end before it."""

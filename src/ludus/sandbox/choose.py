@@ -16,9 +16,9 @@ BACKENDS = ("namespaces", "docker", "podman", "remote", *SERVICES, "process")
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """Which backend, and what it needs: `concurrency`, `sessions`, `python`, `binds` and `paths` are for
-    namespaces, `image` and `runtime` for docker and podman, `url` and `token` for remote and for public
-    services, `unsafe` for process."""
+    """Which backend, and what it needs: `concurrency`, `python`, `binds` and `paths` are for namespaces,
+    `sessions` for it and for docker and podman, `image` and `runtime` for these two, `url` and `token` for
+    remote and for public services, `unsafe` for process."""
 
     backend: str = "namespaces"
     concurrency: int = 0
@@ -41,7 +41,8 @@ def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
             own = NamespaceSettings(given.concurrency, given.sessions, given.python, given.binds, given.paths)
             return NamespacesSandbox(own)
         case "docker" | "podman":
-            return ContainerSandbox(ContainerSettings(given.backend, given.image, given.runtime))
+            own_engine = ContainerSettings(given.backend, given.image, given.runtime, given.sessions)
+            return ContainerSandbox(own_engine)
         case "remote":
             from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
 

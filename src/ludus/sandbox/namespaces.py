@@ -19,9 +19,18 @@ from pathlib import Path
 from weakref import WeakKeyDictionary
 
 from ludus.errors import UserError
-from ludus.sandbox.base import Limits, Order, Outcome, Session, SessionKind, checked_files, make_order
+from ludus.sandbox.base import (
+    Limits,
+    Order,
+    Outcome,
+    Session,
+    SessionKind,
+    checked_files,
+    make_order,
+    room_in_memory,
+)
 from ludus.sandbox.cell import INSIDE_ID, Cell, CellPlan, start_cell
-from ludus.sandbox.namespace_session import NamespaceSession
+from ludus.sandbox.guard_session import GuardSession, run_order
 from ludus.sandbox.seccomp import system_call_filter
 from ludus.sandbox.waiting import waiting
 
@@ -100,8 +109,7 @@ class NamespacesSandbox:
     @property
     def most_sessions(self) -> int:
         """Those of the settings."""
-        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-        return self.settings.sessions or max(2, memory // 2 // Limits().memory_bytes)
+        return self.settings.sessions or room_in_memory()
 
     async def run(
         self,
@@ -125,7 +133,7 @@ class NamespacesSandbox:
     async def _run(self, order: Order) -> Outcome:
         cell = await self._take()
         try:
-            outcome = await cell.run(order)
+            outcome = await run_order(cell, order)
         except BaseException:
             await asyncio.shield(self._end(cell))
             raise
@@ -146,7 +154,7 @@ class NamespacesSandbox:
         given = checked_files(files or {})
         cell = await self._take()
         try:
-            return await NamespaceSession.start(cell, kind, given, limits or Limits(), self._end)
+            return await GuardSession.start(cell, kind, given, limits or Limits(), self._end)
         except BaseException:
             await asyncio.shield(self._end(cell))
             raise

@@ -38,20 +38,15 @@ class Ended:
         }
 
 
-def run_once(
-    line: Line, code: bytes, header: dict[str, object], blobs: list[bytes], sized: bool = False
-) -> None:
+def run_once(line: Line, code: bytes, bounds: Bounds, header: dict[str, object], blobs: list[bytes]) -> None:
     """One program: its answer carries stdout, stderr and files. Raises Gone.
 
-    `sized` where the box has its size already. What breaks once the program runs is told as its doing.
+    What breaks once the program runs is told as its doing.
     """
-    bounds = Bounds(header["limits"])
     guard, begin = Guard(line, code, bounds), time.monotonic()
     names, argv = list(map(str, _list(header["names"]))), list(map(str, _list(header["argv"])))
     stdin, source, *contents = blobs
     files = dict(zip(names, contents, strict=True))
-    if not sized:
-        make_box(bounds)
     put(files, set())
     if argv:
         guard.start(lambda: run_command(argv), stdin)
@@ -91,10 +86,9 @@ def _list(value: object) -> list[object]:
 class SessionGuard:
     """A session: an interpreter that is started again where a call ended it."""
 
-    def __init__(self, line: Line, code: bytes, header: dict[str, object]) -> None:
-        self.line, self.kind = line, header["kind"]
-        self.bounds = Bounds(header["limits"])
-        self.guard = Guard(line, code, self.bounds)
+    def __init__(self, line: Line, code: bytes, bounds: Bounds, kind: object) -> None:
+        self.line, self.kind, self.bounds = line, kind, bounds
+        self.guard = Guard(line, code, bounds)
         self.commands = -1
         self.spent = 0.0
         self.overrun = ""
@@ -197,16 +191,24 @@ def _clear(fd: int) -> None:
             pass
 
 
-def answer(line: Line, code: bytes) -> None:
-    """Take one order and serve it; what breaks the guard itself is told to the host."""
+def answer(line: Line, code: bytes, contained: bool = False) -> None:
+    """Take one order and serve it; what breaks the guard itself is told to the host.
+
+    In a container (`contained`) the engine has sized the box and counts the processes: the kernel would count
+    those of the user in all containers.
+    """
     try:
         header, blobs = line.read()
+        bounds = Bounds(header["limits"])
+        if contained:
+            bounds.processes = 0
+        else:
+            make_box(bounds)
         if header["op"] == "run":
-            run_once(line, code, header, blobs)
+            run_once(line, code, bounds, header, blobs)
         else:
             names = list(map(str, _list(header["names"])))
-            session = SessionGuard(line, code, header)
-            make_box(session.bounds)
+            session = SessionGuard(line, code, bounds, header["kind"])
             put(dict(zip(names, blobs, strict=True)), set())
             line.send({}, [])
             session.serve()

@@ -1,16 +1,21 @@
-"""Sessions of the namespaces backend: a guard that keeps an interpreter, in a cell of its own."""
+"""What is asked of a guard, wherever it lives: one run, or a session whose interpreter it keeps.
+
+Takes orders, one at a time; gives outcomes; waits for the guard at most a grace beyond the order's own
+limits, and ends its whole home after that.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from typing import Protocol, TypeVar
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Change, Limits, Outcome, SessionKind, Snapshot, checked_files
+from ludus.sandbox.base import Change, Limits, Order, Outcome, SessionKind, Snapshot, checked_files
 from ludus.sandbox.cell import (
     GRACE_S,
-    Cell,
     GuardGoneError,
     Wire,
     broken_outcome,
@@ -21,38 +26,89 @@ from ludus.sandbox.cell import (
 )
 
 
+class Home(Protocol):
+    """Where guards live: a cell, or one container after another. Has one guard at a time."""
+
+    async def guard(self) -> Wire:
+        """The next guard, which nothing of an earlier one reaches, ready for one order. Raises WorldError."""
+        ...
+
+    def prepare(self) -> None:
+        """Have the next guard made while nobody waits for it, where that can be."""
+        ...
+
+    async def goes_on(self) -> bool:
+        """Whether it outlives a guard that broke off, which its program did then."""
+        ...
+
+    async def end(self) -> None:
+        """End all that is in it and wait until it is gone. Ending twice does no harm."""
+        ...
+
+
+async def run_order(home: Home, order: Order) -> Outcome:
+    """One run from a clean start. Raises WorldError; the home is of no more use then.
+
+    A guard that does not answer in time is the program's doing: it timed out, and the home is ended. A guard
+    that breaks is too, in a home that goes on: programs reach their guard, and never what holds it.
+    """
+    wire = await home.guard()
+    limits, begin = order.limits, time.monotonic()
+    try:
+        async with asyncio.timeout(limits.wall_s + GRACE_S):
+            header = {"op": "run", "argv": list(order.argv), **given(limits, order.files)}
+            source = (order.source or "").encode("utf-8", "surrogatepass")
+            await wire.send(header, [order.stdin, source, *order.files.values()])
+            answer, blobs = await wire.read(most_bytes(limits), header_bytes(limits))
+    except TimeoutError:
+        await home.end()
+        return Outcome(timed_out=True, wall_s=time.monotonic() - begin)
+    except GuardGoneError as error:
+        if not await home.goes_on():
+            raise
+        await home.end()
+        return broken_outcome(error.message)
+    finally:
+        wire.close()
+    home.prepare()
+    return outcome_of(answer, blobs)
+
+
 class _Unanswered(WorldError):
-    """The guard said nothing in time, and its cell was ended."""
+    """The guard said nothing in time, and its home was ended."""
 
 
 class _Broken(WorldError):
-    """The guard broke off, and its cell, which went on, was ended."""
+    """The guard broke off, and its home, which went on, was ended."""
+
+
+Place = TypeVar("Place", bound=Home)
 
 
 @dataclass(eq=False)
-class NamespaceSession:
-    """See `ludus.sandbox.base.Session`. What breaks the guard ends the session's cell."""
+class GuardSession:
+    """See `ludus.sandbox.base.Session`. What breaks the guard ends the session's home."""
 
-    cell: Cell
+    home: Home
     wire: Wire
     kind: SessionKind
     limits: Limits
-    _end: Callable[[Cell], Awaitable[None]]
+    _end: Callable[[], Awaitable[None]]
     _closed: bool = False
 
     @classmethod
     async def start(
         cls,
-        cell: Cell,
+        home: Place,
         kind: SessionKind,
         files: Mapping[str, bytes],
         limits: Limits,
-        end: Callable[[Cell], Awaitable[None]],
-    ) -> NamespaceSession:
-        """A session in `cell`, which `end` ends. Raises WorldError."""
+        end: Callable[[Place], Awaitable[None]],
+    ) -> GuardSession:
+        """A session in `home`, which `end` ends. Raises WorldError."""
         if kind not in ("python", "shell"):
             raise UserError(f"There is no session of the kind {kind!r}.", "Kinds: python, shell.")
-        session = cls(cell, await cell.guard(), kind, limits, end)
+        session = cls(home, await home.guard(), kind, limits, lambda: end(home))
         await session._open(files)
         return session
 
@@ -60,7 +116,7 @@ class NamespaceSession:
         """One call. Raises WorldError where the session is broken or closed.
 
         A guard that does not answer in time is the program's doing: the call timed out, the session is over.
-        So is one that breaks, in a cell that goes on.
+        So is one that breaks, in a home that goes on.
         """
         if self.kind == "shell" and "\0" in code:
             raise UserError("A command of a shell cannot have NUL characters.")
@@ -109,16 +165,16 @@ class NamespaceSession:
         """A new guard, and with it nothing of the old one. Raises WorldError."""
         self._check()
         self.wire.close()
-        self.cell.prepare()
-        self.wire = await self.cell.guard()
+        self.home.prepare()
+        self.wire = await self.home.guard()
         await self._open({})
 
     async def close(self) -> None:
-        """End the cell. Closing twice does no harm."""
+        """End its home. Closing twice does no harm."""
         if not self._closed:
             self._closed = True
             self.wire.close()
-            await self._end(self.cell)
+            await self._end()
 
     async def _open(self, files: Mapping[str, bytes]) -> None:
         header = {"op": "session", "kind": self.kind, **given(self.limits, files)}
@@ -138,7 +194,7 @@ class NamespaceSession:
         except TimeoutError as error:
             raise _Unanswered("The guard of a session gave no answer; the session was ended.") from error
         except GuardGoneError as error:
-            if await self.cell.goes_on():
+            if await self.home.goes_on():
                 raise _Broken(error.message) from error
             raise
         except WorldError as error:
