@@ -77,6 +77,7 @@ def test_the_files_of_a_session_are_changed_taken_out_and_brought_back(engine):
         await session.run("rm *; mkdir c; echo 3 > c/d")
         await session.restore(taken)
         assert (await session.run("ls; echo $X; cat /tmp/t")).text == "b\nrun.sh\n7\nt\n"
+        assert [one.argv[0] for one in await session.processes()] == ["bash"]
         await session.reset()
         assert (await session.run("ls . /tmp; echo $X")).text == ".:\n\n/tmp:\n\n"
         await session.close()

@@ -288,6 +288,46 @@ def test_random_numbers_differ_between_runs(shared_box):
     assert len({shared_box(program).stdout for _ in range(3)}) == 3
 
 
+def test_a_session_tells_what_runs_in_it_as_the_kernel_knows_it():
+    async def act(box):
+        session = await box.session("shell")
+        rename = (
+            "import signal; open('/proc/self/comm', 'w').write('b) S 1'); open('up', 'w'); signal.pause()"
+        )
+        wait = "until [ -e up ]; do sleep 0.05; done"
+        await session.run(f'(A=1 setsid python3 -c "{rename}" > /dev/null 2>&1 &); {wait}; sleep 0.1')
+        shell, inner = await session.processes()
+        again = await session.processes()
+        wait = f"until grep -q '^State:.T' /proc/{inner.pid}/status; do sleep 0.05; done"
+        await session.run(f"kill -STOP {inner.pid}; {wait}; mkdir -p x; (cd x; exec -a other sleep 60 &)")
+        _, stopped, other = await session.processes()
+        await session.run(f"kill -9 {inner.pid} {other.pid}; sleep 0.3")
+        left = await session.processes()
+        await session.close()
+        return shell, inner, again, stopped, other, left
+
+    shell, inner, again, stopped, other, left = inside(act)
+    assert (inner.title, inner.state, inner.argv[:2]) == ("b) S 1", "S", ("python3", "-c"))
+    assert (inner.environment["A"], inner.folder) == ("1", "/box")
+    assert "/usr/bin/python3" in inner.program
+    assert [(one.pid, one.started) for one in again] == [(one.pid, one.started) for one in (shell, inner)]
+    assert (stopped.state, stopped.pid, stopped.started) == ("T", inner.pid, inner.started)
+    assert (other.argv[0], other.folder, Path(other.program).name) == ("other", "/box/x", "sleep")
+    assert [one.pid for one in left] == [shell.pid]
+
+
+def test_processes_with_too_many_words_are_not_told():
+    async def act(box):
+        session = await box.session("shell", limits=Limits(processes=60))
+        await session.run('for i in $(seq 40); do A=$(printf "%04000d" 0) sleep 60 & done')
+        with pytest.raises(WorldError, match="more arguments and variables"):
+            await session.processes()
+        assert (await session.run("echo on")).text == "on\n"
+        await session.close()
+
+    inside(act)
+
+
 def test_a_python_session_keeps_its_state():
     async def act(box):
         session = await box.session(files={"data.txt": b"12"})

@@ -250,6 +250,7 @@ def test_a_remote_session_does_all_that_a_session_does():
         assert (await session.run("ls; echo $X")).text == "a\nb\n7\n"
         await session.restore(snapshot)
         assert (await session.run("ls")).text == "a\n"
+        assert [one.argv[0] for one in await session.processes()] == ["bash"]
         await session.reset()
         assert (await session.run("ls; echo $X")).text == "\n"
         await session.close()

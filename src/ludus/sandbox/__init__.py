@@ -3,7 +3,7 @@
 See docs/sandbox.md.
 """
 
-from ludus.sandbox.base import Change, Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
+from ludus.sandbox.base import Change, Limits, Outcome, Process, Sandbox, Session, SessionKind, Snapshot
 from ludus.sandbox.choose import BACKENDS, SERVICES, SandboxSettings, open_sandbox
 from ludus.sandbox.namespaces import NamespaceSettings, NamespacesSandbox
 
@@ -15,6 +15,7 @@ __all__ = [
     "NamespaceSettings",
     "NamespacesSandbox",
     "Outcome",
+    "Process",
     "Sandbox",
     "SandboxSettings",
     "Session",

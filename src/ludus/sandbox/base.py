@@ -112,6 +112,26 @@ class Snapshot:
 
 
 @dataclass(frozen=True, slots=True)
+class Process:
+    """A process of a session, as the kernel tells it: `pid` and `started` together are one process for good.
+
+    `started` is in ticks of the kernel's clock, `state` a letter of proc(5) (R S D T Z), `program` the file
+    that it runs. `title` is a name of at most 15 bytes that a process gives to itself and to no other one.
+    `argv`, `environment` (as it was when the program began) and `folder` are whatever the program chose.
+    """
+
+    pid: int
+    parent: int
+    started: int
+    state: str
+    title: str
+    program: str
+    folder: str
+    argv: tuple[str, ...] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
 class Change:
     """What to do with files of a session, one by one: all others, links and folders too, stay as they are.
 
@@ -146,6 +166,10 @@ class Session(Protocol):
 
     async def snapshot(self) -> Snapshot:
         """Its regular files. Raises WorldError where they exceed `files_out` or `files_out_bytes`."""
+        ...
+
+    async def processes(self) -> tuple[Process, ...]:
+        """What runs in it, its interpreter too. Raises WorldError for more than 128 KiB of words."""
         ...
 
     async def restore(self, snapshot: Snapshot) -> None:

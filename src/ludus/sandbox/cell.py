@@ -27,7 +27,10 @@ from ludus.sandbox.guest.wire import pack, sizes_of, unpack
 
 START_S, GRACE_S = 20.0, 8.0
 _LOOK_S = 0.5
-_MODULES = ("wire", "kernel", "usage", "program", "output", "files", "guard", "orders", "zygote", "contained")
+_MODULES = (
+    *("wire", "kernel", "usage", "listing", "program", "output", "files", "guard", "orders", "zygote"),
+    "contained",
+)
 INSIDE_ID = 1000
 _CHUNK = 1 << 16
 _LONGEST_HEADER = 1 << 20

@@ -10,10 +10,10 @@ import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.base import Change, Limits, Order, Outcome, SessionKind, Snapshot, checked_files
+from ludus.sandbox.base import Change, Limits, Order, Outcome, Process, SessionKind, Snapshot, checked_files
 from ludus.sandbox.cell import (
     GRACE_S,
     GuardGoneError,
@@ -156,6 +156,16 @@ class GuardSession:
         files = dict(zip(map(str, names), blobs, strict=True))
         return Snapshot(files, frozenset(map(str, executable)), int(str(answer.get("left_out"))))
 
+    async def processes(self) -> tuple[Process, ...]:
+        """What runs in it, its interpreter too. Raises WorldError for more than 128 KiB of words."""
+        answer, _ = await self._ask({"op": "processes"}, [])
+        if answer.get("cut"):
+            raise WorldError("The session's processes have more arguments and variables than can be told.")
+        found = answer.get("processes")
+        if not isinstance(found, list):
+            raise WorldError("The sandbox sent processes that cannot be read.")
+        return tuple(map(_process, found))
+
     async def restore(self, snapshot: Snapshot) -> None:
         """Replace its files by those of the snapshot. Raises WorldError."""
         header = {"op": "restore", "names": list(checked_files(snapshot.files))}
@@ -208,3 +218,22 @@ class GuardSession:
     def _check(self) -> None:
         if self._closed:
             raise WorldError("The session is closed.", "Open a new one.")
+
+
+def _process(told: dict[str, Any]) -> Process:
+    """A process as the guard tells it. Raises WorldError."""
+    try:
+        pairs = (str(word).partition("=") for word in told["environment"])
+        return Process(
+            pid=int(told["pid"]),
+            parent=int(told["parent"]),
+            started=int(told["started"]),
+            state=str(told["state"]),
+            title=str(told["title"]),
+            program=str(told["program"]),
+            folder=str(told["folder"]),
+            argv=tuple(map(str, told["argv"])),
+            environment={name: value for name, _, value in pairs},
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise WorldError("The sandbox sent processes that cannot be read.") from error

@@ -6,7 +6,7 @@ from dataclasses import asdict
 
 from pydantic import Base64Bytes, BaseModel, ConfigDict
 
-from ludus.sandbox.base import Change, Limits, Outcome, SessionKind, Snapshot
+from ludus.sandbox.base import Change, Limits, Outcome, Process, SessionKind, Snapshot
 
 Files = dict[str, Base64Bytes]
 
@@ -74,6 +74,35 @@ class SnapshotMessage(_Message):
     def snapshot(self) -> Snapshot:
         """The message as a snapshot."""
         return Snapshot(self.files, frozenset(self.executable), self.left_out)
+
+
+class ProcessMessage(_Message):
+    """The fields of `Process`."""
+
+    pid: int
+    parent: int
+    started: int
+    state: str
+    title: str
+    program: str
+    folder: str
+    argv: tuple[str, ...]
+    environment: dict[str, str]
+
+
+class ProcessesMessage(_Message):
+    """What runs in a session."""
+
+    processes: list[ProcessMessage]
+
+    @classmethod
+    def of(cls, processes: tuple[Process, ...]) -> ProcessesMessage:
+        """The processes as a message."""
+        return cls(processes=[ProcessMessage(**asdict(one)) for one in processes])
+
+    def told(self) -> tuple[Process, ...]:
+        """The message as processes."""
+        return tuple(Process(**dict(one)) for one in self.processes)
 
 
 class ChangeMessage(_Message):

@@ -18,6 +18,7 @@ from ludus.sandbox.base import (
     Change,
     Limits,
     Outcome,
+    Process,
     Session,
     SessionKind,
     Snapshot,
@@ -31,6 +32,7 @@ from ludus.sandbox.messages import (
     NamedSession,
     Nothing,
     OutcomeMessage,
+    ProcessesMessage,
     Refusal,
     RunMessage,
     SessionMessage,
@@ -149,6 +151,10 @@ class RemoteSession:
     async def snapshot(self) -> Snapshot:
         """Its regular files. Raises WorldError."""
         return (await self._ask("snapshot", Nothing(), SnapshotMessage)).snapshot()
+
+    async def processes(self) -> tuple[Process, ...]:
+        """What runs in it. Raises WorldError."""
+        return (await self._ask("processes", Nothing(), ProcessesMessage)).told()
 
     async def restore(self, snapshot: Snapshot) -> None:
         """Replace its files by those of the snapshot. Raises WorldError."""

@@ -29,6 +29,7 @@ from ludus.sandbox.messages import (
     NamedSession,
     Nothing,
     OutcomeMessage,
+    ProcessesMessage,
     Refusal,
     RunMessage,
     SessionMessage,
@@ -103,6 +104,8 @@ class _Service:
             return SnapshotMessage.model_construct(
                 files=dict(made.files), executable=executable, left_out=made.left_out
             )
+        if act == "processes":
+            return ProcessesMessage.of(await session.processes())
         if act == "change":
             await session.change(_read(ChangeMessage, body).change())
         elif act == "restore":

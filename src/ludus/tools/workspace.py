@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.sandbox.base import MIB, Change, Limits, Outcome, Sandbox, Session, SessionKind, Snapshot
+from ludus.sandbox.base import MIB, Change, Limits, Outcome, Process, Sandbox, Session, SessionKind, Snapshot
 from ludus.tools.base import ToolError
 
 WAIT_S: Final = 50.0
@@ -59,6 +59,10 @@ class Workspace:
     async def snapshot(self) -> Snapshot:
         """All files of the folder. Raises ToolError."""
         return await self._untorn(lambda session: session.snapshot())
+
+    async def processes(self) -> tuple[Process, ...]:
+        """What runs in the session. Raises ToolError."""
+        return await self._untorn(lambda session: session.processes())
 
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Put files into the folder; the others stay. Raises ToolError."""

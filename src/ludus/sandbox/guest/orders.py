@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from ludus.sandbox.guest.files import collect, make_box, mark, put, remove, wipe
 from ludus.sandbox.guest.guard import Guard
 from ludus.sandbox.guest.kernel import Bounds
+from ludus.sandbox.guest.listing import Listed
 from ludus.sandbox.guest.program import SHELL, run_command, run_python, serve_python
 from ludus.sandbox.guest.usage import reaped_cpu
 from ludus.sandbox.guest.wire import Gone, Line
@@ -129,6 +130,9 @@ class SessionGuard:
             made = collect(self.bounds, {})
             told = {"executable": sorted(made.executable), "cut": made.cut, "left_out": made.left_out}
             self.line.send({"names": list(made.files), **told}, [*made.files.values()])
+        elif header["op"] == "processes":
+            listed = Listed()
+            self.line.send({"processes": listed.found, "cut": listed.cut}, [])
         else:
             raise OSError(f"there is no operation {header['op']!r}")
 
