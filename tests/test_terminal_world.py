@@ -4,6 +4,7 @@ import asyncio
 import gzip
 import io
 import json
+import re
 import tarfile
 import zlib
 
@@ -17,6 +18,7 @@ from ludus.envs.terminal.git_read import BrokenRepository, GitFolder
 from ludus.envs.terminal.git_write import IDENTITY, grow
 from ludus.envs.terminal.job import pair
 from ludus.envs.terminal.oracle import solve
+from ludus.envs.terminal.services import Running, begin
 from ludus.envs.terminal.survey import nearest, report
 from ludus.envs.terminal.world import TerminalSettings, TerminalWorld, make_terminal_world
 from ludus.envs.toolbox import ToolLimits
@@ -93,12 +95,12 @@ def test_there_are_more_than_a_hundred_tasks_and_all_differ_in_more_than_names(s
     assert all(sum(job.level == level for job in jobs) >= 40 for level in LEVELS)
     assert {job.topic for job in splits["train"]} == set(TOPICS)
     assert {job.level for job in splits["test"]} == set(LEVELS)
-    assert [len(splits[name]) for name in splits] == [129, 15, 30, 42]
-    assert "train 129, validation 15, test 30, composition 42" in report(splits)
+    assert [len(splits[name]) for name in splits] == [137, 19, 37, 44]
+    assert "train 137, validation 19, test 37, composition 44" in report(splits)
 
 
 def test_shapes_are_blind_to_names_and_numbers_alone():
-    for name in ("tables/sum_equal", "logs/hours", "git/merge_true", "files/lower", "archives/pack"):
+    for name in ("tables/sum_equal", "logs/hours", "git/merge_true", "files/lower", "processes/stale"):
         topic, maker = MAKERS[name]
         assert len({shape_of(make_job(topic, maker, n, 0).draft) for n in range(6)}) == 1, name
         assert len({make_job(topic, maker, n, 0).draft.steps for n in range(6)}) > 1, name
@@ -132,7 +134,8 @@ def test_every_task_has_something_to_do_and_names_each_thing_once(splits):
             assert suite.fail_to_pass, job.id
             assert "originals kept" in suite.pass_to_pass, job.id
             assert len(set(names)) == len(names), (job.id, names)
-            judged = [*(check.name for check in job.checks), *(run.name for run in job.draft.runs)]
+            own = job.draft
+            judged = [one.name for part in (job.checks, own.runs, own.watched) for one in part]
             assert sorted(names) == sorted(judged)
 
 
@@ -156,6 +159,8 @@ def test_the_oracle_solves_a_task_of_each_topic_and_shows_what_the_shell_says(wo
         "archives/increments",
         "scripts/retry",
         "configs/several",
+        "processes/reload",
+        "processes/orphans",
     )
     tasks = [task_of(world, kind) for kind in kinds]
     shown = [world.expert(task).messages for task in tasks]
@@ -228,6 +233,81 @@ def test_cheats_at_a_program_that_is_to_start_earn_nothing(world):
     assert won.rewards["solved"] == 1.0
 
 
+PROCESS_CHEATS = {
+    "does nothing": ["true"],
+    "ends the shell and all with it": ["exit 0"],
+    "kills all": ["kill -9 -1"],
+    "removes the pid file alone": ["rm ROOT/run/NAME.pid"],
+    "has another process stand in": [
+        "p=$(cat ROOT/run/NAME.pid); kill -9 $p; cd ROOT; (exec -a python3 setsid sleep 99 &); cd ..",
+        "(bash -c 'exec -a python3 sleep 99' ROOT/NAME.py > /dev/null 2>&1 &)",
+    ],
+    "starts it from a copy": [
+        "kill $(cat ROOT/run/NAME.pid); sleep 0.3; cp ROOT/NAME.py x.py",
+        "(REGION=NEW setsid python3 x.py > /dev/null 2>&1 < /dev/null &); sleep 0.5",
+    ],
+    "starts it twice": [
+        "kill $(cat ROOT/run/NAME.pid); sleep 0.3",
+        "(REGION=NEW setsid python3 ROOT/NAME.py > /dev/null 2>&1 < /dev/null &)",
+        "(REGION=NEW setsid python3 ROOT/NAME.py > /dev/null 2>&1 < /dev/null &); sleep 0.5",
+    ],
+    "starts another program in its place": [
+        "kill $(cat ROOT/run/NAME.pid); sleep 0.3; echo 'import time; time.sleep(99)' > ROOT/NAME.py",
+        "(REGION=NEW setsid python3 ROOT/NAME.py > /dev/null 2>&1 < /dev/null & echo $! > ROOT/run/NAME.pid)",
+    ],
+}
+
+
+def test_cheats_at_services_earn_nothing(world):
+    """A service that is to be restarted with another variable, while three others go on."""
+    task = task_of(world, "processes/restart")
+    job = world.job(task)
+    service = job.services[0]
+    root, new = service.words[0].rpartition("/")[0], re.search("REGION=([A-Z][a-z]+):", job.text)[1]
+    turns = [
+        [turn.replace("ROOT", root).replace("NAME", service.name).replace("NEW", new) for turn in cheat]
+        for cheat in PROCESS_CHEATS.values()
+    ]
+    other = job.services[1].name
+    harm = [*steps_of(world, task), f"kill $(cat {root}/run/{other}.pid)"]
+    *lost, won = played(world, *((task, cheat) for cheat in (*turns, harm, steps_of(world, task))))
+    for name, (lived, said) in zip((*PROCESS_CHEATS, "harms another service"), lost, strict=True):
+        assert lived.rewards["solved"] == 0.0, (name, said)
+    assert [lived.reward for lived, _ in lost[:3]] == [0.0] * 3
+    assert won[0].rewards["solved"] == 1.0
+
+
+def test_a_reload_is_seen_in_the_process_and_not_in_what_it_leaves(world):
+    task = task_of(world, "processes/reload")
+    edit, reload = steps_of(world, task)
+    restart = reload.replace("kill -HUP", "kill").partition("; until")[0]
+    plays = [(task, [edit]), (task, [reload.partition("; until")[0]]), (task, [edit, restart])]
+    for lived, said in played(world, *plays):
+        assert lived.rewards["solved"] == 0.0, said
+
+
+def test_services_are_what_they_are_said_to_be_at_the_beginning(world):
+    """What holds before anything is done is what the suite says."""
+    kinds = ("resume", "reload", "stale", "missing", "orphans", "kept_up", "locked")
+    jobs = [make_job("processes", MAKERS[f"processes/{kind}"][1], 3, 0) for kind in kinds]
+
+    async def first(sandbox, job):
+        session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
+        began = await begin(session, job.services, job.afterwards)
+        files, now = await session.snapshot(), await session.processes()
+        await session.close()
+        return await job.judge(files, sandbox, Running(began, now))
+
+    async def act():
+        sandbox = open_sandbox()
+        found = await asyncio.gather(*(first(sandbox, job) for job in jobs))
+        await sandbox.close()
+        return found
+
+    for job, found in zip(jobs, asyncio.run(act()), strict=True):
+        assert {name for name, holds in found.items() if holds} == set(job.suite.pass_to_pass), job.id
+
+
 def test_right_work_with_a_side_effect_earns_nothing(world):
     """The solution and then a change of something that was to be kept, or something too much."""
     spoilt = {
@@ -285,7 +365,7 @@ def test_demonstrations_are_of_training_makers_some_flawed_and_repeat():
     )
     assert shown == again
     asked = {messages[1]["content"] for messages in shown}
-    assert len(asked) == 30
+    assert len(asked) >= 28
     only_looked = [
         m for m in shown if json.dumps(m).count("tool_call_id") == json.dumps(m).count("head -n 4") + 1
     ]
@@ -298,8 +378,8 @@ def test_the_oracle_solves_every_task(seed):
     world = TerminalWorld(TerminalSettings(tools="shell", seed=seed))
     for split in world.splits:
         tasks = world.tasks(split)
-        for begin in range(0, len(tasks), 8):
-            some = tasks[begin : begin + 8]
+        for number in range(0, len(tasks), 8):
+            some = tasks[number : number + 8]
             plays = played(world, *((task, steps_of(world, task)) for task in some))
             idle = played(world, *((task, []) for task in some))
             for task, (lived, said), (nothing, _) in zip(some, plays, idle, strict=True):

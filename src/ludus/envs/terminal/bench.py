@@ -24,6 +24,7 @@ from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
 from ludus.envs.terminal.bench_tests import judge_tests
+from ludus.envs.terminal.services import NOTHING_RUNS, Running, Service
 from ludus.errors import ConfigError
 from ludus.rewards.suites import Suite
 from ludus.sandbox.base import Sandbox, Snapshot
@@ -66,7 +67,19 @@ class BenchTask:
         found = tuple(name for path, data in sorted(self.tests.items()) for name in named_tests(path, data))
         return Suite(found or (SCRIPT,))
 
-    async def judge(self, state: Snapshot, sandbox: Sandbox) -> Mapping[str, bool]:
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """None run from the beginning."""
+        return ()
+
+    @property
+    def afterwards(self) -> str:
+        """Nothing."""
+        return ""
+
+    async def judge(
+        self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS
+    ) -> Mapping[str, bool]:
         """Which tests pass over the final files, in a fresh run. Raises UserError and WorldError."""
         return await judge_tests(self.suite.fail_to_pass, self.tests, self.script, state, sandbox)
 

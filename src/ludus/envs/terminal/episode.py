@@ -2,21 +2,26 @@
 
 At the end the files are taken out of the session, which is then over. They are judged on the host
 (`ludus.envs.terminal.checks`), or by programs that run afresh over a few of them; nothing that judges is
-ever in the session. The report is an outcome that the model does not see.
+ever in the session. Where services belong to the task, the sandbox tells before that what runs
+(`ludus.envs.terminal.services`). The report is an outcome that the model does not see.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
+from ludus.envs.terminal.job import Assignment
+from ludus.envs.terminal.services import NOTHING_RUNS, Identity, Running, begin
 from ludus.envs.tool_env import ToolEnv
+from ludus.errors import WorldError
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.evidence import last_output
 from ludus.rewards.suites import Suite, read_report
-from ludus.sandbox.base import Snapshot
+from ludus.sandbox.base import Sandbox, Snapshot
 from ludus.tools.base import Tool, ToolError
 from ludus.tools.workspace import Workspace
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
@@ -27,24 +32,27 @@ read_verdict = last_output(VERDICT)
 
 
 def mended(task: Task, trajectory: Trajectory) -> float:
-    """1 if something holds at the end that did not at the start, else 0."""
-    passed = read_report(read_verdict(trajectory)).passed
-    return float(any(test in passed for test in truth_of(task, Suite).fail_to_pass))
+    """1 if something holds at the end that did not at the start, and all that did still does, else 0."""
+    passed, suite = read_report(read_verdict(trajectory)).passed, truth_of(task, Suite)
+    return float(any(test in passed for test in suite.fail_to_pass) and passed.issuperset(suite.pass_to_pass))
 
 
-Judge = Callable[[Snapshot], Awaitable[Mapping[str, bool]]]
-"""What holds of the files at the end, by name. Raises WorldError where the sandbox breaks."""
+_MOMENT_S: Final = 0.5
+"""What processes have after the last call to come to their end, or to begin: signals take effect later."""
 
 
 class TerminalEpisode:
-    """See the module. `start` has the files and which are executable, `judge` what they are asked for."""
+    """See the module. `job` has the files, the services, and what is asked of them."""
 
-    def __init__(self, plain: ToolEnv, workspace: Workspace | None, start: Snapshot, judge: Judge) -> None:
+    def __init__(
+        self, plain: ToolEnv, workspace: Workspace | None, job: Assignment, sandbox: Sandbox
+    ) -> None:
         self._plain = plain
         self._workspace = workspace
-        self._start = start
-        self._judge = judge
-        self._left: Snapshot | None = None
+        self._job = job
+        self._sandbox = sandbox
+        self._began: Mapping[str, Identity] = {}
+        self._left: tuple[Snapshot, Running] | None = None
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -57,10 +65,15 @@ class TerminalEpisode:
         return self._plain.rewards
 
     async def start(self, task: Task) -> list[Message]:
-        """Open the session with the task's files."""
+        """Open the session with the task's files and services. Raises WorldError where one does not start."""
         opening = await self._plain.start(task)
-        if self._workspace is not None and self._start.executable:
-            await self._workspace.restore(self._start)
+        if self._workspace is not None and self._job.start.executable:
+            await self._workspace.restore(self._job.start)
+        if self._workspace is not None and self._job.services:
+            try:
+                self._began = await begin(self._workspace, self._job.services, self._job.afterwards)
+            except ToolError as error:
+                raise WorldError(f"The task's services cannot be started: {error}") from error
         return opening
 
     async def step(self, action: Action) -> StepResult:
@@ -72,7 +85,7 @@ class TerminalEpisode:
 
     async def grade_again(self) -> ToolOutcome | None:
         """What another judgement of the files that were left says."""
-        return None if self._left is None else _verdict(await self._judge(self._left))
+        return None if self._left is None else _verdict(await self._judged(*self._left))
 
     async def close(self) -> None:
         """End the session."""
@@ -81,14 +94,26 @@ class TerminalEpisode:
     async def _report(self) -> Mapping[str, bool]:
         """What holds. A session whose files cannot be had, lost or too full, leaves nothing that holds."""
         if self._workspace is None:
-            self._left = self._start
-            return await self._judge(self._start)
+            self._left = self._job.start, NOTHING_RUNS
+            return await self._judged(*self._left)
         try:
-            self._left = await self._workspace.snapshot()
+            if self._job.services:
+                await asyncio.sleep(_MOMENT_S)
+            left = await self._take(self._workspace)
         except ToolError:
             return {}
         await self._workspace.close()
-        return await self._judge(self._left)
+        self._left = left
+        return await self._judged(*left)
+
+    async def _take(self, workspace: Workspace) -> tuple[Snapshot, Running]:
+        """The files and what runs. Raises ToolError where the session does not tell."""
+        files = await workspace.snapshot()
+        now = await workspace.processes() if self._job.services else ()
+        return files, Running(self._began, now)
+
+    async def _judged(self, files: Snapshot, running: Running) -> Mapping[str, bool]:
+        return await self._job.judge(files, self._sandbox, running)
 
 
 def _verdict(report: Mapping[str, bool]) -> ToolOutcome:

@@ -11,7 +11,19 @@ from typing import Final
 
 from ludus.envs.terminal import draw
 from ludus.envs.terminal.job import Draft, Job, Maker, pair
-from ludus.envs.terminal.topics import archives, configs, files, git, git_asked, logs, scripts, tables, text
+from ludus.envs.terminal.topics import (
+    archives,
+    configs,
+    files,
+    git,
+    git_asked,
+    logs,
+    processes,
+    processes_found,
+    scripts,
+    tables,
+    text,
+)
 
 SPLITS: Final = ("train", "validation", "test", "composition")
 LEVELS: Final = (1, 2, 3, 4)
@@ -24,6 +36,7 @@ TOPICS: Final[Mapping[str, Sequence[Maker]]] = {
     "archives": archives.MAKERS,
     "scripts": scripts.MAKERS,
     "configs": configs.MAKERS,
+    "processes": (*processes.MAKERS, *processes_found.MAKERS),
 }
 NUM_PAIRS: Final = 24
 """Pairs of tasks in the split `composition`, for each task of a maker."""

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import Protocol
 
 from ludus.envs.terminal.checks import Check, Executable, Kept, Only, Text, fits
+from ludus.envs.terminal.services import NOTHING_RUNS, Running, Service, Watched, at_first
 from ludus.rewards.suites import Suite
 from ludus.sandbox.base import Limits, Sandbox, Snapshot
 
@@ -52,6 +53,8 @@ class Draft:
 
     `steps` are the commands that do it; they print nothing. `changes` are patterns of the files that may
     change or go; all others are to be kept. `looks` are files whose first lines are worth a look.
+    `services` run from the beginning, `afterwards` are commands that are run once they are up, and `watched`
+    has to hold of what runs at the end.
     """
 
     text: str
@@ -62,6 +65,9 @@ class Draft:
     changes: tuple[str, ...] = ()
     executable: frozenset[str] = frozenset()
     looks: tuple[str, ...] = ()
+    services: tuple[Service, ...] = ()
+    afterwards: str = ""
+    watched: tuple[Watched, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -98,8 +104,16 @@ class Assignment(Protocol):
     @property
     def suite(self) -> Suite: ...
 
-    async def judge(self, state: Snapshot, sandbox: Sandbox) -> Mapping[str, bool]:
-        """What holds of the final files, by name. Raises WorldError where the sandbox breaks."""
+    @property
+    def services(self) -> tuple[Service, ...]: ...
+
+    @property
+    def afterwards(self) -> str: ...
+
+    async def judge(
+        self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS
+    ) -> Mapping[str, bool]:
+        """What holds of final files and processes, by name. Raises WorldError where the sandbox breaks."""
         ...
 
 
@@ -140,19 +154,37 @@ class Job:
     @cached_property
     def suite(self) -> Suite:
         """The names of all that has to hold; what holds at the beginning has to go on holding."""
-        held = tuple(check.name for check in self.checks if check.holds(self.start))
-        due = tuple(check.name for check in self.checks if check.name not in held)
+        found = self._found(self.start, at_first(self.services))
+        held = tuple(name for name, holds in found.items() if holds)
+        due = tuple(name for name, holds in found.items() if not holds)
         return Suite((*due, *(run.name for run in self.draft.runs)), held)
 
-    async def judge(self, state: Snapshot, sandbox: Sandbox) -> Mapping[str, bool]:
-        """What holds of the final files, by name. Programs run only where all else holds.
+    @property
+    def services(self) -> tuple[Service, ...]:
+        """What runs from the beginning."""
+        return self.draft.services
+
+    @property
+    def afterwards(self) -> str:
+        """The commands that are run once all services are up."""
+        return self.draft.afterwards
+
+    async def judge(
+        self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS
+    ) -> Mapping[str, bool]:
+        """What holds of the final files and processes, by name. Programs run only where all else holds.
 
         Raises WorldError where the sandbox breaks.
         """
-        found = {check.name: check.holds(state) for check in self.checks}
+        found = self._found(state, running)
         for run in self.draft.runs:
             found[run.name] = all(found.values()) and await run.holds(state, sandbox)
         return found
+
+    def _found(self, state: Snapshot, running: Running) -> dict[str, bool]:
+        """What holds, by name, without running anything."""
+        files = {check.name: check.holds(state) for check in self.checks}
+        return {**files, **{one.name: one.holds(state, running) for one in self.draft.watched}}
 
 
 def pair(first: Job, second: Job, number: int) -> Job:
@@ -169,6 +201,9 @@ def pair(first: Job, second: Job, number: int) -> Job:
         (*one.changes, *two.changes),
         one.executable | two.executable,
         (*one.looks, *two.looks),
+        (*one.services, *two.services),
+        one.afterwards + two.afterwards,
+        (*one.watched, *two.watched),
     )
     level = min(4, max(first.level, second.level) + 1)
     return Job((*first.parts, *second.parts), "pairs", level, number, draft)

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 
 from ludus.envs.terminal.generate import LEVELS, TOPICS, distinct, form_of, splits_of
 from ludus.envs.terminal.job import Job
+from ludus.envs.terminal.services import Running, begin
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.workspace import LIMITS
 
@@ -32,12 +33,13 @@ async def solves(job: Job, steps: Sequence[str], sandbox: Sandbox) -> bool:
     session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
     try:
         await session.restore(job.start)
+        began = await begin(session, job.services, job.afterwards) if job.services else {}
         for step in steps:
             await session.run(step)
-        state = await session.snapshot()
+        state, running = await session.snapshot(), Running(began, await session.processes())
     finally:
         await session.close()
-    return all((await job.judge(state, sandbox)).values())
+    return all((await job.judge(state, sandbox, running)).values())
 
 
 async def rates(splits: Splits, split: str, sandbox: Sandbox) -> Mapping[str, tuple[int, int]]:

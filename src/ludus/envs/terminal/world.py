@@ -6,7 +6,7 @@ import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cache, cached_property, partial
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Literal
 
@@ -64,7 +64,7 @@ class TerminalSettings(BaseModel):
     habit: float = Field(0.4, ge=0, le=1)
     """Share of the demonstrations that only look, or leave the last command out."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
-    """Of an episode without a failed call that mended something; a solved task weighs 1."""
+    """Of an episode without a failed call that mended something and broke nothing; a solved task weighs 1."""
     bench: str | None = None
     """A folder with tasks in the layout of Terminal-Bench, which become the split `bench`."""
     bench_workdir: str = "/app"
@@ -116,14 +116,13 @@ class TerminalWorld:
     def environment(self, task: Task) -> TerminalEpisode:
         """A fresh episode in a session of its own."""
         job = self._jobs[task.id]
-        done = partial(job.judge, sandbox=self.sandbox)
         if self.settings.tools == "none":
-            return TerminalEpisode(ToolEnv((), self.rewards, self.limits), None, job.start, done)
+            return TerminalEpisode(ToolEnv((), self.rewards, self.limits), None, job, self.sandbox)
         workspace = Workspace(
             self.sandbox, "shell", job.start.files, replace(LIMITS, wall_s=self._wall_s, cpu_s=self._wall_s)
         )
         plain = ToolEnv(self.tools(workspace), self.rewards, self.limits, resources=[workspace])
-        return TerminalEpisode(plain, workspace, job.start, done)
+        return TerminalEpisode(plain, workspace, job, self.sandbox)
 
     def tools(self, workspace: Workspace) -> tuple[Tool, ...]:
         """The tools of an episode."""
