@@ -396,6 +396,20 @@ def test_accepted_spellings_and_the_words_of_a_world_are_tried():
         assert card_of(kind("city", {"train": [made]}, (), rewards, show=show)).paraphrased == found
 
 
+def test_right_episodes_done_otherwise_are_tried():
+    class Ways(ToolWorld):
+        def other_ways(self, task):
+            return [[Message(role="assistant", content=text)] for text in ("NYC", "the big apple")]
+
+    def show(seed):
+        yield (*made.prompt, Message(role="assistant", content="NYC"))
+
+    made = Task("t", (Message(role="user", content="Where?"),), Answers(("NYC",)))
+    rewards = [Reward("right", exact_match, outcome=True)]
+    card = card_of(Ways("city", {"train": [made]}, (), rewards, show=show))
+    assert card.paraphrased == Share(2, 3)
+
+
 @pytest.mark.parametrize(
     ("one", "other"),
     [

@@ -24,6 +24,7 @@ from ludus.envs.swe.layout import layout_of, merged
 from ludus.envs.swe.mine import Plan, mine, save_found
 from ludus.envs.swe.mutations import KINDS, edits, is_sound
 from ludus.envs.swe.oracle import applies, unified
+from ludus.envs.swe.other_ways import other_repairs, restate
 from ludus.envs.swe.repository import git_files
 from ludus.envs.swe.sources import fetch, read_archive, require
 from ludus.envs.swe.survey import survey
@@ -496,6 +497,40 @@ def test_the_oracle_repairs_in_a_container(catalogue, tmp_path, monkeypatch):
     world = make(catalogue, "[sandbox]\nbackend = 'docker'\nimage = 'image'\n")
     task = world.tasks("train")[0]
     assert play(world, task, actions_of(world.expert(task).messages)).rewards["resolved"] == 1
+
+
+def test_repairs_in_another_text_are_right_and_are_another_text(catalogue):
+    world = make(catalogue)
+    task = world.tasks("train")[0]
+    problem = chosen(world)
+    trees = [
+        {**problem.shown, **{path: text.encode() for path, text in texts.items()}}
+        for texts in other_repairs(problem)
+    ]
+    assert trees
+    for tree, found in zip(trees, graded(world, *trees), strict=True):
+        assert all(found.passed.values()), found.doubt
+        assert found.passed
+        assert all(tree[path] != right for path, right in problem.mended.items())
+    (way, *_) = world.other_ways(task)
+    assert play(world, task, actions_of(way)).rewards["resolved"] == 1
+
+
+def test_what_was_mended_is_put_otherwise():
+    before = "def f(a):\n    if a > 1:\n        return 1\n    b = a\n    return b\n"
+    after = before.replace("a > 1", "a >= 1").replace("return b", "return b + 1")
+    other = restate(before, after)
+    assert other.splitlines() == [
+        "def f(a):",
+        "    if not a >= 1:",
+        "        pass",
+        "    else:",
+        "        return 1",
+        "    b = a",
+        "    _outcome = b + 1",
+        "    return _outcome",
+    ]
+    assert restate(after, after) == after
 
 
 def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):

@@ -1,6 +1,7 @@
 """Every world that ships pays for its tasks: cheats and guessers earn nothing there, from shaping neither."""
 
 import asyncio
+import json
 
 import pytest
 
@@ -10,6 +11,7 @@ from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.evaluation.agents import Agent, Kind, actions_of
 from ludus.evaluation.check import CheckPlan, check_world, play
 from ludus.rewards.base import score, success
+from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.setup import episode_limits
 from ludus.types import Message, StopReason, Trajectory
 
@@ -81,6 +83,30 @@ def test_right_answers_in_other_words_are_right(name):
                 refused.append((task.id, text))
     assert refused == []
     assert num >= len(tasks)
+
+
+@pytest.mark.parametrize(("name", "num_tasks"), [("functions", 120), ("terminal", 10)])
+def test_right_episodes_done_otherwise_are_right(name, num_tasks):
+    config = load_config(None, ["--env.name", name])
+    world = build_world(config.env, config.rollout, config.sandbox)
+    tasks = world.tasks("train")[:num_tasks]
+
+    async def played(task, messages):
+        agent = Agent("other way", Kind.ORACLE, "does it otherwise", lambda *_: actions_of(messages))
+        return task.id, messages, (await play(world, task, agent, EpisodeLimits(max_turns=TURNS))).succeeded
+
+    async def all_played():
+        async with closing(world):
+            ways = [(task, way) for task in tasks for way in world.other_ways(task)]
+            return await asyncio.gather(*(played(*one) for one in ways))
+
+    found = asyncio.run(all_played())
+    assert [one for one in found if not one[2]] == []
+    assert len(found) > num_tasks
+    for task in tasks:
+        ways = [json.dumps(list(way)) for way in world.other_ways(task)]
+        shown = json.dumps(list(world.expert(task).messages[len(task.prompt) :]))
+        assert len({shown, *ways}) == len(ways) + 1, task.id
 
 
 @pytest.mark.parametrize("name", ["code", "terminal"])

@@ -122,6 +122,15 @@ class OffersParaphrases(Protocol):
 
 
 @runtime_checkable
+class OffersOtherWays(Protocol):
+    """A world that knows other right episodes than those of its expert, by which its verifier is checked."""
+
+    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
+        """The messages behind the prompt, tools' ones included; none where there is no other way."""
+        ...
+
+
+@runtime_checkable
 class SetsBounds(Protocol):
     """A world whose episodes are bounded by their task: a mixture."""
 

@@ -22,6 +22,7 @@ from ludus.envs.base import (
     Demonstration,
     Environment,
     HoldsSessions,
+    OffersOtherWays,
     OffersParaphrases,
     ShowsTasks,
     UsesSandbox,
@@ -208,6 +209,12 @@ class MixedWorld:
         member = self.member_of(task)
         world = member.world
         return world.paraphrases(member.own(task)) if isinstance(world, OffersParaphrases) else ()
+
+    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
+        """What the task's world shows."""
+        member = self.member_of(task)
+        world = member.world
+        return world.other_ways(member.own(task)) if isinstance(world, OffersOtherWays) else ()
 
     @property
     def runs_programs(self) -> bool:

@@ -8,11 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
-from ludus.envs.base import OffersParaphrases, World
+from ludus.envs.base import OffersOtherWays, OffersParaphrases, World
 from ludus.evaluation.agents import Agent, Kind, actions_of, asked
 from ludus.evaluation.check import CheckPlan, CheckReport, Play, play_all
 from ludus.rewards.answers import Answers, normalise
+from ludus.tools.base import Tool
 from ludus.types import Action, Message, Task, Timings
 
 GRADINGS = 5
@@ -48,7 +50,8 @@ class Scorecard:
     `alone_per_s` and `together_per_s` are episodes of a scripted agent a second, one at a time and
     `concurrency` at once, the world's own work included. `unstable` counts
     trajectories whose reward differs between gradings, `replayed` episodes whose reward differs when the same
-    actions are played again, `paraphrased` right answers in other words that are accepted. `values` are those
+    actions are played again, `paraphrased` right answers in other words and right episodes done otherwise
+    that are accepted. `values` are those
     that the outcome took. `distinct` counts the tasks of the split that differ in more than identifiers,
     names and numbers. `saturated` counts the tasks that an agent without tools and skill solves.
     """
@@ -201,15 +204,35 @@ async def _again(report: CheckReport, tasks: Sequence[Task], plan: CheckPlan) ->
 
 
 async def _paraphrased(report: CheckReport, plan: CheckPlan) -> Share:
-    """Right answers in other words that succeed, of those that are to be had."""
+    """Right answers in other words, and right episodes done otherwise, that succeed, of those to be had."""
     shown = [(task, report.shown[task.id]) for task in report.tasks if report.shown.get(task.id)]
     tried = [(task, turns, text) for task, turns in shown for text in _others(report.world, task)]
+    agents = [(task, _with_answer(turns, text)) for task, turns, text in tried]
+    ways = _other_ways(report.world, [task for task, _ in shown][:EPISODES])
     accepted = 0
-    plan.watch.phase("paraphrases", len(tried))
-    for task, turns, text in tried:
-        (row,) = await play_all(report.world, [task], [_with_answer(turns, text)], plan)
+    plan.watch.phase("paraphrases", len(agents) + sum(len(turns) for turns in ways))
+    for task, agent in agents:
+        (row,) = await play_all(report.world, [task], [agent], plan)
         accepted += row.num_successes
-    return Share(accepted, len(tried))
+    for turns in ways:
+        agent = Agent("other way", Kind.ORACLE, "does it otherwise", partial(_turns_of, turns))
+        tasks = [task for task, _ in shown if task.id in turns]
+        (row,) = await play_all(report.world, tasks, [agent], plan)
+        accepted += row.num_successes
+    return Share(accepted, len(agents) + sum(len(turns) for turns in ways))
+
+
+def _other_ways(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
+    """The first other way of each task by its id, then the second ones, and so on."""
+    if not isinstance(world, OffersOtherWays):
+        return []
+    ways = {task.id: [actions_of(messages) for messages in world.other_ways(task)] for task in tasks}
+    most = max(map(len, ways.values()), default=0)
+    return [{id_: found[n] for id_, found in ways.items() if len(found) > n} for n in range(most)]
+
+
+def _turns_of(turns: Mapping[str, Sequence[Action]], task: Task, tools: Sequence[Tool]) -> Sequence[Action]:
+    return turns[task.id]
 
 
 def _others(world: World, task: Task) -> list[str]:

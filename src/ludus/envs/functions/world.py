@@ -16,6 +16,7 @@ from ludus.envs.functions.generate import FAMILIES, SPLITS, SYSTEM, Maker, make_
 from ludus.envs.functions.gold import Truth, function_rewards, truth_of
 from ludus.envs.functions.offers import Scene, SchemaTool, plain_offer
 from ludus.envs.functions.oracle import Flaws, play
+from ludus.envs.functions.other_ways import other_ways
 from ludus.envs.functions.records import load_tasks
 from ludus.envs.settings import read_settings
 from ludus.envs.tool_env import ToolEnv
@@ -110,6 +111,12 @@ class FunctionsWorld:
         if self.settings.access == "none" or not isinstance(task.truth, Truth):
             return None
         return self._show(task, Flaws(), random.Random(task.id))
+
+    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Arguments in another order and with defaults, calls one by one, or other words."""
+        if self.settings.access == "none" or not isinstance(task.truth, Truth):
+            return ()
+        return tuple(other_ways(task))
 
     def texts(self) -> Iterator[str]:
         """Descriptions of functions and dialogues as text: what the tokenizer is trained on."""

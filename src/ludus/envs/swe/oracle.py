@@ -35,6 +35,14 @@ def solution(problem: Problem) -> tuple[Message, ...]:
     return (*said, _call(len(said), "The issue is mended.", "submit", {"answer": DONE}))
 
 
+def written(texts: Mapping[str, str]) -> tuple[Message, ...]:
+    """The messages after the prompt of an episode that writes these files."""
+    said: list[Message] = []
+    for path, text in texts.items():
+        said += _turn(len(said), FOUND, "write_file", {"path": path, "text": text}, f"wrote {path}")
+    return (*said, _call(len(said), "The issue is mended.", "submit", {"answer": DONE}))
+
+
 def unified(path: str, before: str, after: str, new: bool = False) -> str:
     """The difference of two texts of a file as a unified diff."""
     source = "/dev/null" if new else f"a/{path}"

@@ -17,7 +17,8 @@ from ludus.envs.swe.catalogue import Catalogue, Package, load_catalogue, shipped
 from ludus.envs.swe.grading import REPORT, Grade, grade
 from ludus.envs.swe.instances import load_instances
 from ludus.envs.swe.mutations import KINDS
-from ludus.envs.swe.oracle import solution
+from ludus.envs.swe.oracle import solution, written
+from ludus.envs.swe.other_ways import other_repairs
 from ludus.envs.swe.problems import Case, Mined, Problem
 from ludus.envs.swe.sources import default_folder, fetch, require
 from ludus.envs.swe.tools import Checkout, checkout, repair_tools
@@ -194,6 +195,11 @@ class SweWorld:
         problem = case.problem()
         workspace = checkout(self.sandbox, problem.shown, problem.exam.layout, self.settings.command_s)
         return Dialogue((*task.prompt, *solution(problem)), repair_tools(workspace))
+
+    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Repairs of the same meaning in another text; none for a task of another world."""
+        case = self.cases.get(task.id)
+        return () if case is None else tuple(map(written, other_repairs(case.problem())))
 
     @property
     def _folder(self) -> Path:

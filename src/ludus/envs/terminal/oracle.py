@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Sequence
 
 from ludus.envs.terminal.job import Job
 from ludus.types import FunctionCall, Message, MessageToolCall
@@ -18,15 +19,19 @@ LOOK_LINES = 4
 
 def solve(job: Job) -> list[Message]:
     """The messages of a solution."""
-    calls = [*_looks(job), *((step, NOTHING) for step in job.draft.steps)]
+    return played(job, job.draft.steps)
+
+
+def played(job: Job, steps: Sequence[str]) -> list[Message]:
+    """The messages of an episode that looks and then does this."""
+    calls = [*_looks(job), *((step, NOTHING) for step in steps)]
     return [*_played(calls), _done(job)]
 
 
 def fall_short(job: Job, rng: random.Random) -> list[Message]:
     """A flawed solution: it only looks, or leaves the last command out."""
     steps = job.draft.steps[:-1] if rng.random() < 0.5 else ()
-    calls = [*_looks(job), *((step, NOTHING) for step in steps)]
-    return [*_played(calls), _done(job)]
+    return played(job, steps)
 
 
 def _looks(job: Job) -> list[tuple[str, str]]:

@@ -18,7 +18,8 @@ from ludus.envs.terminal.bench import BenchTask, load_bench
 from ludus.envs.terminal.episode import TerminalEpisode, mended, read_verdict
 from ludus.envs.terminal.generate import LEVELS, SPLITS, TOPICS, homes_of_makers, make_job, splits_of
 from ludus.envs.terminal.job import Assignment, Job
-from ludus.envs.terminal.oracle import fall_short, solve
+from ludus.envs.terminal.oracle import fall_short, played, solve
+from ludus.envs.terminal.other_ways import other_ways
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
@@ -180,6 +181,13 @@ class TerminalWorld:
             case _:
                 messages = []
         return self._shown(job, messages) if messages else None
+
+    def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Other commands, and files in another writing; none for a foreign task."""
+        job = self._jobs.get(task.id)
+        if not isinstance(job, Job) or self.settings.tools == "none":
+            return ()
+        return tuple(played(job, steps) for steps in other_ways(job))
 
     def texts(self) -> Iterator[str]:
         """What demonstrations say, for a tokenizer of this world's own."""
