@@ -459,6 +459,7 @@ def test_a_check_that_is_passed_says_so_with_the_settings_given():
     assert said.code == 0, said
     assert "pays none of the agents" in said.out
     assert "1 of " in said.out
+    assert "does not survey these tasks" in said.out
 
 
 def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
@@ -474,11 +475,20 @@ def test_show_prints_splits_tools_rewards_and_somebody_who_knows_how():
         "[action]",
     ):
         assert line in said.out
+    assert "does not survey these tasks" in said.out
     assert ludus("env", "list").out.count("make_") == len(WORLDS)
 
 
 def test_show_says_no_such_thing_of_a_world_with_an_expert():
     assert "  cold start: demonstrations\n" in ludus("env", "show", "math").out
+
+
+def test_show_prints_how_many_tasks_differ_and_what_baselines_solve():
+    settings = ("--env.settings", "{tasks = 40, levels = [1, 2]}")
+    shown = ludus("env", "show", "sql", *settings).out
+    told = shown.partition("what baselines solve:\n")[2].splitlines()
+    assert told[0].split() == ["level", "tasks", "shapes", "no", "tool", "majority"]
+    assert [line.split()[0] for line in told[1:3]] == ["1", "2"]
 
 
 def test_training_stops_before_it_writes_anything(tmp_path):

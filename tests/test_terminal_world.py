@@ -388,6 +388,13 @@ def test_the_oracle_solves_every_task(seed):
                 assert nothing.rewards["solved"] == 0.0, task.id
 
 
+def test_the_survey_names_what_it_does_not_measure():
+    world = TerminalWorld(TerminalSettings(levels=(1,), topics=("text",)))
+    num = len(world.tasks("test"))
+    assert "majority: runs commands" in world.survey(measure=False)
+    assert f"majority: 0 of {num} tasks of the split test" in world.survey(measure=True)
+
+
 # Checks
 
 

@@ -6,6 +6,7 @@ import re
 import pytest
 
 from ludus.config import load_config
+from ludus.envs.base import Surveys
 from ludus.envs.guess import make_guess_world
 from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.toolbox import ToolLimits
@@ -44,6 +45,28 @@ def test_the_page_of_a_world_tells_of_its_parts_and_shows_an_episode(name):
     for part, pattern in SECTIONS.items():
         assert re.search(rf"^\*\*{pattern}", text, re.M), part
     assert transcripts(text)
+
+
+SURVEYED = ("code", "functions", "math", "sql", "swe", "terminal")
+"""Worlds whose pages show how many tasks differ, and what is solved without skill."""
+
+
+@pytest.mark.parametrize("name", SURVEYED)
+def test_the_tables_of_a_page_are_those_of_the_world(name):
+    """Those of the world with its default settings; what only `--survey` measures is left out."""
+    config = load_config(None, ["--env.name", name])
+    told = build_world(config.env, config.rollout, config.sandbox).survey(measure=False)
+    lines = [line for line in told.splitlines() if "--survey" not in line]
+    blocks = "\n".join(lines).split("\n\n")
+    assert max(len(block.splitlines()) for block in blocks) > 3
+    for block in blocks:
+        assert block in page(name)
+
+
+def test_who_surveys_its_tasks_is_in_the_list():
+    worlds = {name: load_config(None, ["--env.name", name]) for name in WORLDS}
+    made = {name: build_world(one.env, one.rollout, one.sandbox) for name, one in worlds.items()}
+    assert {name for name, world in made.items() if isinstance(world, Surveys)} == set(SURVEYED)
 
 
 @pytest.mark.parametrize("name", sorted(WORLDS.keys() - PREPARED))

@@ -1,7 +1,7 @@
 """Look at an environment, and check that it pays for what it is about.
 
     ludus env list                     the worlds there are
-    ludus env show search              splits, tools, rewards, a task and how it is solved
+    ludus env show search              splits, tools, rewards, a task and how it is solved, baselines
     ludus env check examples/stock.py  cheats and guessers play it, then its scorecard
     ludus env prepare swe              fetch what the world needs and does not ship
 
@@ -23,7 +23,7 @@ from ludus.cli.arguments import no_settings
 from ludus.cli.terminal import CheckBar, bars, make_console, say
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.envs.base import Demonstrates, Prepares, ShowsTasks, World
+from ludus.envs.base import Demonstrates, Prepares, ShowsTasks, Surveys, World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import WORLDS, build_world, check_sandbox
 from ludus.errors import UserError
@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, a world, or a .toml or .py file")
     parser.add_argument("--split", default="train", help="tasks of this split (train)")
     parser.add_argument("--tasks", type=int, default=50, metavar="N", help="tasks for each agent (50)")
+    parser.add_argument("--survey", action="store_true", help="measure baselines that take minutes, too")
     parser.add_argument("--seed", type=int, default=0, help="of the choice of tasks and of what is random")
 
 
@@ -85,6 +86,7 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
     plan = CheckPlan(args.split, num, args.seed, limits=limits, scoring=scoring)
     if args.act == "show":
         show(console, check_world(world, plan), config, scoring)
+        tell_survey(console, world, args.survey)
         return
     with bars(console, passing=True) as progress:
         plan = replace(plan, watch=CheckBar(progress))
@@ -92,6 +94,7 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
         console.print(agents_table(report))
         card = scorecard(report, plan)
     console.print(scorecard_table(card))
+    tell_survey(console, world, args.survey)
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
         say(console, f"Shaping alone pays agents that do nothing of the task, at most: {most}.")
@@ -231,6 +234,16 @@ def as_trained(
     found = asyncio.run(scoring.with_added(world, task, trajectory))
     own = 0.0 if config.rewards.preset else trajectory.reward
     return replace(found, reward=own + found.reward)
+
+
+def tell_survey(console: Console, world: World, measure: bool) -> None:
+    """How many tasks of the world differ, and what its baselines solve."""
+    found = world.survey(measure) if isinstance(world, Surveys) else ""
+    if not found:
+        say(console, "\nThe world does not survey these tasks: how many differ, what takes no skill.")
+        return
+    say(console, "\nHow many tasks differ (solutions without names and numbers), and what baselines solve:")
+    say(console, found)
 
 
 def _cold_start(world: World) -> str:

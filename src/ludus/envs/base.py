@@ -131,6 +131,19 @@ class OffersOtherWays(Protocol):
 
 
 @runtime_checkable
+class Surveys(Protocol):
+    """A world that counts how many of its tasks really differ, and what is solved without skill."""
+
+    def survey(self, measure: bool) -> str:
+        """Tables: tasks, requests and shapes of solutions by level, and baselines; empty for foreign tasks.
+
+        What takes minutes is measured where `measure` says so, and named otherwise. For use outside an event
+        loop.
+        """
+        ...
+
+
+@runtime_checkable
 class SetsBounds(Protocol):
     """A world whose episodes are bounded by their task: a mixture."""
 

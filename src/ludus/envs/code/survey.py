@@ -8,10 +8,13 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from ludus.envs.code.grading import same_value
 from ludus.envs.code.problems import NUM_SHOWN, Chain, Example, Problem, TooLarge
-from ludus.envs.code.world import CodeWorld
+
+if TYPE_CHECKING:
+    from ludus.envs.code.world import CodeWorld
 
 Guess = Callable[[Problem, Example], object]
 """What a program without skill gives for the arguments of an example."""
@@ -114,10 +117,19 @@ def report(world: CodeWorld) -> str:
         "no tool": borrowed(world.problems["train"]),
     }
     for split, problems in world.problems.items():
+        if not problems:
+            continue
         cells = [rates(problems, guess) for guess in baselines.values()]
         lines.append(f"{split:12} " + "  ".join(f"{solved:6.1%} {share:6.1%}" for solved, share in cells))
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the survey of the world with its default settings."""
+    from ludus.envs.code.world import CodeWorld
+
     print(report(CodeWorld()))
+
+
+if __name__ == "__main__":
+    main()

@@ -151,6 +151,12 @@ class CodeWorld:
         """The oracle without flaws; None where no solution is known."""
         return self._shown(task, None) if truth_of(task, CodeTruth).reference else None
 
+    def survey(self, measure: bool) -> str:
+        """How many tasks differ, and what is solved without skill; nothing of foreign ones."""
+        from ludus.envs.code.survey import report
+
+        return report(self) if self.settings.data is None else ""
+
     def paraphrases(self, task: Task) -> Sequence[str]:
         """The solution as bare text, and in other words: without its own layout, in a longer answer."""
         reference = truth_of(task, CodeTruth).reference

@@ -9,13 +9,18 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
+from ludus.envs.functions.generate import SPLITS
 from ludus.envs.functions.gold import solved, truth_of
 from ludus.envs.functions.offers import Scene
 from ludus.envs.functions.oracle import DONE, NO_TOOL, Attempt
 from ludus.envs.variety import Look, rate_lines, variety_lines
 from ludus.rewards.published import ExpectedCall
 from ludus.types import JSON, Task
+
+if TYPE_CHECKING:
+    from ludus.envs.functions.world import FunctionsWorld
 
 
 def looks(tasks: Sequence[Task]) -> list[Look]:
@@ -85,18 +90,22 @@ def _said(task: Task, text: str) -> float:
     return solved(task, attempt.trajectory())
 
 
-def main() -> None:
-    """Print the survey of the world with its default settings."""
-    from ludus.envs.functions.world import FunctionsWorld
-
-    world = FunctionsWorld()
-    splits = {split: world.tasks(split) for split in world.splits}
-    print("\n".join(variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "requests")))
+def report(world: FunctionsWorld) -> str:
+    """The survey of the requests that the world draws, as text."""
+    splits = {split: tasks for split in world.splits if split in SPLITS and (tasks := world.tasks(split))}
+    table = variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "requests")
     rates = (
         (split, (null_share(tasks), no_tool_rate(tasks), majority_rate(splits["train"], tasks)))
         for split, tasks in splits.items()
     )
-    print("\n" + "\n".join(rate_lines(("nothing to do", "no tool", "majority"), rates)))
+    return "\n".join([*table, "", *rate_lines(("nothing to do", "no tool", "majority"), rates)])
+
+
+def main() -> None:
+    """Print the survey of the world with its default settings."""
+    from ludus.envs.functions.world import FunctionsWorld
+
+    print(report(FunctionsWorld()))
 
 
 if __name__ == "__main__":

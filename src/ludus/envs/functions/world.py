@@ -112,6 +112,12 @@ class FunctionsWorld:
             return None
         return self._show(task, Flaws(), random.Random(task.id))
 
+    def survey(self, measure: bool) -> str:
+        """How many requests differ, and what is solved without skill; nothing of a file's."""
+        from ludus.envs.functions.survey import report
+
+        return report(self)
+
     def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
         """Arguments in another order and with defaults, calls one by one, or other words."""
         if self.settings.access == "none" or not isinstance(task.truth, Truth):

@@ -9,12 +9,16 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from fractions import Fraction
+from typing import TYPE_CHECKING
 
 from ludus.envs.math.grading import Solution, answer_text, is_right
 from ludus.envs.math.problems import Problem, worked
 from ludus.envs.variety import Look, rate_lines, variety_lines
 from ludus.rewards.base import truth_of
 from ludus.types import Task
+
+if TYPE_CHECKING:
+    from ludus.envs.math.world import MathWorld
 
 
 def looks(tasks: Sequence[Task]) -> list[Look]:
@@ -79,19 +83,23 @@ def _gives(task: Task, answer: str) -> bool:
     return bool(answer) and is_right(answer, truth_of(task, Solution).right)
 
 
-def main() -> None:
-    """Print the survey of the world with its default settings."""
-    from ludus.envs.math.world import MathWorld
-
-    world = MathWorld()
-    splits = {split: world.tasks(split) for split in world.splits}
-    print("\n".join(variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "questions")))
-    train = splits["train"]
+def report(world: MathWorld) -> str:
+    """The survey of the problems that the world draws, as text."""
+    splits = {split: tasks for split in world.splits if (tasks := world.tasks(split))}
+    table = variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "questions")
+    train = splits.get("train", ())
     rates = (
         (split, (head_rate(tasks), majority_rate(train, tasks), copied_rate(train, tasks)))
         for split, tasks in splits.items()
     )
-    print("\n" + "\n".join(rate_lines(("no tool", "majority", "copied"), rates)))
+    return "\n".join([*table, "", *rate_lines(("no tool", "majority", "copied"), rates)])
+
+
+def main() -> None:
+    """Print the survey of the world with its default settings."""
+    from ludus.envs.math.world import MathWorld
+
+    print(report(MathWorld()))
 
 
 if __name__ == "__main__":

@@ -129,6 +129,12 @@ class MathWorld:
             return None
         return self._shown(task.truth.problem, solve(task.truth.problem, self.settings.tool))
 
+    def survey(self, measure: bool) -> str:
+        """How many problems differ, and what is solved without skill; nothing of foreign ones."""
+        from ludus.envs.math.survey import report
+
+        return report(self) if self._generated else ""
+
     def paraphrases(self, task: Task) -> Sequence[str]:
         """The right number or expression in other writings; none for problems of others."""
         return other_words(task.truth.problem) if isinstance(task.truth, Solution) else ()

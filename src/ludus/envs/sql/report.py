@@ -10,12 +10,15 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain
+from typing import TYPE_CHECKING
 
 from ludus.envs.sql.expert import blind_query
 from ludus.envs.sql.tasks import LEVELS, Question
 from ludus.envs.sql.verdict import is_right, make_truth
-from ludus.envs.sql.world import SqlWorld
-from ludus.envs.variety import Look, Variety, variety
+from ludus.envs.variety import Look, variety
+
+if TYPE_CHECKING:
+    from ludus.envs.sql.world import SqlWorld
 
 Guess = Callable[[Question], str]
 
@@ -60,11 +63,19 @@ def report(world: SqlWorld) -> str:
     lines = ["level  tasks  shapes  no tool  majority"]
     for level in LEVELS:
         rates = f"{blind.get(level, 0.0):8.1%} {common.get(level, 0.0):9.1%}"
-        own = found.get(str(level), Variety(0, 0, 0))
-        lines.append(f"{level:5} {own.num_tasks:6} {own.num_shapes:7} {rates}")
+        own = found.get(str(level))
+        if own is not None:
+            lines.append(f"{level:5} {own.num_tasks:6} {own.num_shapes:7} {rates}")
     lines.append(", ".join(f"{split} {len(questions)}" for split, questions in splits.items()))
     return "\n".join(lines)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Print the report of the world with its default settings."""
+    from ludus.envs.sql.world import SqlWorld
+
     print(report(SqlWorld()))
+
+
+if __name__ == "__main__":
+    main()

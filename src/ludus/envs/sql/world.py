@@ -134,6 +134,12 @@ class SqlWorld:
             return None
         return self._dialogue(question, Flaws(0.0, 0.0, 0.0), random.Random(task.id))
 
+    def survey(self, measure: bool) -> str:
+        """How many questions differ, and what is solved without skill."""
+        from ludus.envs.sql.report import report
+
+        return report(self)
+
     def paraphrases(self, task: Task) -> Sequence[str]:
         """Another query with the same rows, or the value in another writing."""
         return other_words(truth_of(task, SqlTruth))

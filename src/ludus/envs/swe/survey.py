@@ -55,7 +55,8 @@ def _levels(catalogue: Catalogue) -> list[str]:
     for bug in catalogue.bugs:
         levels[bug.level].append(bug)
     training = [bug for bug in catalogue.bugs if catalogue.packages[bug.package].split == "train"]
-    most = Counter((bug.edit.new, bug.edit.old) for bug in training).most_common(1)[0][0]
+    repairs = Counter((bug.edit.new, bug.edit.old) for bug in training)
+    most = next((repair for repair, _ in repairs.most_common(1)), None)
     lines = ["level  tasks  issues  shapes  no tool  majority (at most)"]
     for level, bugs in sorted(levels.items()):
         held = [bug for bug in bugs if catalogue.packages[bug.package].split != "train"]

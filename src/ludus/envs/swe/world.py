@@ -21,6 +21,7 @@ from ludus.envs.swe.oracle import solution, written
 from ludus.envs.swe.other_ways import other_repairs
 from ludus.envs.swe.problems import Case, Mined, Problem
 from ludus.envs.swe.sources import default_folder, fetch, require
+from ludus.envs.swe.survey import survey
 from ludus.envs.swe.tools import Checkout, checkout, repair_tools
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
@@ -195,6 +196,10 @@ class SweWorld:
         problem = case.problem()
         workspace = checkout(self.sandbox, problem.shown, problem.exam.layout, self.settings.command_s)
         return Dialogue((*task.prompt, *solution(problem)), repair_tools(workspace))
+
+    def survey(self, measure: bool) -> str:
+        """How many bugs of the catalogue differ, and what is mended without skill; nothing of instances."""
+        return "" if self.settings.instances else survey(self.catalogue)
 
     def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
         """Repairs of the same meaning in another text; none for a task of another world."""

@@ -20,6 +20,7 @@ from ludus.envs.terminal.generate import LEVELS, SPLITS, TOPICS, homes_of_makers
 from ludus.envs.terminal.job import Assignment, Job
 from ludus.envs.terminal.oracle import fall_short, played, solve
 from ludus.envs.terminal.other_ways import other_ways
+from ludus.envs.terminal.survey import idle_line, measured, report
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
@@ -181,6 +182,16 @@ class TerminalWorld:
             case _:
                 messages = []
         return self._shown(job, messages) if messages else None
+
+    def survey(self, measure: bool) -> str:
+        """How many tasks differ, and what is solved without skill; nothing of foreign tasks."""
+        made = _made(self.settings)
+        splits = {split: [job for job in made[split] if isinstance(job, Job)] for split in SPLITS}
+        told = f"{report(splits)}\n\n{idle_line(splits)}\n"
+        if measure:
+            return told + "\n".join(measured(splits, self.sandbox))
+        seconds = 2 * len(splits["test"])
+        return f"{told}majority: runs commands, for some {seconds} seconds; --survey measures it"
 
     def other_ways(self, task: Task) -> Sequence[Sequence[Message]]:
         """Other commands, and files in another writing; none for a foreign task."""
