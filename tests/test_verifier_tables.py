@@ -22,7 +22,7 @@ from tables import (
 )
 
 LEAST = 40
-COMBINATORS = {"only_if", "either"}
+COMBINATORS = {"by_record", "only_if", "either"}
 """Those that make a verifier of others."""
 _answers = (answer_pairs.ACCEPTED, answer_pairs.REJECTED)
 _calls = (call_pairs.ACCEPTED, call_pairs.REJECTED)

@@ -63,6 +63,8 @@ class PartConfig(Section):
     """Of `repeated_calls` and `invalid_calls`: as many such calls cost 1; none is 4."""
     script: str | None = None
     """Of `language_consistency`: LATIN, CYRILLIC, CJK, ...; none is LATIN."""
+    tool: str | None = None
+    """Of `same_state`: whose last output is the state, a tool's or the environment's; none is the answer."""
 
     @property
     def options(self) -> dict[str, int | str]:
@@ -77,8 +79,8 @@ class RewardsConfig(Section):
     """The parts and weights of a published system in the place of the world's; none keeps the world's."""
     parts: dict[str, PartConfig] = Field({})
     """Shaping parts by name that count beside the world's: citation_support, extra_calls, format_kept,
-    invalid_calls, language_consistency, long_answer, patch_similarity, repeated_calls, token_f1,
-    well_formed."""
+    invalid_calls, json_schema, json_value, language_consistency, long_answer, multiple_choice,
+    patch_similarity, repeated_calls, same_state, token_f1, well_formed."""
     combination: Literal["weighted_sum", "gated", "pareto"] = "weighted_sum"
     """`weighted_sum` of all parts. `gated`: parts other than the outcome count only where `gate` is full.
     `pareto`: the rank in the group by domination, without weights."""

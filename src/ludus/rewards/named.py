@@ -10,6 +10,8 @@ from ludus.config.rewards import PartConfig, RewardsConfig
 from ludus.errors import ConfigError, did_you_mean
 from ludus.rewards.answers import Answers, token_f1, well_formed
 from ludus.rewards.base import Reward, RewardFunction
+from ludus.rewards.choices import Choice, multiple_choice
+from ludus.rewards.evidence import final_answer, last_output
 from ludus.rewards.patches import Patch, patch_similarity
 from ludus.rewards.published import PUBLISHED, format_kept, training_parts
 from ludus.rewards.shaping import (
@@ -20,6 +22,7 @@ from ludus.rewards.shaping import (
     long_answer,
     repeated_calls,
 )
+from ludus.rewards.structures import Schema, State, Value, json_schema, json_value, same_state
 from ludus.types import Task
 
 MODEL_PART = "reward_model"
@@ -43,15 +46,24 @@ class Named:
         return inspect.signature(self.make).parameters
 
 
+def _state_of(tool: str = "") -> RewardFunction:
+    """Of `same_state`: the state is the answer, or the last output of a tool or of the environment."""
+    return same_state(last_output(tool) if tool else final_answer)
+
+
 NAMED: Mapping[str, Named] = {
     "citation_support": Named(lambda: citation_support, calls=True),
     "extra_calls": Named(extra_calls, calls=True),
     "format_kept": Named(lambda: format_kept),
     "invalid_calls": Named(invalid_calls, calls=True),
+    "json_schema": Named(lambda: json_schema, truth=Schema),
+    "json_value": Named(lambda: json_value, truth=Value),
     "language_consistency": Named(language_consistency),
     "long_answer": Named(long_answer),
+    "multiple_choice": Named(lambda: multiple_choice, truth=Choice),
     "patch_similarity": Named(lambda: patch_similarity(), truth=Patch),
     "repeated_calls": Named(repeated_calls, calls=True),
+    "same_state": Named(_state_of, truth=State),
     "token_f1": Named(lambda: token_f1, truth=Answers),
     "well_formed": Named(lambda: well_formed),
 }

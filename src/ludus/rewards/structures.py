@@ -76,26 +76,37 @@ def same_number(one: object, other: object, tolerance: float) -> bool:
         return False
 
 
+def require_schema(schema: Mapping[str, JSON]) -> None:
+    """Raise UserError without jsonschema, and ValueError for a schema that is none."""
+    if importlib.util.find_spec("jsonschema") is None:
+        raise UserError("JSON schemas need jsonschema.", "Install it with: pip install 'ludus[schema]'")
+    import jsonschema
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+    except jsonschema.SchemaError as error:
+        raise ValueError(f"it is no JSON schema: {error.message}") from error
+
+
 def fits_schema(text: str, truth: Schema) -> bool:
     """Whether the text, or its only fenced block, is one JSON value that fits the schema.
     Raises UserError without jsonschema, ConfigError for a schema that is none. References lead nowhere but
     into the schema itself.
     """
-    if importlib.util.find_spec("jsonschema") is None:
-        raise UserError("JSON schemas need jsonschema.", "Install it with: pip install 'ludus[schema]'")
+    try:
+        require_schema(truth.schema)
+    except ValueError as error:
+        raise ConfigError(f"A task's schema cannot be used: {error}.", "Mend the task.") from error
     import jsonschema
     import referencing
 
     if len(text) > MAX_CHARACTERS:
         return False
     try:
-        jsonschema.Draft202012Validator.check_schema(truth.schema)
         judge = jsonschema.Draft202012Validator(truth.schema, registry=referencing.Registry())
         return bool(judge.is_valid(read_json(fenced(text))))
     except NotJson:
         return False
-    except jsonschema.SchemaError as error:
-        raise ConfigError(f"A task's schema is no JSON schema: {error.message}", "Mend the task.") from error
     except referencing.exceptions.Unresolvable as error:
         raise ConfigError(
             f"A task's schema refers to {error}, which is not in it.", "Mend the task."
@@ -107,10 +118,19 @@ def json_schema(task: Task, trajectory: Trajectory) -> float:
     return float(fits_schema(trajectory.answer, truth_of(task, Schema)))
 
 
+def is_value(text: str, truth: Value) -> bool:
+    """Whether the text, or its only fenced block, is the JSON value."""
+    return _reads(fenced(text), truth.value, truth.tolerance, frozenset())
+
+
 def json_value(task: Task, trajectory: Trajectory) -> float:
     """1 if the final answer is the JSON value of the truth, else 0."""
-    truth = truth_of(task, Value)
-    return float(_reads(fenced(trajectory.answer), truth.value, truth.tolerance, frozenset()))
+    return float(is_value(trajectory.answer, truth_of(task, Value)))
+
+
+def is_state(text: str, truth: State) -> bool:
+    """Whether the text is the JSON of the state that is due."""
+    return _reads(text, truth.value, truth.tolerance, truth.ignored)
 
 
 def same_state(read: Evidence = final_answer) -> RewardFunction:
@@ -120,8 +140,7 @@ def same_state(read: Evidence = final_answer) -> RewardFunction:
     """
 
     def state_equality(task: Task, trajectory: Trajectory) -> float:
-        truth = truth_of(task, State)
-        return float(_reads(read(trajectory), truth.value, truth.tolerance, truth.ignored))
+        return float(is_state(read(trajectory), truth_of(task, State)))
 
     return state_equality
 

@@ -7,12 +7,15 @@ from fractions import Fraction
 from typing import Protocol
 
 from ludus.envs.math.problems import Problem
-from ludus.rewards.answers import Answers, matches, well_formed
+from ludus.rewards import records
+from ludus.rewards.answers import Answers, well_formed
 from ludus.rewards.base import Reward
+from ludus.rewards.choices import Choice
 from ludus.rewards.final import candidates
 from ludus.rewards.maths import Expression, is_equal, is_reduced
 from ludus.rewards.numbers import Quantity, is_close
 from ludus.rewards.shaping import citation_support, either, only_if
+from ludus.rewards.structures import Schema, State, Value
 from ludus.tools.calculator import show
 from ludus.types import Message, Task, Trajectory
 
@@ -50,9 +53,8 @@ def is_right(answer: str, right: object) -> bool:
             return all(map(is_reduced, candidates(answer))) and is_close(answer, right)
         case Expression():
             return is_equal(answer, replace(right, evaluated=True))
-        case Answers():
-            found = candidates(answer)
-            return bool(found) and all(matches(one, right) for one in found)
+        case Answers() | Choice() | Value() | Schema() | State():
+            return records.is_right(answer, right)
     raise TypeError(f"{type(right).__name__} is no truth of this world")
 
 
@@ -87,9 +89,16 @@ def math_rewards(well_formed_weight: float) -> tuple[Reward, ...]:
     )
 
 
-def opening(question: str) -> tuple[Message, ...]:
-    """System message and question."""
-    return Message(role="system", content=SYSTEM), Message(role="user", content=question)
+def opening(question: str, truth: object = None) -> tuple[Message, ...]:
+    """System message and question; the message says what kind of answer the truth is for."""
+    match truth:
+        case Choice():
+            system = "Answer the question. End with the letter of the right option alone."
+        case Value() | Schema() | State():
+            system = "Do what is asked. End with JSON alone."
+        case _:
+            system = SYSTEM
+    return Message(role="system", content=system), Message(role="user", content=question)
 
 
 def as_task(problem: Problem, split: str, number: int) -> Task:

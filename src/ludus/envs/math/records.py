@@ -5,20 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from fractions import Fraction
 from pathlib import Path
 
-from ludus.envs.math.grading import opening, quantity
+from ludus.envs.math.grading import opening
 from ludus.errors import UserError
-from ludus.rewards.answers import Answers
-from ludus.rewards.final import candidates
-from ludus.rewards.maths import Expression, require_math
-from ludus.rewards.numbers import Quantity, read_quantity
+from ludus.rewards.records import TYPES, asked, read_truth
 from ludus.types import JSON, Task
 
 SPLITS = ("train", "validation", "test")
-TYPES = ("number", "expression", "text")
-_HINT = 'A line is {"question", "answer"}, with "split" and "type" (number, expression or text) if you like.'
+_HINT = f'A line is {{"question", "answer"}}, with "split" and "type" ({", ".join(TYPES)}) if you like.'
 
 
 class _Fault(Exception):
@@ -28,10 +23,10 @@ class _Fault(Exception):
 def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
     """The tasks of a file by split.
 
-    `answer` is a text or a number; of a text that reasons, what follows "####" or stands in a box. Without
-    "type" an answer that reads as a number is one, and anything else an expression. Without "split" a hash
-    of the question decides, 8 : 1 : 1. Raises UserError, with the line, for a record that is none and for a
-    question that was there before, and where an expression needs an extra that is not installed.
+    `answer` is what its type asks for (`ludus.rewards.records`); of a text that reasons, what follows "####"
+    or stands in a box. Without "split" a hash of the question decides, 8 : 1 : 1. Raises UserError, with the
+    line, for a record that is none and for a question that was there before, and where a verifier needs an
+    extra that is not installed.
     """
     try:
         lines = path.read_text("utf-8").splitlines()
@@ -67,36 +62,20 @@ def _record(text: str) -> Mapping[str, JSON]:
 
 
 def _task(record: Mapping[str, JSON], line: int) -> tuple[str, Task]:
-    question, answer = record.get("question"), record.get("answer")
+    question = record.get("question")
     if not isinstance(question, str) or not question.strip():
         raise _Fault('"question" is not a text')
-    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
-        raise _Fault('"answer" is neither a text nor a number')
+    try:
+        truth = read_truth(record)
+    except ValueError as error:
+        raise _Fault(str(error)) from None
     split = record.get("split", _by_hash(question))
     if split not in SPLITS:
         raise _Fault(f'"split" is {split!r}, not one of {", ".join(SPLITS)}')
-    truth = _truth(str(answer), record.get("type"))
     family = str(record.get("family", type(truth).__name__.lower()))
     tags = {"split": str(split), "family": family}
-    return str(split), Task(f"{split}:line-{line}", opening(question), truth, tags, seed=line)
-
-
-def _truth(text: str, type_: JSON) -> Quantity | Expression | Answers:
-    found = candidates(text)
-    if len(found) != 1:
-        raise _Fault('"answer" holds no single answer')
-    (answer,) = found
-    value = read_quantity(answer, Quantity(0.0))
-    if type_ not in (*TYPES, None):
-        raise _Fault(f'"type" is {type_!r}, not one of {", ".join(TYPES)}')
-    if type_ == "text":
-        return Answers((answer,))
-    if type_ == "expression" or (type_ is None and value is None):
-        require_math()
-        return Expression(answer)
-    if value is None:
-        raise _Fault(f"{answer[:60]!r} is no number")
-    return quantity(Fraction(value))
+    prompt = opening(asked(question, truth), truth)
+    return str(split), Task(f"{split}:line-{line}", prompt, truth, tags, seed=line)
 
 
 def _by_hash(question: str) -> str:
