@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import marshal
 import os
 import shutil
 import signal
@@ -25,8 +27,9 @@ from ludus.sandbox import (
     guard_session,
     namespaces,
 )
+from ludus.sandbox.guest.light import as_json
 from ludus.sandbox.guest.output import Kept
-from ludus.sandbox.guest.wire import pack, sizes_of, unpack
+from ludus.sandbox.guest.wire import pack_answer, pack_order, sizes_of, take_apart
 from ludus.sandbox.namespaces import find_python, make_plan
 from ludus.sandbox.seccomp import system_call_filter
 
@@ -567,12 +570,32 @@ def test_bound_folders_can_be_read_and_not_written():
 
 
 def test_frames_come_back_whole_and_false_ones_are_refused():
-    frame = pack({"op": "run"}, [b"", b"abc"])
-    text, body = sizes_of(frame[:8])
-    assert unpack(frame[8 : 8 + text], frame[8 + text :]) == ({"op": "run"}, [b"", b"abc"])
-    assert body == 3
-    with pytest.raises(ValueError, match="sizes"):
-        unpack(b'{"sizes": [2]}', b"abc")
+    for pack, read in ((pack_order, marshal.loads), (pack_answer, json.loads)):
+        frame = pack({"op": "run"}, [b"", b"abc"])
+        text, body = sizes_of(frame[:8])
+        assert take_apart(read(frame[8 : 8 + text]), frame[8 + text :]) == ({"op": "run"}, [b"", b"abc"])
+        assert body == 3
+    for header in ({"sizes": [2]}, {"sizes": [4, -1]}, {"sizes": 3}, {}, [3], "sizes"):
+        with pytest.raises(ValueError, match="sizes"):
+            take_apart(header, b"abc")
+
+
+def test_what_a_guard_says_is_json():
+    told = {"a": [1, -2.5, True, None], "b": {'\u20ac"\n\x00': "\ud800 \\"}, "c": []}
+    assert json.loads(as_json(told)) == told
+    with pytest.raises(TypeError, match="bytes is no JSON"):
+        as_json([b""])
+
+
+def test_a_cell_starts_without_modules_that_take_long_to_import():
+    """They are imported beforehand for later programs; the first one finds what its guard needs alone."""
+
+    async def act(box):
+        return await box.run("import sys; print(*sys.modules)")
+
+    modules = set(inside(act, NamespaceSettings(preload=())).text.split())
+    assert modules & {"json", "re", "enum", "signal", "contextlib", "functools", "collections"} == set()
+    assert {"ctypes", "site", "os"} <= modules
 
 
 def decide(code: bytes, audit: int, number: int, *arguments: int) -> int:

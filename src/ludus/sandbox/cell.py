@@ -23,14 +23,15 @@ from typing import IO
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import Limits, Outcome
 from ludus.sandbox.guest.files import LONGEST
-from ludus.sandbox.guest.wire import pack, sizes_of, unpack
+from ludus.sandbox.guest.wire import pack_order, sizes_of, take_apart
 
 START_S, GRACE_S = 20.0, 8.0
 _LOOK_S = 0.5
 _MODULES = (
-    *("wire", "kernel", "usage", "listing", "program", "output", "files", "guard", "orders", "zygote"),
-    "contained",
+    *("light", "wire", "kernel", "usage", "listing", "program", "output", "files", "guard"),
+    *("orders", "zygote", "contained"),
 )
+"""Of the guest, each behind those that it imports."""
 INSIDE_ID = 1000
 _CHUNK = 1 << 16
 _LONGEST_HEADER = 1 << 20
@@ -87,7 +88,7 @@ class Wire:
     async def send(self, header: Mapping[str, object], blobs: list[bytes]) -> None:
         """Send a frame. Raises WorldError where nobody reads."""
         try:
-            await asyncio.get_running_loop().sock_sendall(self.sock, pack(dict(header), blobs))
+            await asyncio.get_running_loop().sock_sendall(self.sock, pack_order(dict(header), blobs))
         except OSError as error:
             raise GuardGoneError(f"The sandbox broke off: {error}.") from error
 
@@ -99,7 +100,8 @@ class Wire:
                 f"The sandbox sent a frame of {text} + {body} bytes, more than its limits allow."
             )
         try:
-            header, blobs = unpack(await self._exactly(text), await self._exactly(body))
+            told, sent = await self._exactly(text), await self._exactly(body)
+            header, blobs = take_apart(json.loads(told), sent)
         except (ValueError, KeyError, TypeError) as error:
             raise WorldError("The sandbox sent a frame that cannot be read.") from error
         if "error" in header:
@@ -233,7 +235,7 @@ async def start_cell(plan: CellPlan) -> Cell:
     header: dict[str, object] = {"uid": INSIDE_ID, "gid": INSIDE_ID}
     header |= {"paths": list(plan.paths), "preload": list(plan.preload)}
     with contextlib.suppress(OSError):  # where it ended already, asking for its first guard says why
-        sent = sources(plan.same_python) + pack(header, [plan.filter])
+        sent = sources(plan.same_python) + pack_order(header, [plan.filter])
         await asyncio.get_running_loop().sock_sendall(ours, sent)
     return cell
 

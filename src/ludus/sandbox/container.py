@@ -31,7 +31,7 @@ from ludus.sandbox.base import (
 )
 from ludus.sandbox.cell import GRACE_S, Wire, sources
 from ludus.sandbox.guard_session import GuardSession, run_order
-from ludus.sandbox.guest.wire import pack
+from ludus.sandbox.guest.wire import pack_order
 from ludus.sandbox.seccomp import system_call_filter
 
 _PACKAGES = {"docker": "docker.io", "podman": "podman"}
@@ -89,7 +89,7 @@ class Container:
         try:
             async with asyncio.timeout(_START_S):
                 loop = asyncio.get_running_loop()
-                filtered = pack({}, [system_call_filter()])
+                filtered = pack_order({}, [system_call_filter()])
                 await loop.sock_sendall(wire.sock, sources(same_python=False) + filtered)
                 await wire.read(most=0)
         except (OSError, WorldError, TimeoutError) as error:

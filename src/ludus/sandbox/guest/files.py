@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import os
 import stat
-from collections.abc import Iterator
 
 from ludus.sandbox.guest.kernel import NODEV, NOSUID, REMOUNT, Bounds, mount
+from ludus.sandbox.guest.light import Suppress
 from ludus.sandbox.guest.program import BOX
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # collections take time to import
+    from collections.abc import Iterator
 
 DEEPEST, LONGEST = 32, 512
 """Folders on the way to a file that is taken, and characters of its path."""
@@ -113,35 +116,36 @@ def put(files: dict[str, bytes], executable: set[str], box: str = BOX) -> None:
 def mark(modes: dict[str, bool], box: str = BOX) -> None:
     """Make files executable, or not; no link is followed. Raises OSError."""
     for path, executable in modes.items():
-        with _folder_of(path, box) as (folder, name):
+        folder, name = _folder_of(path, box)
+        try:
             fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=folder)
-            try:
-                mode = os.fstat(fd).st_mode
-                os.fchmod(fd, (mode | 0o111 if executable else mode & ~0o111) & 0o777)
-            finally:
-                os.close(fd)
+        finally:
+            os.close(folder)
+        try:
+            mode = os.fstat(fd).st_mode
+            os.fchmod(fd, (mode | 0o111 if executable else mode & ~0o111) & 0o777)
+        finally:
+            os.close(fd)
 
 
 def remove(paths: list[str], box: str = BOX) -> None:
     """Remove files; their folders stay, and no link is followed. Raises OSError."""
     for path in paths:
-        with _folder_of(path, box) as (folder, name):
+        folder, name = _folder_of(path, box)
+        try:
             os.unlink(name, dir_fd=folder)
+        finally:
+            os.close(folder)
 
 
-@contextlib.contextmanager
-def _folder_of(path: str, box: str) -> Iterator[tuple[int, str]]:
-    """A descriptor of the folder in which a file lies, and its name there."""
+def _folder_of(path: str, box: str) -> tuple[int, str]:
+    """A descriptor of the folder in which a file lies, to be closed, and its name there."""
     root = os.open(box, os.O_RDONLY | os.O_DIRECTORY)
     try:
         *folders, name = [part for part in path.split("/") if part not in ("", ".")]
-        folder = _enter(root, folders, make=False)
+        return _enter(root, folders, make=False), name
     finally:
         os.close(root)
-    try:
-        yield folder, name
-    finally:
-        os.close(folder)
 
 
 def _enter(root: int, parts: list[str], make: bool) -> int:
@@ -150,7 +154,7 @@ def _enter(root: int, parts: list[str], make: bool) -> int:
     try:
         for part in parts:
             if make:
-                with contextlib.suppress(FileExistsError):
+                with Suppress(FileExistsError):
                     os.mkdir(part, dir_fd=folder)
             inner = os.open(part, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)

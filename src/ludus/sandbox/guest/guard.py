@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
-import signal
 import time
-from collections.abc import Callable
 
 from ludus.sandbox.guest.kernel import Bounds
+from ludus.sandbox.guest.light import Suppress, signal
 from ludus.sandbox.guest.output import Kept
 from ludus.sandbox.guest.program import become_program, finish
 from ludus.sandbox.guest.usage import Usage, reaped_cpu
 from ludus.sandbox.guest.wire import Gone, Line
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:  # collections take time to import
+    from collections.abc import Callable
 
 _CHUNK = 65536
 _MOST_READS = 64
@@ -171,7 +173,7 @@ class Guard:
 
     def end_all(self) -> None:
         """Kill every process of the namespace but this one, and wait for them."""
-        with contextlib.suppress(ProcessLookupError):
+        with Suppress(ProcessLookupError):
             os.kill(-1, signal.SIGKILL)
         self.reap(0)
 

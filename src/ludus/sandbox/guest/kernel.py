@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import functools
 import os
 import resource
-import signal
 import struct
+
+from ludus.sandbox.guest.light import signal
 
 NOSUID, NODEV, NOEXEC, REMOUNT, BIND = 2, 4, 8, 32, 4096
 _SET_SECCOMP, _FILTER = 22, 2
@@ -27,10 +27,14 @@ class Bounds:
         self.files_out, self.files_out_bytes = int(given["files_out"]), int(given["files_out_bytes"])
 
 
-@functools.cache
+_opened: list[ctypes.CDLL] = []
+
+
 def libc() -> ctypes.CDLL:
     """The C library."""
-    return ctypes.CDLL(None, use_errno=True)
+    if not _opened:
+        _opened.append(ctypes.CDLL(None, use_errno=True))
+    return _opened[0]
 
 
 def checked(result: int, what: str) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
+
+from ludus.sandbox.guest.light import Suppress
 
 _LONGEST, _MOST = 4096, 128 * 1024
 """Bytes of one text of a process, and of all texts together."""
@@ -17,7 +18,7 @@ class Listed:
         self.cut = False
         room = _MOST
         for pid in sorted(int(name) for name in os.listdir("/proc") if name.isdigit() and name != "1"):
-            with contextlib.suppress(OSError, ValueError, IndexError):  # it ended meanwhile
+            with Suppress(OSError, ValueError, IndexError):  # it ended meanwhile
                 program, folder = _link(f"/proc/{pid}/exe"), _link(f"/proc/{pid}/cwd")
                 argv, environment = _bytes(f"/proc/{pid}/cmdline"), _bytes(f"/proc/{pid}/environ")
                 room -= len(program) + len(folder) + len(argv) + len(environment)

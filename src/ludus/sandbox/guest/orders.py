@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import select
 import struct
 import time
-from collections.abc import Iterator
 
 from ludus.sandbox.guest.files import collect, make_box, mark, put, remove, wipe
 from ludus.sandbox.guest.guard import Guard
 from ludus.sandbox.guest.kernel import Bounds
+from ludus.sandbox.guest.light import Suppress
 from ludus.sandbox.guest.listing import Listed
 from ludus.sandbox.guest.program import SHELL, run_command, run_python, serve_python
 from ludus.sandbox.guest.usage import reaped_cpu
@@ -53,7 +52,7 @@ def run_once(line: Line, code: bytes, bounds: Bounds, header: dict[str, object],
         guard.start(lambda: run_command(argv), stdin)
     else:
         guard.start(lambda: run_python(source.decode("utf-8", "surrogatepass")), stdin)
-    with _telling(line):
+    with _Telling(line):
         try:
             how = guard.watch(0.0)
         finally:
@@ -67,15 +66,20 @@ def run_once(line: Line, code: bytes, bounds: Bounds, header: dict[str, object],
         line.send({**ended.header, "names": list(made.files)}, [stdout, stderr, *made.files.values()])
 
 
-@contextlib.contextmanager
-def _telling(line: Line) -> Iterator[None]:
-    """Tell the host what breaks while a program runs as the program's doing. Raises Gone."""
-    try:
-        yield
-    except Gone:
-        raise
-    except Exception as error:  # boundary: whatever a program does to its guard is its own failure
-        line.send({"broken": f"{type(error).__name__}: {error}"}, [])
+class _Telling:
+    """Tells the host what breaks while a program runs as the program's doing. Gone passes."""
+
+    def __init__(self, line: Line) -> None:
+        self._line = line
+
+    def __enter__(self) -> None:
+        """Nothing has to be done."""
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, Gone):
+            return False
+        self._line.send({"broken": f"{type(error).__name__}: {error}"}, [])
+        return True
 
 
 def _list(value: object) -> list[object]:
@@ -113,7 +117,7 @@ class SessionGuard:
         names = list(map(str, _list(header.get("names", []))))
         executable = set(map(str, _list(header.get("executable", []))))
         if header["op"] == "call":
-            with _telling(self.line):
+            with _Telling(self.line):
                 self._call(blobs[0])
             return
         if header["op"] == "restore":
@@ -190,7 +194,7 @@ class SessionGuard:
 
 def _clear(fd: int) -> None:
     """Forget what the interpreter said between calls."""
-    with contextlib.suppress(BlockingIOError):
+    with Suppress(BlockingIOError):
         while os.read(fd, 4096):
             pass
 

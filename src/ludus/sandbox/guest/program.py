@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import gc
 import os
-import signal
 import struct
 import sys
 
 from ludus.sandbox.guest.kernel import Bounds, drop_capabilities, install_filter, libc, set_limits, write_text
+from ludus.sandbox.guest.light import Suppress, signal
 
 BOX = "/box"
 _SET_DUMPABLE = 4
@@ -131,7 +130,7 @@ def serve_python() -> int:
             return 0
         count += 1
         status = run_cell(source.decode("utf-8", "surrogatepass"), f"<call {count}>", names)
-        with contextlib.suppress(OSError, ValueError, AttributeError):
+        with Suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
         os.write(4, bytes([status]))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import resource
+
+from ludus.sandbox.guest.light import Suppress
 
 _HIDDEN_EVERY = 5
 
@@ -25,7 +26,7 @@ class Usage:
         """
         memory, ticks, pids = 0, 0, [name for name in os.listdir("/proc") if name.isdigit() and name != "1"]
         for pid in pids:
-            with contextlib.suppress(OSError, ValueError):
+            with Suppress(OSError, ValueError):
                 memory += int(_text(f"/proc/{pid}/statm").split()[1]) * self.page
                 times = _text(f"/proc/{pid}/stat").rpartition(")")[2].split()[11:15]
                 ticks += sum(map(int, times))
@@ -43,7 +44,7 @@ def _shared_memory(pids: list[str]) -> int:
     """Bytes of shared memory that is in no file system: its pages outlive their place in a page table."""
     sizes: dict[str, int] = {}
     for pid in pids:
-        with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/maps") as lines:
+        with Suppress(OSError, ValueError), open(f"/proc/{pid}/maps") as lines:
             for line in lines:
                 if "/dev/zero" in line:
                     begin, _, end = line.partition(" ")[0].partition("-")
@@ -63,7 +64,7 @@ def _text(path: str) -> str:
 def _proportional(pid: str) -> int:
     """A process's memory, shared pages divided among those who share them, without that of no file."""
     values = {"Pss:": 0, "Pss_Shmem:": 0}
-    with contextlib.suppress(OSError, ValueError):
+    with Suppress(OSError, ValueError):
         for line in _text(f"/proc/{pid}/smaps_rollup").splitlines():
             name, _, rest = line.partition(" ")
             if name in values:

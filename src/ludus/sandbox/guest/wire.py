@@ -1,14 +1,32 @@
-"""Frames between the host and a guard. Used on both sides."""
+"""Frames between the host and a guard. Used on both sides.
+
+An order's header is data of `marshal`, which a guard reads without a further module; an answer's is JSON, for
+the host believes nothing of it.
+"""
 
 from __future__ import annotations
 
-import json
+import marshal
 import struct
 
+from ludus.sandbox.guest.light import as_json
 
-def pack(header: dict[str, object], blobs: list[bytes]) -> bytes:
-    """A frame of the wire: two lengths, the header as JSON, the blobs one after the other."""
-    text = json.dumps({**header, "sizes": [len(blob) for blob in blobs]}).encode()
+
+def pack_order(header: dict[str, object], blobs: list[bytes]) -> bytes:
+    """A frame for a guard: two lengths, the header, the blobs one after the other."""
+    return _frame(marshal.dumps({**header, "sizes": _sizes(blobs)}, 2), blobs)
+
+
+def pack_answer(header: dict[str, object], blobs: list[bytes]) -> bytes:
+    """A frame for the host, its header as JSON."""
+    return _frame(as_json({**header, "sizes": _sizes(blobs)}).encode(), blobs)
+
+
+def _sizes(blobs: list[bytes]) -> list[int]:
+    return [len(blob) for blob in blobs]
+
+
+def _frame(text: bytes, blobs: list[bytes]) -> bytes:
     return b"".join([struct.pack(">II", len(text), sum(map(len, blobs))), text, *blobs])
 
 
@@ -18,11 +36,11 @@ def sizes_of(head: bytes) -> tuple[int, int]:
     return text, body
 
 
-def unpack(text: bytes, body: bytes) -> tuple[dict[str, object], list[bytes]]:
+def take_apart(header: object, body: bytes) -> tuple[dict[str, object], list[bytes]]:
     """The header and the blobs of a frame. Raises ValueError for what does not fit together."""
-    header = json.loads(text)
-    sizes = header.pop("sizes")
-    if sum(sizes) != len(body) or any(size < 0 for size in sizes):
+    sizes = header.pop("sizes", None) if isinstance(header, dict) else None
+    fits = isinstance(sizes, list) and sum(sizes) == len(body) and all(size >= 0 for size in sizes)
+    if not fits or not isinstance(header, dict) or not isinstance(sizes, list):
         raise ValueError("a frame's sizes do not fit")
     ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
     return header, [body[end - size : end] for end, size in zip(ends, sizes, strict=True)]
@@ -61,12 +79,12 @@ class Line:
     def read(self) -> tuple[dict[str, object], list[bytes]]:
         """The next frame. Raises Gone."""
         text, body = sizes_of(self._exactly(8))
-        return unpack(self._exactly(text), self._exactly(body))
+        return take_apart(marshal.loads(self._exactly(text)), self._exactly(body))
 
     def send(self, header: dict[str, object], blobs: list[bytes]) -> None:
         """Send a frame. Raises Gone."""
         try:
-            self.sock.sendall(pack(header, blobs))
+            self.sock.sendall(pack_answer(header, blobs))
         except OSError as error:
             raise Gone from error
 

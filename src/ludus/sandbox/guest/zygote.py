@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import _socket
-import contextlib
 import ctypes
 import gc
-import importlib
 import os
 import select
-import signal
 import struct
 import sys
 
@@ -24,6 +21,7 @@ from ludus.sandbox.guest.kernel import (
     mount,
     write_text,
 )
+from ludus.sandbox.guest.light import Suppress, signal
 from ludus.sandbox.guest.orders import answer
 from ludus.sandbox.guest.wire import Gone, Line
 
@@ -44,7 +42,7 @@ def main(control: _socket.socket) -> None:
     libc()
     sys.path.extend(map(str, _words(header["paths"])))
     for step in ("setquit", "setcopyright", "sethelper"):
-        importlib.import_module("site").__dict__[step]()
+        __import__("site").__dict__[step]()
     _offer(control, blobs[0], uid, gid)
     select.select([control], [], [], _PATIENCE_S)
     _preload(_words(header["preload"]))
@@ -59,8 +57,8 @@ def _words(value: object) -> list[str]:
 def _preload(names: list[str]) -> None:
     """Import what programs will want, so that each of them has it already."""
     for name in names:
-        with contextlib.suppress(ImportError):
-            importlib.import_module(name)
+        with Suppress(ImportError):
+            __import__(name)
     gc.collect()
     gc.disable()
     gc.freeze()
@@ -90,7 +88,7 @@ def _be_guard(line: Line, code: bytes, uid: int, gid: int) -> None:
         line.send({"ready": True}, [])
         answer(line, code)
     except BaseException as error:  # boundary: a fork must never go on as its parent
-        with contextlib.suppress(Gone):
+        with Suppress(Gone):
             line.send({"error": f"{type(error).__name__}: {error}"}, [])
 
 
