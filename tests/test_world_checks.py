@@ -90,10 +90,11 @@ def test_right_episodes_done_otherwise_are_right(name, num_tasks):
     config = load_config(None, ["--env.name", name])
     world = build_world(config.env, config.rollout, config.sandbox)
     tasks = world.tasks("train")[:num_tasks]
+    plan = CheckPlan(limits=EpisodeLimits(max_turns=TURNS))
 
     async def played(task, messages):
         agent = Agent("other way", Kind.ORACLE, "does it otherwise", lambda *_: actions_of(messages))
-        return task.id, messages, (await play(world, task, agent, EpisodeLimits(max_turns=TURNS))).succeeded
+        return task.id, messages, (await play(world, task, agent, plan)).succeeded
 
     async def all_played():
         async with closing(world):
