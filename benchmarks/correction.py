@@ -2,9 +2,9 @@
 
     python benchmarks/correction.py --page docs/scaling.md
 
-Asynchronous training with a large bound on staleness and a large learning rate, three seeds of each arm, all
-else equal. Runs are kept in --folder and not repeated. The table has the success of the episodes that end in
-each quarter of a run, with intervals over seeds (t-distribution), and the difference paired over seeds.
+Asynchronous training with a large bound on staleness, three seeds of each arm, all else equal. Runs are kept
+in --folder and not repeated. The table has the success of the episodes that end in each quarter of a run,
+with intervals over seeds (t-distribution), and the difference paired over seeds.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path(".bench/correction"))
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--bound", type=int, default=8, help="max_staleness")
-    parser.add_argument("--rate", type=float, default=1e-3, help="learning rate")
+    parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
     parser.add_argument("--page", type=Path, help="fill the table into this page")
     args = parser.parse_args(arguments)
     if args.page:
