@@ -61,7 +61,15 @@ def test_an_interrupt_that_comes_twice_at_once_is_one(stuck):
         stuck.wait(timeout=0.5)
 
 
-def test_an_interrupted_run_says_so_in_its_log(tiny_run, tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def heard():
+    """Interrupts as a shell's command has them; workers of parallel tests ignore them."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkeypatch, capfd):
     async def interrupt(*arguments, **options):
         os.kill(os.getpid(), signal.SIGINT)
         await asyncio.sleep(60)
