@@ -72,7 +72,7 @@ def gradients(model):
 
 
 def largest_difference(left, right):
-    return max(float((left[name] - right[name]).abs().max()) for name in left)
+    return max(float((left[name] - right[name]).detach().abs().max()) for name in left)
 
 
 WITH_ALL_TERMS = Algorithm(

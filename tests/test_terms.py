@@ -79,7 +79,7 @@ def test_a_term_is_a_mean_over_its_own_tokens_of_the_whole_batch(name, marks):
     for size in (10**6, 40, 1):
         found, statistics = gradient_of(model, rows, algorithm, size)
         assert largest_difference(found, expected) < 1e-10
-        assert statistics.terms[name] == pytest.approx(0.3 * float(nll) / tokens, abs=1e-10)
+        assert statistics.terms[name] == pytest.approx(0.3 * float(nll.detach()) / tokens, abs=1e-10)
         assert statistics.loss == pytest.approx(statistics.policy_loss + statistics.terms[name], abs=1e-10)
     without, _ = gradient_of(model, rows, bare)
     assert largest_difference(without, expected) > 1e-4

@@ -87,6 +87,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     log = logging.getLogger("ludus")
     if not log.handlers:
         log.addHandler(logging.NullHandler())
+    atexit.unregister(_end_quickly)  # once a process, however often it is called
     atexit.register(_end_quickly)
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
