@@ -59,10 +59,10 @@ def gmpo(lp: Tensor, batch: Batch, low: float, high: float) -> Tensor:
         a = advantage(batch, i)
         total = ZERO
         for t in actions(batch.mask, i):
-            d = lp[i, t] - batch.old[i, t]
-            if a > 0:
+            d, own = lp[i, t] - batch.old[i, t], batch.advantages[i, t].item()
+            if own > 0:
                 total = total + least(d, clamp(d, -low, high))
-            elif a < 0:
+            elif own < 0:
                 clipped = clamp(d, -low, high)
                 total = total + (d if d.item() >= clipped.item() else clipped)
         rows.append(-a * clamp(total / max(len(actions(batch.mask, i)), 1), -20, 20).exp())

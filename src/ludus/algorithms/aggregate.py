@@ -6,8 +6,10 @@ add up to those of the whole batch, however it is split.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from types import ModuleType
 
 from torch import Tensor
 
@@ -115,3 +117,12 @@ AGGREGATIONS: dict[str, AggregationFn] = {
     "seq_mean_token_sum": _seq_mean_token_sum,
     "constant": _constant,
 }
+
+
+class _Module(ModuleType):
+    """This module, which may be called as its function: `ludus.algorithms.aggregate(loss=..., mask=...)`."""
+
+    __call__ = staticmethod(aggregate)
+
+
+sys.modules[__name__].__class__ = _Module

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-NOISE_ULPS = 64
-"""Rewards closer than this many units of rounding (of the larger of 1 and the largest reward) are equal."""
-
 
 @dataclass(frozen=True, slots=True)
 class GroupedRewards:
@@ -66,17 +63,24 @@ def group_rewards(rewards: Tensor | Sequence[float], group: Tensor | Sequence[in
         raise ValueError(f"rewards[{row}] is {float(values[row])}; rewards must be finite")
     unique, index = torch.unique(ids, return_inverse=True)
     member = index == torch.arange(len(unique), device=index.device)[:, None]
-    return GroupedRewards(values, index, member, _equal(values, member, _rounding(given.dtype)))
+    return GroupedRewards(values, index, member, _equal(values, member, rounding(given.dtype)))
 
 
-def _rounding(dtype: torch.dtype) -> float:
-    return torch.finfo(dtype).eps if dtype.is_floating_point else 0.0
+def rounding(dtype: torch.dtype) -> float:
+    """The relative difference that rounding may leave between rewards of `dtype` that are meant as equal.
+
+    64 units of float64, or 4 of float32. Neighbours among floats of 16 bits are far apart, and are meant as
+    different: for them and for integers, whose sums are float64 here, float64's.
+    """
+    if dtype == torch.float32:
+        return 4 * torch.finfo(torch.float32).eps
+    return 64 * torch.finfo(torch.float64).eps
 
 
-def _equal(rewards: Tensor, member: Tensor, rounding: float) -> Tensor:
+def _equal(rewards: Tensor, member: Tensor, noise: float) -> Tensor:
     if not rewards.numel():
         return member.new_zeros(member.shape[0])
     highest = torch.where(member, rewards, -torch.inf).amax(1)
     lowest = torch.where(member, rewards, torch.inf).amin(1)
     scale = torch.maximum(highest.abs(), lowest.abs()).clamp(min=1.0)
-    return highest - lowest <= NOISE_ULPS * rounding * scale
+    return highest - lowest <= noise * scale

@@ -19,9 +19,8 @@ from ludus.algorithms.advantages.rows import (
     groups_to_compare,
     numbers,
     on_actions,
-    rounding,
 )
-from ludus.algorithms.grouping import group_rewards
+from ludus.algorithms.grouping import group_rewards, rounding
 from ludus.algorithms.masking import check_shapes, select
 
 WHITEN_EPS = 1e-8

@@ -1,7 +1,8 @@
 """Where rewards stand among the action tokens, and what a turn is.
 
 `turn` [N, L] integers is read on action tokens alone: turns count from 0 in each row, without gaps, and do
-not decrease. `turn_rewards` [N, K]: what stands past a row's last turn (NaN too) is not read.
+not decrease. Where `turn` is None each run of action tokens is a turn, as it is where something is observed
+between any two of them. `turn_rewards` [N, K]: what stands past a row's last turn (NaN too) is not read.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ class Turns:
         return select(scores.gather(1, self.index), self.tokens.present)
 
 
-def turns_of(turn: Tensor, mask: Tensor, num_turns: int | None = None) -> Turns:
+def turns_of(turn: Tensor | None, mask: Tensor, num_turns: int | None = None) -> Turns:
     """The turns of `turn` [N, L]; `num_turns` is K, by default the most turns of a row.
 
     ValueError (naming the row) where turns do not count up from 0, or a row has more than K.
     """
     tokens = action_tokens(mask)
+    if turn is None:
+        turn = _runs(tokens.mask)
     if turn.shape != mask.shape:
         raise ValueError(f"turn must be {list(mask.shape)}, not {list(turn.shape)}")
     if turn.is_floating_point():
@@ -82,16 +85,21 @@ def turns_of(turn: Tensor, mask: Tensor, num_turns: int | None = None) -> Turns:
     return Turns(tokens, index, opens, closes, reached)
 
 
+def _runs(mask: Tensor) -> Tensor:
+    """The number of the run of action tokens that each one of `mask` [N, L] bool belongs to, from 0."""
+    begins = mask.clone()
+    begins[:, 1:] &= ~mask[:, :-1]
+    return begins.cumsum(1) - 1
+
+
 def rewards_of_turns(
     mask: Tensor, turn: Tensor | None, turn_rewards: Tensor | None, rewards: Tensor | None
 ) -> tuple[Turns, Tensor]:
     """The turns, and the reward of each, [N, K] float64: `turn_rewards` [N, K], and `rewards` [N] on the
     last.
 
-    ValueError for numbers that are not finite (naming the row), without `turn`, or without any reward.
+    ValueError for numbers that are not finite (naming the row), or without any reward.
     """
-    if turn is None:
-        raise ValueError("turn [N, L] is needed to tell the turns")
     if turn_rewards is None and rewards is None:
         raise ValueError("rewards or turn_rewards must be given")
     if turn_rewards is not None and turn_rewards.ndim != 2:

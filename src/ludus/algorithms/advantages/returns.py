@@ -19,8 +19,9 @@ from torch import Tensor
 
 from ludus.algorithms.advantages.groups import rloo, whiten
 from ludus.algorithms.advantages.placing import token_rewards
-from ludus.algorithms.advantages.rows import check_group, float_dtype, groups_to_compare, numbers, rounding
+from ludus.algorithms.advantages.rows import check_group, float_dtype, groups_to_compare, numbers
 from ludus.algorithms.advantages.scan import ActionTokens, action_tokens, scan_back
+from ludus.algorithms.grouping import rounding
 from ludus.algorithms.masking import check_shapes, select
 
 

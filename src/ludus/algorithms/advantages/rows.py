@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ludus.algorithms.grouping import NOISE_ULPS, GroupedRewards, group_rewards
+from ludus.algorithms.grouping import GroupedRewards, group_rewards
 from ludus.algorithms.masking import select
 
 
@@ -78,8 +78,3 @@ def float_dtype(*tensors: Tensor | None) -> torch.dtype:
     for dtype in found[1:]:
         widest = torch.promote_types(widest, dtype)
     return widest
-
-
-def rounding(dtype: torch.dtype) -> float:
-    """The relative difference that rounding may leave between equal numbers of `dtype`; 0 for integers."""
-    return NOISE_ULPS * torch.finfo(dtype).eps if dtype.is_floating_point else 0.0

@@ -1,4 +1,4 @@
-"""Advantages with a critic in which a turn is a step. Arguments as in `returns`; `turn` is needed."""
+"""Advantages with a critic in which a turn is a step. Arguments as in `returns`."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ludus.algorithms.masking import select
 def step_gae(
     *,
     values: Tensor,
-    turn: Tensor,
     mask: Tensor,
+    turn: Tensor | None = None,
     rewards: Tensor | None = None,
     turn_rewards: Tensor | None = None,
     bootstrap_values: Tensor | None = None,
@@ -43,8 +43,8 @@ def step_gae(
 def turn_gae(
     *,
     values: Tensor,
-    turn: Tensor,
     mask: Tensor,
+    turn: Tensor | None = None,
     rewards: Tensor | None = None,
     turn_rewards: Tensor | None = None,
     bootstrap_values: Tensor | None = None,

@@ -1,6 +1,7 @@
 """Advantages of turns without a critic: each turn is compared with those of the group that it resembles.
 
-`turn` [N, L] integers counts from 0 on action tokens; `turn_rewards` [N, K] is read up to a row's last turn.
+`turn` [N, L] integers counts from 0 on action tokens (None: each run of action tokens is a turn);
+`turn_rewards` [N, K] is read up to a row's last turn.
 A *normalised* number is `(x - mean) / (std + eps)` over those it is compared with (`scale="none"`: `x -
 mean`), with the `ddof` of `grpo`, exactly 0 where they are equal up to rounding or where there is one alone.
 A turn is reached by the members that have an action token in it. All return [N, L] in the widest float type
@@ -16,8 +17,9 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.advantages.placing import Turns, rewards_of_turns
-from ludus.algorithms.advantages.rows import float_dtype, groups_to_compare, rounding
+from ludus.algorithms.advantages.rows import float_dtype, groups_to_compare
 from ludus.algorithms.advantages.scan import scan_back
+from ludus.algorithms.grouping import rounding
 from ludus.algorithms.masking import select
 
 Scale = Literal["std", "none"]
@@ -71,9 +73,9 @@ def turn_grpo(
     *,
     rewards: Tensor,
     turn_rewards: Tensor,
-    turn: Tensor,
     group: Tensor,
     mask: Tensor,
+    turn: Tensor | None = None,
     turn_weight: float = 1.0,
     outcome_weight: float = 1.0,
     ddof: int = 1,
@@ -99,9 +101,9 @@ def turn_grpo(
 def turn_return(
     *,
     turn_rewards: Tensor | None = None,
-    turn: Tensor,
     group: Tensor,
     mask: Tensor,
+    turn: Tensor | None = None,
     rewards: Tensor | None = None,
     gamma: float = 1.0,
     ddof: int = 1,
@@ -124,9 +126,9 @@ def turn_return_hybrid(
     *,
     rewards: Tensor,
     turn_rewards: Tensor,
-    turn: Tensor,
     group: Tensor,
     mask: Tensor,
+    turn: Tensor | None = None,
     gamma: float = 0.9,
     outcome_weight: float = 0.3,
     ddof: int = 1,
@@ -152,9 +154,9 @@ def gigpo(
     *,
     rewards: Tensor,
     anchors: Tensor,
-    turn: Tensor,
     group: Tensor,
     mask: Tensor,
+    turn: Tensor | None = None,
     turn_rewards: Tensor | None = None,
     gamma: float = 0.95,
     weight: float = 1.0,
@@ -196,6 +198,5 @@ def _on_tokens(turns: Turns, credit: Tensor, *rewards: Tensor | None) -> Tensor:
 
 
 def _noise(*rewards: Tensor | None) -> float:
-    """The relative difference that rounding may leave: of the coarsest type given, at least float64's."""
-    types = [t.dtype for t in rewards if t is not None]
-    return max(rounding(dtype) for dtype in [*types, torch.float64])
+    """The relative difference that rounding may leave: the largest of the types given."""
+    return max((rounding(t.dtype) for t in rewards if t is not None), default=0.0)

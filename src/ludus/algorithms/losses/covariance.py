@@ -110,13 +110,17 @@ def clip_cov(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    chosen: Tensor,
+    chosen: Tensor | None = None,
     **clip: Unpack[ClipOptions],
 ) -> Tensor:
     """`ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
-    `chosen` [N, L] bool comes from `choose_between` over the whole batch. The tokens stay in the normaliser.
+    `chosen` [N, L] bool comes from `choose_between` over the whole batch; None: from its defaults with seed
+    0, as if these rows were the whole batch. The tokens stay in the normaliser.
     """
+    if chosen is None:
+        covariance = _covariance(old_logprobs, advantages, mask)
+        chosen = choose_between(covariance=covariance, mask=mask, seed=0)
     check_shapes(mask, chosen=chosen)
     loss = ppo_clip(logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, mask=mask, **clip)
     return select(loss, ~chosen.bool())
@@ -128,18 +132,26 @@ def kl_cov(
     old_logprobs: Tensor,
     advantages: Tensor,
     mask: Tensor,
-    chosen: Tensor,
+    chosen: Tensor | None = None,
     coef: float = 1.0,
 ) -> Tensor:
     """`-ratio A`, plus `coef |logprobs - old|` on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
-    `chosen` [N, L] bool comes from `choose_highest` over the whole batch. `coef` 1 as in the paper and verl.
-    No clip.
+    `chosen` [N, L] bool comes from `choose_highest` over the whole batch; None: from its defaults, as
+    if these rows were the whole batch. `coef` 1 as in the paper and verl. No clip.
     """
+    if chosen is None:
+        chosen = choose_highest(covariance=_covariance(old_logprobs, advantages, mask), mask=mask)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, chosen=chosen)
     loss = -token_ratio(logprobs, old_logprobs, mask) * select(advantages, mask).detach()
     gap = (select(logprobs, mask) - select(old_logprobs, mask).detach()).abs()
     return select(loss, mask) + coef * select(gap, mask.bool() & chosen.bool())
+
+
+def _covariance(old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """`token_covariance` with the means of these rows."""
+    means = CovarianceMeans.of(old_logprobs=old_logprobs, advantages=advantages, mask=mask)
+    return token_covariance(old_logprobs=old_logprobs, advantages=advantages, mask=mask, means=means)
 
 
 def _check_share(share: float) -> None:

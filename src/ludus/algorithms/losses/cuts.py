@@ -60,9 +60,9 @@ def _of_weights(b: TokenBatch, a: Algorithm) -> Cut:
 
 
 def _of_log_ratios(b: TokenBatch, a: Algorithm) -> Cut:
-    """Token by token, by the log-ratio and the advantage of the trajectory."""
+    """Token by token, by the log-ratio and the token's advantage."""
     gap = select(b.logprobs, b.mask) - select(b.old_logprobs, b.mask)
-    scores, actions = trajectory_mean(b.advantages, b.mask)[:, None], b.mask.bool()
+    scores, actions = select(b.advantages, b.mask), b.mask.bool()
     low, high = actions & (scores < 0) & (gap < -a.eps_low), actions & (scores > 0) & (gap > a.eps_high)
     return Cut(low, high, torch.zeros_like(actions))
 

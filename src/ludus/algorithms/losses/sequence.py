@@ -71,14 +71,14 @@ def gmpo(
     """`-A exp(mean_t g min(g d, g clip(d, -eps_low, eps_high)))`, `d = logprobs - old`, `g = sign(A)`, [N].
 
     Geometric-mean policy optimisation (arXiv:2507.20673, range (exp(-0.4), exp(0.4))); the bounds are
-    those of the log-ratio, each token is clipped before the mean. verl applies its PPO range here and the
-    sign of each token's own advantage, which is the same where a trajectory has one advantage.
+    those of the log-ratio, each token is clipped before the mean, by the sign of its own advantage; the `A`
+    in front is the mean of the trajectory's. verl applies its PPO range here.
     """
     if eps_low < 0 or eps_high < 0:
         raise ValueError(f"eps_low and eps_high must not be negative: {eps_low}, {eps_high}")
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     scores = trajectory_mean(advantages, mask).detach()
-    sign = scores.sign()[:, None]
+    sign = select(advantages, mask).detach().sign()
     log_ratio = select(logprobs, mask) - select(old_logprobs, mask).detach()
     kept = sign * torch.minimum(sign * log_ratio, sign * log_ratio.clamp(-eps_low, eps_high))
     return -scores * clamped_ratio(trajectory_mean(kept, mask))

@@ -1,0 +1,120 @@
+"""The functions are there under their names after one import, and take what a user has at hand."""
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import ludus.algorithms
+from ludus.algorithms import advantages, aggregate, losses
+from ludus.algorithms.filters import zero_variance
+
+MASK = torch.tensor([[0, 1, 1, 0, 0, 1], [1, 1, 0, 1, 1, 1], [0, 0, 1, 1, 0, 0], [1, 0, 1, 0, 1, 0]])
+TURN = torch.tensor([[9, 0, 0, 9, 9, 1], [0, 0, 9, 1, 1, 1], [9, 9, 0, 0, 9, 9], [0, 9, 1, 9, 2, 9]])
+GROUP = torch.tensor([0, 0, 1, 1])
+NAMES = """
+import sys, ludus.algorithms as a
+assert "torch" not in sys.modules
+print(a.advantages.grpo.__name__, a.losses.gspo.__name__, a.kl.k3.__name__, a.corrections.tis.__name__)
+import torch
+print(float(a.aggregate(loss=torch.ones(2, 3), mask=torch.ones(2, 3))))
+"""
+
+
+def random(*shape):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(len(shape)), dtype=torch.float64)
+
+
+def test_one_import_gives_all_names_and_torch_only_when_one_is_used():
+    done = subprocess.run([sys.executable, "-c", NAMES], capture_output=True, text=True)
+    assert done.stdout == "grpo gspo k3 tis\n1.0\n", done.stderr
+
+
+def test_a_name_that_is_not_there_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="'advantage'"):
+        _ = ludus.algorithms.advantage
+
+
+def test_the_module_of_aggregation_is_called_as_its_function():
+    loss = random(4, 6)
+    for how in ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", "constant"):
+        assert aggregate(loss=loss, mask=MASK, how=how) == aggregate.aggregate(loss=loss, mask=MASK, how=how)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["gae", "reinforce_pp", "retrace", "step_gae", "turn_gae", "turn_grpo", "turn_return", "gigpo", "vtrace"],
+)
+def test_without_turns_each_run_of_action_tokens_is_one(name):
+    function = getattr(advantages, name)
+    of_turns = random(4, 3)
+    more = {
+        "values": random(4, 6),
+        "rewards": random(4),
+        "anchors": torch.zeros(4, 3, dtype=torch.long),
+        "old_logprobs": random(4, 6),
+        "behavior_logprobs": random(4, 6),
+        "logprobs": random(4, 6),
+    }
+    given = {key: more[key] for key in more if key in takes(function)}
+    given |= {"turn_rewards": of_turns, "mask": MASK, "group": GROUP}
+    assert torch.equal(function(**given), function(**given, turn=TURN))
+
+
+def takes(function):
+    return set(inspect.signature(function).parameters)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+@pytest.mark.parametrize("rewards", [[1, 0.75, 0.5, 0.75], [0.05, 0, 0.02, 0.03], [1e-6, 3e-6, 0, 2e-6]])
+def test_rewards_of_few_bits_are_compared_as_what_they_are(dtype, rewards):
+    given, group = torch.tensor(rewards, dtype=dtype), torch.zeros(4, dtype=torch.long)
+    exact = given.double()
+    mask = torch.ones(4, 2)
+    for name in ("grpo", "rloo", "best_of_group", "maxrl"):
+        function = getattr(advantages, name)
+        found = function(rewards=given, group=group, mask=mask)
+        torch.testing.assert_close(found, function(rewards=exact, group=group, mask=mask).to(dtype))
+        assert found.abs().sum() > 0
+    assert bool(zero_variance(rewards=given, group=group).all())
+
+
+def test_equal_sums_in_another_order_are_equal_rewards():
+    for dtype, parts in ((torch.float32, [0.1, 0.7, 0.2, 0.3]), (torch.float64, [0.1, 0.7, 0.3, 0.2])):
+        left, right = (sum(torch.tensor(p, dtype=dtype) for p in order) for order in (parts, parts[::-1]))
+        assert left != right
+        rewards = torch.stack([left, right])
+        found = advantages.grpo(
+            rewards=rewards, group=torch.zeros(2, dtype=torch.long), mask=torch.ones(2, 3)
+        )
+        assert not found.any()
+
+
+def test_gmpo_clips_a_token_by_the_sign_of_its_own_advantage():
+    """By hand: one row of two tokens, gaps 0.9 and 0.9 with advantages 3 and -1, the mean of which is 1."""
+    lp = torch.tensor([[0.9, 0.9]], dtype=torch.float64)
+    found = losses.gmpo(
+        logprobs=lp,
+        old_logprobs=torch.zeros_like(lp),
+        advantages=torch.tensor([[3.0, -1.0]], dtype=torch.float64),
+        mask=torch.ones(1, 2),
+    )
+    assert float(found[0]) == pytest.approx(-1.0 * 2.718281828459045 ** ((0.4 + 0.9) / 2), abs=1e-12)
+
+
+@pytest.mark.parametrize(("name", "choose"), [("clip_cov", "choose_between"), ("kl_cov", "choose_highest")])
+def test_without_a_choice_the_covariance_losses_choose_among_these_rows(name, choose):
+    shape = (40, 30)
+    lp, old, scores = 3 * random(*shape), 3 * random(*shape).flip(0), random(*shape).flip(1)
+    mask = torch.ones(shape)
+    given = {"old_logprobs": old, "advantages": scores, "mask": mask}
+    means = losses.CovarianceMeans.of(**given)
+    more = {"seed": 0} if name == "clip_cov" else {}
+    chosen = getattr(losses, choose)(
+        covariance=losses.token_covariance(**given, means=means), mask=mask, **more
+    )
+    assert chosen.any()
+    function = getattr(losses, name)
+    assert torch.equal(function(logprobs=lp, **given), function(logprobs=lp, **given, chosen=chosen))
