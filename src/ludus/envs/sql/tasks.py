@@ -338,7 +338,11 @@ class _Composer:
 
 
 def compose(pairs: Sequence[DataPair], wanted: Wanted) -> dict[str, list[Question]]:
-    """The questions of each split, levels mixed evenly; fewer than wanted where the shapes run out."""
+    """The questions of each split; fewer than wanted where the shapes run out.
+
+    Short ones are composed first, until they run out. The order of a split is that of digests, so that its
+    first questions are as hard as its last.
+    """
     splits: dict[str, list[Question]] = {split: [] for split in SPLITS}
     levels = list(wanted.levels)
     with closing(_Composer(pairs, wanted)) as composer:
@@ -352,6 +356,8 @@ def compose(pairs: Sequence[DataPair], wanted: Wanted) -> dict[str, list[Questio
                 continue
             key = question.shape if wanted.by_shape else f"{question.pair.key} {question.text}"
             splits["composition" if is_held_out(question.plan) else split_by_hash(key)].append(question)
+    for found in splits.values():
+        found.sort(key=lambda question: digest(f"{question.pair.key} {question.text}"))
     return splits
 
 
