@@ -238,7 +238,9 @@ def test_a_service_that_graders_cannot_rely_on_fails_its_check():
     assert "nothing to serve" in refused("sandbox", "serve", "--backend", "piston", "--url", "http://a")
 
 
-@pytest.mark.parametrize("command", [["train", "--from-scratch"], ["env", "check"], ["env", "show"]])
+@pytest.mark.parametrize(
+    "command", [["train", "--from-scratch"], ["eval"], ["env", "check"], ["env", "show"]]
+)
 def test_a_dead_service_is_told_once_before_anything_is_played_or_trained(command, tmp_path):
     verb, *options = command
     words = ["--sandbox.backend", "sandbox_fusion", "--sandbox.url", "http://127.0.0.1:9"]

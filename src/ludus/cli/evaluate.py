@@ -107,8 +107,9 @@ def job_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
 
 
 def check_world(config: Config, baseline: str | None) -> World:
-    """The world. Raises UserError for a baseline that the world does not have, and too few tasks."""
-    from ludus.envs.registry import build_world
+    """The world. Raises UserError for a baseline that the world does not have, and too few tasks; as
+    `check_sandbox` where its sandbox does not answer."""
+    from ludus.envs.registry import build_world, check_sandbox
     from ludus.evaluation.evaluate import check_size
 
     world = build_world(config.env, config.rollout, config.sandbox)
@@ -119,6 +120,7 @@ def check_world(config: Config, baseline: str | None) -> World:
                 f"The world {world.name!r} keeps its tools with env.settings.access = {baseline!r}.",
                 "--baseline is for worlds with that setting, as `search` is.",
             )
+    check_sandbox(config.sandbox, world)
     return world
 
 
