@@ -16,7 +16,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.reward_worker import HEAD
-from ludus.rollout.scoring import ProcessScoring, RewardFault, RewardLate, ThreadScoring
+from ludus.rollout.scoring import ProcessScoring, RewardFault, RewardLate, ThreadScoring, _Gone, _Line, _Lost
 from ludus.types import Message, StopReason, Task, Trajectory
 
 WORLD = """
@@ -133,6 +133,53 @@ def test_a_late_reward_is_named_also_where_more_has_been_asked_meanwhile(scoring
     assert isinstance(late, RewardLate)
     assert "judged.py, line 1" in late.message
     assert [other.reward for other in others] == [1.0] * 6
+
+
+def test_whoever_gives_up_lets_those_behind_it_go_on_elsewhere(scoring):
+    made, world = scoring(reward_timeout_s=20)
+    long = replace(PLAYED, messages=(Message(role="assistant", content="x" * 1_000_000), *PLAYED.messages))
+
+    async def one(name):
+        return await made.scored(world, world.environment(task(name)), task(name), long)
+
+    async def scenario():
+        await one("t")
+        first = asyncio.create_task(one("hangs"))
+        others = [asyncio.create_task(one("t")) for _ in range(3)]
+        await asyncio.sleep(0.1)  # one of them is being sent, the others wait for their turn
+        first.cancel()
+        return await asyncio.wait_for(asyncio.gather(*others), 15)
+
+    assert [found.reward for found in asyncio.run(scenario())] == [1.0] * 3
+
+
+def test_a_line_that_is_closed_wakes_whoever_writes_or_reads_and_frees_its_socket():
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        line = _Line(ours)
+        with theirs:
+            reads = asyncio.create_task(line.ask(b"short", 30))
+            writes = asyncio.create_task(line.ask(b"x" * 4_000_000, 30))
+            waits = asyncio.create_task(line.ask(b"short", 30))
+            await asyncio.sleep(0.05)
+            line.close()
+            found = await asyncio.wait_for(asyncio.gather(reads, writes, waits, return_exceptions=True), 5)
+        assert [type(one) for one in found] == [_Gone] * 3
+        assert ours.fileno() == -1
+
+    asyncio.run(scenario())
+
+
+def test_what_a_process_does_not_take_in_is_late_too():
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs, pytest.raises(_Lost) as lost:
+            await _Line(ours).ask(b"x" * 4_000_000, 0.05)
+        assert isinstance(lost.value.__cause__, TimeoutError)
+
+    asyncio.run(asyncio.wait_for(scenario(), 5))
 
 
 def test_what_a_reward_raises_or_ends_is_a_failure_with_its_words(scoring):

@@ -201,7 +201,7 @@ class _Lost(Exception):
 
 
 class _Gone(Exception):
-    """It has ended before it came to this."""
+    """It has ended, or was closed, before it came to this."""
 
 
 @dataclass(eq=False)
@@ -209,22 +209,27 @@ class _Line:
     """A process that scores, at the other end of a socket that does not block.
 
     It is asked before it has answered, and answers in order: it need not wait for this process to wake up.
+    `closed` once it is no use any more. The socket goes when nobody is at it: a number that is used again
+    would leave whoever still waits asleep.
     """
 
     ours: socket.socket
     under_way: int = 0
     closed: bool = False
+    _given_up: bool = False
     _writing: asyncio.Lock = field(default_factory=asyncio.Lock)
     _reading: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def ask(self, said: bytes, wait_s: float) -> object:
         """What it answers. Raises _Lost where it ends at this, or says nothing for so long, and _Gone where
-        it ended at what was asked before. It is no use any more then, nor where whoever asks is cancelled."""
+        it ended, or was closed, before it came to this. It is no use any more then, nor where whoever asks is
+        cancelled."""
         self.under_way += 1
         try:
             async with self._writing:
                 self._check()
-                await self._send(HEAD.pack(len(said)) + said)
+                async with asyncio.timeout(wait_s * self.under_way):  # it may score the others first
+                    await self._send(HEAD.pack(len(said)) + said)
             async with self._reading:
                 self._check()
                 async with asyncio.timeout(wait_s):
@@ -238,11 +243,16 @@ class _Line:
             raise
         finally:
             self.under_way -= 1
+            if self.closed and not self.under_way:
+                self.ours.close()
 
     def close(self) -> None:
-        """Be done with it."""
-        self.closed = True
-        self.ours.close()
+        """Be done with it: whoever writes to it or reads from it wakes up, with _Gone."""
+        self.closed = self._given_up = True
+        with suppress(OSError):  # it is closed already, or its other end is
+            self.ours.shutdown(socket.SHUT_RDWR)
+        if not self.under_way:
+            self.ours.close()
 
     async def _send(self, said: bytes) -> None:
         """Raises _Gone where it has ended at what was asked before: its last words are for who asked it."""
@@ -250,8 +260,6 @@ class _Line:
             await asyncio.get_running_loop().sock_sendall(self.ours, said)
         except OSError as error:
             self.closed = True
-            if self.under_way == 1:
-                self.close()
             raise _Gone from error
 
     def _check(self) -> None:
@@ -265,7 +273,8 @@ class _Line:
         return pickle.loads(await self._bytes(*HEAD.unpack(head)))
 
     async def _bytes(self, count: int | None) -> bytes:
-        """So many bytes, or all until the end. Raises _Lost where the end comes too early."""
+        """So many bytes, or all until the end. Raises _Lost where the end comes too early, and _Gone where
+        that is because the line was closed here."""
         found, loop = bytearray(), asyncio.get_running_loop()
         while count is None or len(found) < count:
             try:
@@ -273,6 +282,8 @@ class _Line:
                 more = await loop.sock_recv(self.ours, size)
             except ConnectionResetError:  # its end, where it had not read all that it was asked
                 more = b""
+            if not more and self._given_up:
+                raise _Gone
             if not more and count is None:
                 break
             if not more:
@@ -386,7 +397,7 @@ class ProcessScoring:
             _forks(os.getpid()).send(self.place, theirs.fileno())
         try:
             reply = await line.ask(pickle.dumps(self.place), START_S)
-        except _Lost as lost:
+        except (_Lost, _Gone) as lost:
             raise RewardFault("The process that is to score does not start.", "Is memory short?") from lost
         if isinstance(reply, Ready) and reply.parts == parts_of(world):
             return line
