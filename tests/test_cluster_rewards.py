@@ -17,6 +17,7 @@ from ludus.config import load_config
 from ludus.config.cluster import ClusterConfig
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
+from ludus.rollout.scoring import RewardLate
 from ludus.types import StopReason, Task, Trajectory
 from test_cluster import JOB, FakeLauncher, plan
 from test_engine_server import Fake, serving
@@ -31,6 +32,7 @@ import time
 from pathlib import Path
 from ludus.envs.tool_world import ToolWorld
 from ludus.rewards.base import Reward
+from ludus.rollout.scoring import RewardLate
 
 def turns(task, trajectory):
     here = Path(trajectory.tags["waits"])
@@ -49,12 +51,13 @@ def make_world(settings, limits):
 
 @dataclass
 class Judging:
-    """A reward worker in this process; it ends at the messages that `ends` names, or is late with them."""
+    """A reward worker in this process; it ends at what it scores, or is late with the tasks of that name."""
 
     number: int
     ends: bool = False
-    late: bool = False
+    late: str = ""
     killed: bool = False
+    go: asyncio.Event | None = None
     scored: list[ScoreJob] = field(default_factory=list)
 
     async def call(self, message, deadline_s):
@@ -65,9 +68,12 @@ class Judging:
                 return Pulse()
             case ScoreJob():
                 self.scored.append(message)
-                if self.late:
+                if message.task.id == self.late:
                     await asyncio.sleep(deadline_s)
-                if self.late or self.ends:
+                    raise RoleLost(f"worker {self.number} gave no answer.") from TimeoutError()
+                if self.go is not None:
+                    await self.go.wait()
+                if self.ends or self.killed:
                     raise RoleLost(f"worker {self.number} is gone.")
                 return Scores({"solved": 1.0}, 1.0, 0.25)
         return None
@@ -85,7 +91,7 @@ def workers(made, **changes) -> RewardWorkers:
     return RewardWorkers(config, spec, start, Limits(5, 5, 10))
 
 
-def test_a_scoring_whose_worker_is_lost_or_late_is_done_by_another_one_once():
+def test_a_scoring_whose_worker_is_lost_is_done_by_another_one_once():
     async def scenario(made):
         rewards = workers(made)
         rewards.pool.keep()
@@ -93,13 +99,55 @@ def test_a_scoring_whose_worker_is_lost_or_late_is_done_by_another_one_once():
         await rewards.pool.close()
         return found
 
-    made = [Judging(0, ends=True), Judging(1, late=True), Judging(2)]
+    made = [Judging(0, ends=True), Judging(1, ends=True), Judging(2)]
     found = asyncio.run(scenario(made))
     assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
     assert found.timings.grading_s == 0.25
-    assert found.timings.scoring_s >= 0.05
+    assert found.timings.scoring_s > 0
     assert [len(one.scored) for one in made] == [1, 1, 1]
     assert all(one.killed for one in made)
+
+
+def test_a_late_scoring_is_a_failure_at_once_and_no_loss_of_its_worker(caplog):
+    async def scenario(made):
+        rewards = workers(made)
+        rewards.pool.limits = Limits(5, 5, 0)
+        rewards.pool.keep()
+        for _ in range(2):
+            with pytest.raises(RewardLate, match=r"task t took longer than 0\.05 s") as late:
+                await rewards.scored(TASK, PLAYED)
+            assert isinstance(late.value.__cause__, TimeoutError)  # the ledger notes the clock
+        assert (await rewards.scored(replace(TASK, id="another"), PLAYED)).reward == 1.0
+        await until(lambda: all(one.killed for one in made[:2]), 5)
+        assert rewards.pool.num_lost == 0
+        await rewards.pool.close()
+
+    made = [Judging(number, late="t") for number in range(3)]
+    asyncio.run(scenario(made))
+    assert [len(one.scored) for one in made] == [1, 1, 1]
+    assert "reward worker 0 is replaced" in caplog.text
+
+
+def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
+    async def scenario(made):
+        made[0].go = asyncio.Event()
+        rewards = workers(made, scorings_per_worker=2)
+        rewards.pool.keep()
+        await rewards.pool.full()
+        beside = asyncio.create_task(rewards.scored(replace(TASK, id="another"), PLAYED))
+        with pytest.raises(RewardLate):
+            await rewards.scored(TASK, PLAYED)
+        await rewards.pool.full()
+        assert list(rewards.pool.members) == [1]
+        assert not made[0].killed
+        made[0].go.set()
+        assert (await beside).reward == 1.0
+        await until(lambda: made[0].killed, 5)
+        await rewards.pool.close()
+
+    made = [Judging(0, late="t"), Judging(1)]
+    asyncio.run(scenario(made))
+    assert [len(one.scored) for one in made] == [2, 0]
 
 
 def test_an_episode_that_ends_one_reward_worker_after_another_is_a_failure_of_its_own():

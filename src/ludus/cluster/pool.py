@@ -75,8 +75,7 @@ class Pool:
             self._number += 1
         too_many = max(0, len(self.members) - self.target)
         for member in sorted(self.members.values(), key=lambda m: m.busy)[:too_many]:
-            self._drop(member)
-            self.later(self._drain(member))
+            self._let_go(member)
 
     async def full(self) -> None:
         """Wait until all that are wanted are ready. Raises what it failed by."""
@@ -115,6 +114,14 @@ class Pool:
         await member.remote.kill()
         self.keep()
         await self._tell()
+
+    def retire(self, member: Member, error: LudusError) -> None:
+        """Replace a member that can take no more work: what is under way there ends first. It is no loss."""
+        if self.members.get(member.number) is not member:
+            return
+        log.warning("%s %d is replaced: %s", self.kind, member.number, error)
+        self._let_go(member)
+        self.keep()
 
     async def doubt(self, member: Member, error: LudusError) -> None:
         """A call at a member has failed: lose it, unless the call was late and the member answers a ping."""
@@ -190,6 +197,10 @@ class Pool:
         self.members.pop(member.number, None)
         if member.watch is not None and member.watch is not asyncio.current_task():
             member.watch.cancel()
+
+    def _let_go(self, member: Member) -> None:
+        self._drop(member)
+        self.later(self._drain(member))
 
     async def _drain(self, member: Member) -> None:
         """Let what is under way at a member end, then stop it."""

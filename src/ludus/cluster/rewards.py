@@ -2,8 +2,10 @@
 
 Takes trajectories that were played. Gives them with their rewards. A scoring whose worker is lost is done by
 another one: nothing is played again for it, and one answer counts, as rewards are functions of the task and
-the trajectory alone. Raises what a reward raised, and `ScoringLost` where worker after worker is lost over
-the same trajectory: whoever asked decides about another attempt.
+the trajectory alone. One that is late would be late anywhere: it raises `RewardLate` at once, and its worker,
+where it may go on for ever, ends what else it scores and is replaced. Raises what a reward raised, and
+`ScoringLost` where worker after worker is lost over the same trajectory: whoever asked decides about another
+attempt.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from ludus.cluster.pool import Limits, Member, Pool
 from ludus.cluster.remote import Remote, RoleLost
 from ludus.config.cluster import ClusterConfig
 from ludus.errors import WorldError
-from ludus.rollout.scoring import graded, waited
+from ludus.rollout.scoring import RewardLate, graded, waited
 from ludus.types import Task, Trajectory
 
 TRIES = 3
@@ -64,6 +66,9 @@ class RewardWorkers:
                 found = replace(trajectory, rewards=scores.parts, reward=scores.total)
                 return waited(graded(found, scores.seconds), time.perf_counter() - begin)
             except RoleLost as error:
+                if isinstance(error.__cause__, TimeoutError):
+                    self.pool.retire(member, error)
+                    raise self._late(task) from TimeoutError()
                 lost = error
                 await self.pool.lose(member, error)
                 log.warning("the scoring of task %s, sample %d, was lost", task.id, trajectory.sample)
@@ -73,6 +78,12 @@ class RewardWorkers:
         raise ScoringLost(
             f"{TRIES} reward workers were lost over task {task.id}: {lost.message}", lost.hint
         ) from lost
+
+    def _late(self, task: Task) -> RewardLate:
+        return RewardLate(
+            f"The rewards of task {task.id} took longer than {self.config.scoring_timeout_s:g} s.",
+            "Bound what they do, or see cluster.scoring_timeout_s.",
+        )
 
     async def _scores(self, member: Member, job: ScoreJob) -> Scores:
         found = await member.remote.call(job, self.config.scoring_timeout_s)

@@ -32,8 +32,8 @@ class ClusterConfig(Section):
     """Episodes that one reward worker scores at once, each on a thread: more than 1 where rewards wait for a
     judge's server, and may be called from several threads."""
     scoring_timeout_s: float = Field(300.0, gt=0)
-    """Reward workers: one whose scoring takes longer is ended and replaced, and the episode is scored again
-    elsewhere."""
+    """How long a reward worker may score an episode, in the place of rollout.reward_timeout_s. Where it takes
+    longer the attempt has failed, and the worker is replaced once what else it scores has ended."""
     engine_cpus: float = Field(1.0, ge=0)
     """Cores that Ray keeps for an engine."""
     engine_gpus: float = Field(0.0, ge=0)
