@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import logging
 import os
 import pickle
@@ -110,7 +111,7 @@ class FakeLauncher:
         pass
 
 
-def make_pool(start, target=2, restarts=3, silence_s=0.1) -> tuple[Pool, list, list]:
+def make_pool(start, target=2, restarts=3, silence_s=0.1, **limits: float) -> tuple[Pool, list, list]:
     joined, left = [], []
 
     async def on_joined(member):
@@ -119,7 +120,8 @@ def make_pool(start, target=2, restarts=3, silence_s=0.1) -> tuple[Pool, list, l
     async def on_left(member):
         left.append(member.number)
 
-    return Pool("worker", target, start, Limits(5, silence_s, restarts), on_joined, on_left), joined, left
+    bounds = Limits(5, silence_s, restarts, **limits)
+    return Pool("worker", target, start, bounds, on_joined, on_left), joined, left
 
 
 def recorded() -> tuple[list, object]:
@@ -202,6 +204,88 @@ def test_a_pool_whose_first_member_does_not_start_raises_its_words_at_once():
         pool.keep()
         with pytest.raises(UserError, match=r"There is no folder\. Make one\."):
             await pool.full()
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_with_a_member_left_goes_on_and_tries_again_ever_more_seldom(caplog):
+    async def scenario():
+        loop, tries, room = asyncio.get_running_loop(), [], [True]
+
+        async def start(number):
+            tries.append(loop.time())
+            if number > 1 and not room:
+                raise RoleLost("There is no room.")
+            return FakeRemote(number)
+
+        pool, _, _ = make_pool(start, restarts=2, wait_s=0.02, longest_wait_s=0.08)
+        pool.keep()
+        await pool.full()
+        room.clear()
+        await pool.lose(pool.members[1], RoleLost("Its machine is gone."))
+        await until(lambda: len(tries) >= 8, 10)
+        await pool.some()
+        assert (list(pool.members), pool.failed) == ([0], None)
+        waits = [after - before for before, after in itertools.pairwise(tries[2:])]
+        assert all(wait > 0.9 * least for wait, least in zip(waits, (0.02, 0.04, 0.08, 0.08), strict=False))
+        room.append(True)
+        await until(lambda: len(pool.members) == 2, 10)
+        await pool.close()
+
+    asyncio.run(scenario())
+    assert "did not start: There is no room" in caplog.text
+
+
+def test_a_pool_that_finds_no_room_for_all_is_what_it_can_be():
+    async def scenario():
+        async def start(number):
+            await asyncio.sleep(0.01 * number)
+            if number >= 2:
+                raise UserError("There is no room.")
+            return FakeRemote(number)
+
+        pool, _, _ = make_pool(start, target=0)
+        await pool.full()
+        pool, _, _ = make_pool(start, target=4, wait_s=60.0)
+        pool.keep()
+        await asyncio.wait_for(pool.full(), 10)
+        assert sorted(pool.members) == [0, 1]
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+def test_a_pool_that_has_nobody_left_and_cannot_replace_them_says_why():
+    async def scenario():
+        async def start(number):
+            if number:
+                raise UserError("There is no room.")
+            return FakeRemote(number)
+
+        pool, _, _ = make_pool(start, target=1, restarts=3, wait_s=0.01)
+        pool.keep()
+        await pool.full()
+        await pool.lose(pool.members[0], RoleLost("It is gone."))
+        with pytest.raises(UserError, match="no worker to go on with: There is no room"):
+            await pool.some()
+        assert pool.num_lost == 4
+        await pool.close()
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize(("proven_s", "goes_on"), [(0.0, True), (600.0, False)])
+def test_losses_are_forgotten_where_a_member_has_lived_for_long(proven_s, goes_on):
+    async def scenario():
+        _, start = recorded()
+        pool, _, _ = make_pool(start, target=1, restarts=2, proven_s=proven_s)
+        pool.keep()
+        for _ in range(3):
+            await pool.some()
+            (member,) = pool.members.values()
+            await pool.lose(member, RoleLost("It is gone."))
+        assert (pool.failed is None) == goes_on
         await pool.close()
 
     asyncio.run(scenario())

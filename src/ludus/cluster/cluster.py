@@ -153,8 +153,8 @@ class Cluster:
     ) -> None:
         """Have other numbers of them from now on; may be called from any thread.
 
-        Returns when those that come are ready; what leaves ends its work first, and takes nothing new. Raises
-        UserError for a number below 1.
+        Returns when those that come are ready, or have not started: those are tried again. What leaves ends
+        its work first, and takes nothing new. Raises UserError for a number below 1.
         """
         if min(n for n in (engines, workers, reward_workers, 1) if n is not None) < 1:
             raise UserError("A cluster keeps at least one of each kind.", "Give numbers from 1 on.")

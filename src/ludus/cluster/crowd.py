@@ -123,7 +123,7 @@ class Crowd:
         await self._tell_all()
 
     async def scale(self, *targets: int | None) -> None:
-        """Have other numbers of `pools`, and wait for those that come; what leaves first ends its work."""
+        """Have other numbers of `pools`, and wait for those that start; what leaves first ends its work."""
         for pool, target in zip(self.pools, targets, strict=False):
             if target is not None:
                 pool.target = target

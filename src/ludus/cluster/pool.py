@@ -2,14 +2,16 @@
 
 Takes a number to keep, and whatever starts one. Gives the members that are ready. Waits for each of them to
 answer a ping every second: one that is silent for too long, or has ended, is lost, ended, and replaced. Never
-lists a member before `joined` has let it in, nor once `left` is told. Where the first ones do not
-start, or more were lost than may be, it is `failed`: whoever waits for a member then hears why.
+lists a member before `joined` has let it in, nor once `left` is told. Where one cannot be replaced it goes on
+with fewer, and tries again. Where the first ones do not start, or none is left and more were lost than may
+be, it is `failed`: whoever waits for a member then hears why.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field
 
@@ -34,17 +36,23 @@ class Member:
     started: Started
     busy: int = 0
     serial: int = -1
+    since: float = field(default_factory=time.monotonic)
     pulse: Pulse = field(default_factory=Pulse)
     watch: asyncio.Task[None] | None = None
 
 
 @dataclass(frozen=True)
 class Limits:
-    """`start_s` bounds a start, `silence_s` each ping, `restarts` the losses that are made good."""
+    """`start_s` bounds a start, `silence_s` each ping, `restarts` the losses that are made good one after
+    another: they are forgotten where a member has lived for `proven_s`. Between starts that fail it waits for
+    `wait_s`, twice as long each time, and never longer than `longest_wait_s`."""
 
     start_s: float
     silence_s: float
     restarts: int
+    proven_s: float = 600.0
+    wait_s: float = 1.0
+    longest_wait_s: float = 30.0
 
 
 @dataclass
@@ -62,7 +70,9 @@ class Pool:
     failed: LudusError | None = None
     _number: int = 0
     _ever: bool = False
+    _lost_in_a_row: int = 0
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
+    _failing: set[asyncio.Task[None]] = field(default_factory=set)
     _leaving: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -71,15 +81,23 @@ class Pool:
         if self.failed is not None:
             return
         for _ in range(self.target - len(self.members) - len(self._starting)):
-            self._starting.add(asyncio.create_task(self._start(self._number)))
-            self._number += 1
+            task = asyncio.create_task(self._fill())
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+            task.add_done_callback(self._failing.discard)
         too_many = max(0, len(self.members) - self.target)
         for member in sorted(self.members.values(), key=lambda m: m.busy)[:too_many]:
             self._let_go(member)
 
     async def full(self) -> None:
-        """Wait until all that are wanted are ready. Raises what it failed by."""
-        await self._until(lambda: len(self.members) >= self.target)
+        """Wait until all that are wanted are ready, or some of them where the others do not start: these are
+        tried again. Raises what it failed by."""
+
+        def holds() -> bool:
+            tried = len(self.members) + len(self._failing)
+            return len(self.members) >= self.target or (bool(self.members) and tried >= self.target)
+
+        await self._until(holds)
 
     async def some(self) -> None:
         """Wait until one is ready. Raises what it failed by."""
@@ -105,11 +123,10 @@ class Pool:
         """End a member that does not answer, and replace it."""
         if self.members.get(member.number) is not member:
             return
-        self._drop(member)
-        self.num_lost += 1
         log.warning("%s %d is lost and replaced: %s", self.kind, member.number, error)
-        if self.num_lost > self.limits.restarts:
-            await self._fail(error)
+        self._count_loss()
+        self._drop(member)
+        await self._fail_if_over(error)
         self.later(self.left(member))
         await member.remote.kill()
         self.keep()
@@ -141,8 +158,27 @@ class Pool:
             self._drop(member)
         await asyncio.gather(*(self._stop(member.remote) for member in members))
 
-    async def _start(self, number: int) -> None:
+    async def _fill(self) -> None:
+        """Have one more member, however often it takes while one is wanted."""
+        task, wait_s = asyncio.current_task(), self.limits.wait_s
+        assert task is not None
+        while not await self._start() and self.failed is None:
+            self._failing.add(task)
+            await self._tell()
+            await asyncio.sleep(wait_s)
+            wait_s = min(2 * wait_s, self.limits.longest_wait_s)
+            if len(self.members) + len(self._starting) > self.target:
+                break
+        self._starting.discard(task)
+        self._failing.discard(task)
+        self.keep()
+        await self._tell()
+
+    async def _start(self) -> bool:
+        """Whether a member has started."""
         remote: Remote | None = None
+        number = self._number
+        self._number += 1
         try:
             remote = await self.start(number)
             started = await remote.call(Begin(), self.limits.start_s)
@@ -157,20 +193,29 @@ class Pool:
             if remote is not None:
                 await remote.kill()
             await self._not_started(number, failed(error).error or LudusError(str(error)))
-        else:
-            self._ever = True
-            self.members[number] = member
-            member.watch = asyncio.create_task(self._watch(member))
-            log.info("%s %d runs at %s (%d)", self.kind, number, started.host, started.pid)
-        self._starting = {task for task in self._starting if task is not asyncio.current_task()}
-        self.keep()
-        await self._tell()
+            return False
+        self._ever = True
+        self.members[number] = member
+        member.watch = asyncio.create_task(self._watch(member))
+        log.info("%s %d runs at %s (%d)", self.kind, number, started.host, started.pid)
+        return True
 
     async def _not_started(self, number: int, error: LudusError) -> None:
-        """Try again, unless it has never gone well: then whoever started the run has to hear of it."""
-        self.num_lost += 1
         log.warning("%s %d did not start: %s", self.kind, number, error)
-        if not self._ever or self.num_lost > self.limits.restarts:
+        self._count_loss()
+        await self._fail_if_over(error)
+
+    def _count_loss(self) -> None:
+        now = time.monotonic()
+        if any(now - member.since >= self.limits.proven_s for member in self.members.values()):
+            self._lost_in_a_row = 0
+        self._lost_in_a_row += 1
+        self.num_lost += 1
+
+    async def _fail_if_over(self, error: LudusError) -> None:
+        """Go on, unless nobody is there and losses do not end, or the first ones have not started: then
+        whoever started the run has to hear of it."""
+        if not self._ever or (not self.members and self._lost_in_a_row > self.limits.restarts):
             await self._fail(error)
 
     async def _fail(self, error: LudusError) -> None:

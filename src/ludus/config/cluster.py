@@ -56,4 +56,6 @@ class ClusterConfig(Section):
     silence_s: float = Field(60.0, gt=0)
     """One that does not answer for so long counts as dead: it is ended and replaced."""
     restarts: int = Field(20, ge=0)
-    """Dead engines, dead workers and dead reward workers, each, that a run replaces before it stops."""
+    """Engines, workers and reward workers, each, that a run may lose one after another, starts that fail
+    included: it stops where more were lost and none is left. Losses are forgotten where one has lived for ten
+    minutes."""
