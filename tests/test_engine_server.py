@@ -16,6 +16,7 @@ import torch
 
 from ludus.engines.base import Request
 from ludus.engines.checksums import compare_digests, tensor_digest
+from ludus.engines.dialects import Sampled, Span
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import ServerSettings
 from ludus.errors import EngineError, SyncError, UserError
@@ -347,6 +348,66 @@ def test_a_server_that_lost_the_weights_gets_them_again(tells):
     assert "/collective_rpc" in fake.paths()
     assert fake.paths()[-1] == "/v1/completions"
     assert done.versions == (3, 3, 3)
+
+
+def test_weights_are_sent_once_while_requests_look_for_them(caplog):
+    async def scenario(engine):
+        weights, replica, sent = engine._weights, engine._replicas[0], asyncio.Event()
+        await engine.load_weights(0, WEIGHTS)
+
+        async def looks():
+            while not sent.is_set():
+                await asyncio.sleep(0)
+                await weights.ready(replica, first_turn=False)
+
+        looking = [asyncio.create_task(looks()) for _ in range(8)]
+        for version in (1, 2, 3):
+            await engine.load_weights(version, WEIGHTS)
+        sent.set()
+        await asyncio.gather(*looking)
+        await engine.close()
+
+    fake = Fake(tells_versions=True)
+    with serving(fake) as engine:
+        asyncio.run(scenario(engine))
+    assert fake.paths().count("/update_weight_version") == 4
+    assert "has lost" not in caplog.text
+
+
+def test_where_one_server_refuses_weights_the_others_have_them_when_that_is_raised():
+    class Refuses(Fake):
+        def answer(self, path, body):
+            return (400, {"message": "No."}) if path == "/collective_rpc" else super().answer(path, body)
+
+    class Slow(Fake):
+        def answer(self, path, body):
+            time.sleep(0.2 if path == "/collective_rpc" else 0)
+            return super().answer(path, body)
+
+    slow = Slow()
+    with serving(Refuses(), slow) as engine:
+        with pytest.raises(EngineError):
+            load(engine, 5)
+        assert slow.label == "5"
+
+
+def test_what_is_sampled_from_weights_that_are_on_their_way_over_a_line_is_known():
+    class Line:
+        """A line on which a fast server has the weights, and samples from them, before the others."""
+
+        async def send(self, version, state):
+            spans = (Span(str(version), 0, 1),)
+            self.known = weights.knows(Sampled((7,), (-1.0,), "length", spans), None)
+
+        def close(self):
+            pass
+
+    with serving(Fake()) as engine:
+        weights, line = engine._weights, Line()
+        weights.line = line
+        load(engine, 0)
+        load(engine, 1)
+    assert line.known
 
 
 def test_after_a_broken_connection_the_weights_are_looked_at_before_more_is_sampled():

@@ -11,6 +11,7 @@ import asyncio
 import logging
 import shutil
 from collections.abc import Mapping
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -80,9 +81,17 @@ class SentWeights:
         if self.line is not None:
             await self._broadcast(version, state)
             return
-        state = with_head(state)
-        before = await self._save(version, state)
-        await asyncio.gather(*(self._update_locked(replica, state) for replica in self._replicas))
+        state, replicas = with_head(state), tuple(self._replicas)
+        folder = await self._save(version, state)
+        async with AsyncExitStack() as held:
+            for replica in replicas:  # one that is looked at meanwhile would seem to have lost them
+                await held.enter_async_context(replica.lock)
+            before = self._announce(version, folder)
+            updates = (self._update(replica, state) for replica in replicas)
+            ended = await asyncio.gather(*updates, return_exceptions=True)
+        for error in ended:
+            if error is not None:
+                raise error
         await self._remove(before)
 
     async def hold(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
@@ -95,7 +104,7 @@ class SentWeights:
             await asyncio.to_thread(self.line.keep, version, state)
             self._announce(version, None)
         else:
-            before = await self._save(version, with_head(state))
+            before = self._announce(version, await self._save(version, with_head(state)))
         for replica in self._replicas:
             replica.behind = old if replica.behind is None else replica.behind
         await self._remove(before)
@@ -110,18 +119,18 @@ class SentWeights:
                 await self._update(replica, await asyncio.to_thread(read_weights, self._sent.folder))
             replica.holds, replica.behind = self.version, None
 
-    async def _save(self, version: int, state: Mapping[str, torch.Tensor]) -> Path | None:
-        """Write weights as those that were sent last; gives the folder of those before."""
+    async def _save(self, version: int, state: Mapping[str, torch.Tensor]) -> Path:
+        """Write weights; gives their folder."""
         folder = self._shelf.folder(f"{self._name}-{version}", num_bytes(state))
         await asyncio.to_thread(save_weights, folder, state)
-        before = self._sent.folder
-        self._announce(version, folder)
-        return None if before == folder else before
+        return folder
 
-    def _announce(self, version: int, folder: Path | None) -> None:
-        """These are the weights that replicas are to have."""
+    def _announce(self, version: int, folder: Path | None) -> Path | None:
+        """These are the weights that replicas are to have; gives the folder of those before, if another."""
+        before = self._sent.folder
         self._sent = _Sent(version, folder, self._sent.and_then(version))
         self.version = version
+        return None if before == folder else before
 
     async def _remove(self, folder: Path | None) -> None:
         """Remove a folder that nobody reads any more, once no replica is looked at."""
@@ -134,6 +143,7 @@ class SentWeights:
     async def _broadcast(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Send the weights over a line; no file is left to send them from again."""
         assert self.line is not None
+        self.know(version)  # the first to have them may sample before the last one has
         await self.line.send(version, state)
         self._announce(version, None)
         for replica in tuple(self._replicas):
@@ -165,7 +175,7 @@ class SentWeights:
         self.version = version
 
     def know(self, version: int) -> None:
-        """Know of weights that another client has sent, though they are not the last."""
+        """Know of weights that are sent beside those that were sent last, by another client too."""
         self._sent = replace(self._sent, labels=self._sent.and_then(version))
 
     async def bring(self, replica: Replica) -> None:
@@ -259,10 +269,6 @@ class SentWeights:
                 "Resume the run: it sends them anew. Weights in a folder are sent again by themselves.",
             )
         replica.holds = due
-
-    async def _update_locked(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
-        async with replica.lock:
-            await self._update(replica, state)
 
     async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
         """Have one replica take the weights in the folder, and hold its digests against `state`."""
