@@ -20,9 +20,10 @@ import torch
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
 from ludus.cluster.crowd import Crowd, Plan, WorkerLost
-from ludus.cluster.frames import Call, Cancel, read_frame
+from ludus.cluster.frames import LENGTH_BYTES, Call, Cancel, Reply, pack, read_frame, unpack
 from ludus.cluster.local import LocalLauncher, LocalRemote
 from ludus.cluster.messages import (
+    Answer,
     Begin,
     EngineSpec,
     Follow,
@@ -38,7 +39,7 @@ from ludus.cluster.messages import (
 from ludus.cluster.pool import Limits, Pool
 from ludus.cluster.remote import Needs, RoleLost
 from ludus.cluster.roles import WorkerRole, sandbox_of
-from ludus.cluster.said import MOST, Ear, repeat
+from ludus.cluster.said import MOST, Ear, Said, repeat
 from ludus.config import load_config
 from ludus.config.cluster import ClusterConfig
 from ludus.engines.base import EngineStats, Request, combined
@@ -509,6 +510,19 @@ def test_errors_travel_with_their_words_class_and_cause():
         pickle.loads(pickle.dumps(failed(Foreign("The index is gone.")))).take()
     with pytest.raises(Exception, match="ZeroDivisionError: by nothing"):
         pickle.loads(pickle.dumps(failed(ZeroDivisionError("by nothing")))).take()
+
+
+def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
+    class Local(float):
+        """A number of a class that no other process can know."""
+
+    answer = Answer(Local(1.0), said=(Said(0.0, logging.INFO, "ludus", "heard"),))
+    reply = unpack(pack(Reply(7, answer))[LENGTH_BYTES:])
+    assert (reply.number, reply.answer.said) == (7, answer.said)
+    with pytest.raises(UserError, match=r"A Local cannot be sent .*must pickle"):
+        reply.answer.take()
+    with pytest.raises(AttributeError, match="pickle"):
+        pack(Call(7, Local(1.0)))
 
 
 def test_statistics_of_engines_are_sums_of_tokens_and_means_of_seconds():

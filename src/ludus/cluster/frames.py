@@ -5,9 +5,10 @@ from __future__ import annotations
 import pickle
 import socket
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from ludus.cluster.messages import Answer, Message, Spec
+from ludus.cluster.messages import Answer, Message, Spec, failed
+from ludus.errors import UserError
 
 _LENGTH = struct.Struct("!Q")
 LENGTH_BYTES = _LENGTH.size
@@ -47,9 +48,20 @@ Frame = Hello | Call | Cancel | Reply
 
 
 def pack(frame: Frame) -> bytes:
-    """A frame as bytes, its length first."""
-    body = pickle.dumps(frame)
+    """A frame as bytes, its length first. An answer that does not pickle goes as the error that says so."""
+    try:
+        body = pickle.dumps(frame)
+    except Exception as error:  # boundary: foreign types, which may raise anything
+        if not isinstance(frame, Reply):
+            raise
+        body = pickle.dumps(Reply(frame.number, _unsent(frame.answer, error)))
     return _LENGTH.pack(len(body)) + body
+
+
+def _unsent(answer: Answer, error: Exception) -> Answer:
+    words = f"A {type(answer.value).__name__} cannot be sent from another process: {error}."
+    hint = "What an episode and its rewards carry must pickle."
+    return replace(failed(UserError(words, hint)), said=answer.said)
 
 
 def length_of(head: bytes) -> int:
