@@ -251,6 +251,10 @@ def test_settings_that_contradict_each_other_are_refused():
     assert refusal("--rollout.max_new_tokens", "900") == [
         "rollout.max_new_tokens (900) must be below rollout.max_tokens (768)."
     ]
+    streams = ("--training.mode", "async", "--rollout.concurrency", "128")
+    assert refusal(*streams, "--staleness.in_flight", "129") == [
+        "staleness.in_flight (129) must not be above rollout.concurrency (128)."
+    ]
     assert refusal("--model.scratch.hidden_size", "130") == [
         "model.scratch.hidden_size (130) must be a multiple of model.scratch.num_heads (4)."
     ]

@@ -585,4 +585,9 @@ class Config(Section):
             )
         if fault := budget_fault(self.rollout, self.env.mixture):
             raise ValueError(fault)
+        if self.training.mode == "async" and self.staleness.in_flight > self.rollout.concurrency:
+            raise ValueError(
+                f"staleness.in_flight ({self.staleness.in_flight}) must not be above rollout.concurrency "
+                f"({self.rollout.concurrency})"
+            )
         return self
