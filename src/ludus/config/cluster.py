@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -38,17 +38,17 @@ class ClusterConfig(Section):
     """Cores that Ray keeps for an engine."""
     engine_gpus: float = Field(0.0, ge=0)
     """GPUs that Ray keeps for an engine; it sees no others."""
-    engine_resources: dict[str, float] = Field({})
+    engine_resources: dict[str, Annotated[float, Field(ge=0)]] = Field({})
     """Resources of your own naming (`ray start --resources`) that a machine must have for an engine."""
     worker_cpus: float = Field(1.0, ge=0)
     """Cores that Ray keeps for a worker."""
-    worker_resources: dict[str, float] = Field({})
+    worker_resources: dict[str, Annotated[float, Field(ge=0)]] = Field({})
     """Resources of your own naming that a machine must have for a worker."""
     reward_cpus: float = Field(1.0, ge=0)
     """Cores that Ray keeps for a reward worker."""
     reward_gpus: float = Field(0.0, ge=0)
     """GPUs that Ray keeps for a reward worker: for a judge that is a model."""
-    reward_resources: dict[str, float] = Field({})
+    reward_resources: dict[str, Annotated[float, Field(ge=0)]] = Field({})
     """Resources of your own naming that a machine must have for a reward worker."""
     start_s: float = Field(300.0, gt=0)
     """How long an engine or any worker may take until it is ready, waiting for room in the

@@ -21,6 +21,12 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, use_attribute_docstrings=True, allow_inf_nan=False)
 
 
+def changed(section: Section) -> dict[str, object]:
+    """The settings that are not their defaults, by name."""
+    plain = type(section)().model_dump()
+    return {name: value for name, value in section.model_dump().items() if value != plain[name]}
+
+
 class OptimiserSection(Section):
     """What every section that trains a model with AdamW has. A section may set other defaults."""
 

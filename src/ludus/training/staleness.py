@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludus.config.schema import Config
+from ludus.config.section import changed
 from ludus.config.staleness import StalenessConfig
 from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.rollout.ledger import Outcome
@@ -69,12 +70,11 @@ def staleness_doubts(config: Config) -> list[str]:
     """A sentence for each setting of `staleness` that the mode of training does not read."""
     if config.training.mode == "async":
         return []
-    given, plain = config.staleness.model_dump(), StalenessConfig().model_dump()
     mode = config.training.mode
     return [
         f"staleness.{key} = {value} has no effect: training.mode is {mode}, and it is of async."
-        for key, value in given.items()
-        if value != plain[key] and key not in OF_EVERY_MODE
+        for key, value in changed(config.staleness).items()
+        if key not in OF_EVERY_MODE
     ]
 
 

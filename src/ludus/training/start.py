@@ -67,6 +67,7 @@ from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import WeightSync
 from ludus.training.task_stream import TaskStream
 from ludus.training.teacher import check_teacher, load_teacher
+from ludus.training.unread import unread_settings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -266,7 +267,7 @@ def doubts(config: Config) -> list[str]:
             "ratios are those of the whole one: each action was likelier than training believes, and no "
             "correction sees it."
         )
-    return found + staleness_doubts(config) + reward_doubts(config)
+    return found + staleness_doubts(config) + reward_doubts(config) + unread_settings(config)
 
 
 def build_loop(
