@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import signal
+from contextlib import contextmanager
+
+import pytest
 
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.local import LocalEngine
@@ -51,6 +55,22 @@ class Elsewhere(LocalEngine):
         return await super().generate_batch(requests)
 
 
+@contextmanager
+def ending(limit_s):
+    """Raise TimeoutError in a block that takes longer."""
+
+    def late(*_):
+        raise TimeoutError(f"still waiting after {limit_s} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(limit_s)
+    try:
+        yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def played_by(kind, monkeypatch) -> list[Elsewhere]:
     made: list[Elsewhere] = []
 
@@ -90,3 +110,21 @@ def test_weights_that_are_not_those_sent_stop_the_run_from_beside_a_step(tiny_ru
     said = ludus(*words(tiny_run, tmp_path / "refused", "async", training__steps=STEPS))
     assert said.code != 0
     assert "are not those of version 2" in said.err
+
+
+class Breaking(Elsewhere):
+    """Meets what no engine tells of."""
+
+    async def load_weights(self, version, state) -> None:
+        if version == 1:
+            await asyncio.sleep(0.1)
+            raise RuntimeError("a fault of the program")
+        await LocalEngine.load_weights(self, version, state)
+
+
+def test_whatever_a_transfer_meets_ends_a_run_that_waits_for_it(tiny_run, tmp_path, monkeypatch):
+    played_by(Breaking, monkeypatch)
+    (tmp_path / "broken").mkdir()
+    changes = {"training__steps": STEPS, "staleness__max_staleness": 0}
+    with ending(30), pytest.raises(RuntimeError, match="a fault of the program"):
+        ludus(*words(tiny_run, tmp_path / "broken", "async", **changes))

@@ -18,7 +18,6 @@ import torch
 from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import Engine, Measured, RollingUpdate, Rolls, counted
-from ludus.errors import LudusError
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import InFlight, first_in_flight
 from ludus.rollout.ledger import Outcome
@@ -176,7 +175,7 @@ class AsyncRun:
         try:
             if self.several is not None:
                 self.rolling = await self.several.roll(self.stream.admission.pace.max_staleness // 2)
-                following = asyncio.create_task(self._follow(self.rolling, done))
+                following = asyncio.create_task(follow(self.stream, self.rolling, done))
             for episode in self.stream.start():
                 if episode.trajectory.failure is None:  # those that failed are in the totals
                     loop.sampler.ledger.start(episode.key)
@@ -190,15 +189,6 @@ class AsyncRun:
             await _end(self.sending)
             await self.stream.close()
             self.thread.close()
-
-    async def _follow(self, engines: RollingUpdate, version: int) -> None:
-        """Have the stream know the version on which episodes begin."""
-        try:
-            while True:
-                version = await engines.served(version)
-                self.stream.serves(version)
-        except LudusError as error:
-            self.stream.fail(error)
 
     async def step(self, step: int) -> None:
         """One batch: wait for it, learn, send the weights."""
@@ -267,7 +257,7 @@ class AsyncRun:
             try:
                 self.proofs.append(await self.loop.sync.deliver(kept))
                 self.stream.serves(step)
-            except LudusError as error:
+            except Exception as error:  # boundary: a learner that waits for these weights raises it
                 self.stream.fail(error)
                 raise
 
@@ -310,6 +300,16 @@ class AsyncRun:
             return
         limited = self.stream.is_limited and not self.stream.held
         self.stream.in_flight = self.limit.after_step(clock.metrics([]), ahead, limited)
+
+
+async def follow(stream: Stream, engines: RollingUpdate, version: int) -> None:
+    """Have a stream know the version on which episodes begin, and whatever a transfer meets."""
+    try:
+        while True:
+            version = await engines.served(version)
+            stream.serves(version)
+    except Exception as error:  # boundary: a learner that waits for weights raises it
+        stream.fail(error)
 
 
 def rolling_engines(engine: Engine) -> Rolls | None:
