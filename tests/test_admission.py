@@ -137,7 +137,7 @@ async def resumed(stream, world, pace, way) -> Stream:
     """A stream that goes on from the checkpoint of this one, which ends."""
     text = StreamState(stream.next_number, tuple(stream.on_their_way())).to_text()
     await stream.close()
-    state = StreamState.from_text(text, {"t": TASK}, lambda number, _: world.jobs(number))
+    state = StreamState.from_text(text, {"t": TASK}, lambda number, *_: world.jobs(number))
     admission = Admission(pace, world.version)
     again = Stream(
         admission, world, world.play, way.in_flight, way.needed, state.next_number, kept=state.groups
@@ -343,6 +343,36 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
         ages = [step - 1 - v for e in group.episodes for s in e.trajectory.segments for v in s.versions]
         assert max(ages) <= 1
     assert len(found) == 16
+
+
+def read_again(world, greedy):
+    """A whole group of this world, and what a checkpoint gives again of it; `greedy` members are wanted."""
+
+    def jobs(number, task, members):
+        size = members + greedy
+        return World(0, size=size, greedy=greedy).jobs(number)
+
+    group = StreamedGroup(0, world.jobs(0), 0)
+    loop = FakeLoop()
+    try:
+        for place, job in enumerate(group.jobs):
+            group.done[place] = loop.run_until_complete(world.play(job))
+    finally:
+        loop.close()
+    return group, StreamState.from_text(StreamState(1, (group,)).to_text(), {"t": TASK}, jobs)
+
+
+def test_a_group_from_before_keeps_the_members_that_it_began_with():
+    group, state = read_again(World(1, size=5, greedy=True), greedy=True)
+    assert state.groups[0].jobs == group.jobs
+    assert state.groups[0].episodes == group.episodes
+    assert state.unwanted == ()
+
+
+def test_a_greedy_member_that_nobody_wants_any_more_is_left_over():
+    group, state = read_again(World(1, size=5, greedy=True), greedy=False)
+    assert state.groups[0].episodes == group.episodes[:4]
+    assert [episode.key for episode in state.unwanted] == [group.jobs[4].key]
 
 
 def test_what_cannot_be_in_time_is_not_admitted():

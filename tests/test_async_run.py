@@ -252,6 +252,20 @@ def test_over_sampling_takes_the_first_members_and_the_ledger_says_so(tiny_run, 
     assert sum(m.get("ledger/dropped/cancelled", 0) for m in rows) > 0
 
 
+@pytest.mark.fault
+def test_groups_from_before_a_resume_keep_their_members_and_none_is_lost(tiny_run, tmp_path):
+    folder = run(tiny_run, tmp_path / "spare", "async", staleness__oversample=2)
+    (folder / "checkpoints" / f"step-{STEPS:06d}").rename(tmp_path / "gone")
+    text = (checkpoint_path(folder / "checkpoints", 4) / "trainer" / "stream.jsonl").read_text()
+    heads = [json.loads(line) for line in text.splitlines()[1:] if '"ended"' in line]
+    assert max(place for head in heads for place in head["ended"]) >= 2
+    fewer = ("--staleness.oversample", "0", "--algorithm.group_size", "2")
+    assert ludus("train", "--resume", folder, *fewer).code == 0
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert len(rows) == STEPS
+    assert not any("ledger/dropped/too_late" in metrics for metrics in rows)
+
+
 def test_groups_of_equal_rewards_are_replaced_while_others_stream(tiny_run, tmp_path):
     changes = {"algorithm__preset": "dapo", "algorithm__greso": "true", "training__tasks_per_step": 2}
     folder = run(

@@ -35,7 +35,7 @@ from ludus.training.sync import SyncProof
 from ludus.training.task_stream import TaskStream
 
 TOO_LATE = "too_late"
-"""Why an episode from before a resume was dropped: `staleness.max_staleness` is smaller than it was."""
+"""Why an episode from before a resume was dropped: the settings that it was to train under are others now."""
 
 
 async def run(loop: RlLoop, done: int, before: StreamState) -> None:
@@ -46,7 +46,7 @@ async def run(loop: RlLoop, done: int, before: StreamState) -> None:
         case "one_step":
             await run_one_step(loop, done)
         case "async":
-            await AsyncRun.of(loop, done, before).run(done)
+            await AsyncRun.of(loop, done, before).run(done, before)
 
 
 async def run_one_step(loop: RlLoop, done: int) -> None:
@@ -155,7 +155,7 @@ class AsyncRun:
             source=source,
             play=player.play,
             in_flight=staleness.in_flight or limit.now,
-            needed=sampler.algorithm.group_size if staleness.oversample else 0,
+            needed=sampler.algorithm.group_size,
             next_number=before.next_number,
             kept=before.groups,
             on_done=loop.reporter.episode,
@@ -167,8 +167,8 @@ class AsyncRun:
             made.replay.restore(text, {task.id: task for task in order.tasks})
         return made
 
-    async def run(self, done: int) -> None:
-        """Train from step `done` to the last."""
+    async def run(self, done: int, before: StreamState) -> None:
+        """Train from step `done` to the last; `before` is of the run that is resumed."""
         loop = self.loop
         await loop.sync.publish(done)
         following: asyncio.Task[None] | None = None
@@ -179,7 +179,7 @@ class AsyncRun:
             for episode in self.stream.start():
                 if episode.trajectory.failure is None:  # those that failed are in the totals
                     loop.sampler.ledger.start(episode.key)
-            for episode in self.stream.late:
+            for episode in (*before.unwanted, *self.stream.late):
                 loop.sampler.ledger.start(episode.key)
                 loop.sampler.ledger.finish(episode.key, Outcome.DROPPED, TOO_LATE)
             for step in range(done + 1, loop.session.config.training.steps + 1):
