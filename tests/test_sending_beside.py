@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import signal
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
+import torch
 
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.local import LocalEngine
@@ -15,6 +16,7 @@ from ludus.training import start
 from ludus.training.session import engine_settings
 from test_async_run import run, words
 from tiny_run import ludus
+from waiting import until
 
 BOUND, STEPS = 2, 4
 
@@ -22,27 +24,44 @@ BOUND, STEPS = 2, 4
 class Elsewhere(LocalEngine):
     """An engine that counts as one of another process: it is asked how it goes at both ends of a step."""
 
+    learner: torch.Tensor
+    """A parameter of the model that learns."""
     arrived: list[int]
     evaluated: set[int]
-    asked: asyncio.Event
+    stepped: set[int]
+    """Versions that were on their way until the learner's next weights were there."""
+    loading: int
+    together: int
+    """The most transfers at once."""
 
     @classmethod
     def of(cls, session):
         made = cls(session.model, session.tokenizer, engine_settings(session.config, session.model))
-        made.arrived, made.evaluated, made.asked = [], set(), asyncio.Event()
+        made.learner = next(session.model.parameters())
+        made.arrived, made.evaluated, made.stepped = [], set(), set()
+        made.loading, made.together = 0, 0
         return made
 
     async def measure(self) -> None:
-        self.asked.set()
+        """Nothing to ask for."""
 
     async def load_weights(self, version, state) -> None:
-        if version % 2:  # it takes them once the run has gone on
-            self.asked.clear()
-            await asyncio.wait_for(self.asked.wait(), 20)
+        self.loading += 1
+        self.together = max(self.together, self.loading)
+        if version % 2:
+            await self.until_learned(version)
         elif version:
-            await asyncio.sleep(0.2)  # and an evaluation waits for it
+            await asyncio.sleep(0.2)  # an evaluation waits for it
         await super().load_weights(version, state)
         self.arrived.append(version)
+        self.loading -= 1
+
+    async def until_learned(self, version) -> None:
+        before = self.learner.detach().clone()
+        with suppress(TimeoutError):  # where no group of the step had anything to teach
+            await until(lambda: not torch.equal(self.learner, before), 10)
+            self.stepped.add(version)
+        await asyncio.sleep(0.2)  # the next transfer waits for it
 
     async def generate(self, request):
         if request.params.temperature == 0:
@@ -88,6 +107,8 @@ def test_the_learner_goes_on_while_an_engine_elsewhere_takes_the_weights(tiny_ru
     folder = run(tiny_run, tmp_path / "beside", "async", **changes)
     assert made[0].arrived == [0, 0, 1, 2, 3, 4]
     assert made[0].evaluated == {0, 2, 4}
+    assert made[0].stepped  # and yet the digest was that of the weights of when they were sent
+    assert made[0].together == 1
     for step in range(1, STEPS + 1):
         for record in read_rollouts(rollouts_path(folder, step)):
             versions = [v for s in record.trajectory.segments for v in s.versions]
