@@ -122,7 +122,8 @@ class Way:
 
     `needed` members of a group are enough, 0 is all. `drains`: new weights wait for what is in flight. After
     the step `cut` the run is killed and resumed from its checkpoint, 0 is never. `varies`: the number in
-    flight changes with each step.
+    flight changes with each step. `transfer`: the most seconds that new weights take beside the learner; with
+    0 it waits for them.
     """
 
     in_flight: int = 8
@@ -131,6 +132,24 @@ class Way:
     drains: bool = False
     cut: int = 0
     varies: bool = False
+    transfer: float = 0.0
+
+
+async def send_beside(step, stream, world, way) -> None:
+    """The engine takes weights while the learner goes on."""
+    await asyncio.sleep(world.draw("transfer", step).random() * way.transfer)
+    world.version = step
+    await asyncio.sleep(world.draw("sync", step).random() * 0.1)
+    stream.serves(step)
+
+
+async def publish(step, stream, world, way) -> None:
+    """The learner waits until the engine has the weights."""
+    if way.drains:
+        await stream.drain()
+    world.version = step
+    await asyncio.sleep(world.draw("sync", step).random() * 0.1)
+    stream.published(step)
 
 
 async def resumed(stream, world, pace, way) -> Stream:
@@ -150,6 +169,7 @@ def simulate(world, pace, way=Way()) -> Played:
     async def run():
         stream = Stream(Admission(pace), world, world.play, way.in_flight, needed=way.needed)
         played = Played([], [], 0.0, [])
+        sending = asyncio.create_task(asyncio.sleep(0))
         stream.start()
         for step in range(1, pace.last_step + 1):
             batch = await stream.take()
@@ -157,13 +177,14 @@ def simulate(world, pace, way=Way()) -> Played:
             played.others += [e.key for group in batch.others for e in group.episodes]
             played.numbers.append([group.number for group in batch.groups])
             await asyncio.sleep(world.draw("learner", step).random() * way.learning)
-            if way.drains:
-                await stream.drain()
-            world.version = step
-            await asyncio.sleep(world.draw("sync", step).random() * 0.1)
+            await sending
             if way.varies:
                 stream.in_flight = world.draw("in flight", step).randint(1, way.in_flight)
-            stream.published(step)
+            if way.transfer and not way.drains and step not in (way.cut, pace.last_step):
+                stream.published(step, everywhere=False)
+                sending = asyncio.create_task(send_beside(step, stream, world, way))
+            else:
+                await publish(step, stream, world, way)
             if step == way.cut:
                 stream = await resumed(stream, world, pace, way)
         assert stream.num_in_flight == stream.num_waiting == 0
@@ -205,6 +226,7 @@ WAYS = st.builds(
     drains=st.booleans(),
     cut=st.integers(0, 8),
     varies=st.booleans(),
+    transfer=st.sampled_from([0.0, 1.0, 40.0]),
 )
 
 
