@@ -13,6 +13,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.local import LocalEngine
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training import start
+from ludus.training.sampling import Sampler
 from ludus.training.session import engine_settings
 from test_async_run import run, words
 from tiny_run import ludus
@@ -149,3 +150,27 @@ def test_whatever_a_transfer_meets_ends_a_run_that_waits_for_it(tiny_run, tmp_pa
     changes = {"training__steps": STEPS, "staleness__max_staleness": 0}
     with ending(30), pytest.raises(RuntimeError, match="a fault of the program"):
         ludus(*words(tiny_run, tmp_path / "broken", "async", **changes))
+
+
+class Slow(Elsewhere):
+    """Takes its time."""
+
+    async def load_weights(self, version, state) -> None:
+        await asyncio.sleep(0.5 if version else 0.0)
+        await LocalEngine.load_weights(self, version, state)
+
+
+def test_what_the_learner_waits_for_is_in_the_seconds_of_the_step(tiny_run, tmp_path, monkeypatch):
+    """For the rewards that settings add, and for a transfer that an evaluation waits for."""
+    credit = Sampler.credit
+
+    async def slow(self, *given):
+        await asyncio.sleep(0.3)
+        return await credit(self, *given)
+
+    monkeypatch.setattr(Sampler, "credit", slow)
+    played_by(Slow, monkeypatch)
+    folder = run(tiny_run, tmp_path / "slow", "async", training__steps=3, evaluation__every=1)
+    for row in read_metrics(folder / "timings.jsonl"):
+        assert row.metrics["time/rollout_s"] > 0.29
+        assert row.metrics["time/sync_s"] > 0.49

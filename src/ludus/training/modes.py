@@ -198,17 +198,17 @@ class AsyncRun:
         ahead = self.stream.admission.num_ready >= loop.session.config.training.tasks_per_step
         with clock.phase("rollout"):
             batch = await self.stream.take()
-        credits = await self._credit(step, batch)
+            credits = await self._credit(step, batch)
         with clock.phase("learn"):
             credits, learned = await loop.learning.learn(step, credits, self.thread)
         with clock.phase("sync"):
             learned |= await self._publish(step)
+            if step % loop.session.config.evaluation.every == 0:
+                await (self._arrived() if self.rolling is None else self.rolling.catch_up())
         self.replay.add(credits)
         learned |= self._staleness(step, credits) | self.replay.metrics(credits)
         clock.engine = (await counted(loop.engine)).metrics() | self._queues()
         self._adjust(clock, ahead)
-        if step % loop.session.config.evaluation.every == 0:
-            await (self._arrived() if self.rolling is None else self.rolling.catch_up())
         metrics = await loop.report(step, credits, learned, clock, self.thread)
         loop.sampled = loop.sampler.state
         await loop.end_step(step, metrics, self.thread, self.texts())
