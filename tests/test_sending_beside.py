@@ -174,3 +174,5 @@ def test_what_the_learner_waits_for_is_in_the_seconds_of_the_step(tiny_run, tmp_
     for row in read_metrics(folder / "timings.jsonl"):
         assert row.metrics["time/rollout_s"] > 0.29
         assert row.metrics["time/sync_s"] > 0.49
+        if row.step < 3:
+            assert row.metrics["sync/transfer_s"] > 0.49

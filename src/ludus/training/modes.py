@@ -11,6 +11,8 @@ on the caller's.
 from __future__ import annotations
 
 import asyncio
+import statistics
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -126,6 +128,8 @@ class AsyncRun:
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
     """Of the engines that took weights since the last step."""
+    transfers_s: list[float] = field(default_factory=list)
+    """Seconds of the transfers beside the learner that have ended since then."""
     sending: asyncio.Task[None] | None = field(default=None, init=False)
     """Weights on their way to an engine elsewhere, beside the next step."""
     replay: ReplayBuffer = field(init=False)
@@ -207,7 +211,7 @@ class AsyncRun:
                 await (self._arrived() if self.rolling is None else self.rolling.catch_up())
         self.replay.add(credits)
         learned |= self._staleness(step, credits) | self.replay.metrics(credits)
-        clock.engine = (await counted(loop.engine)).metrics() | self._queues()
+        clock.engine = (await counted(loop.engine)).metrics() | self._queues() | self._transfers()
         self._adjust(clock, ahead)
         metrics = await loop.report(step, credits, learned, clock, self.thread)
         loop.sampled = loop.sampler.state
@@ -254,8 +258,10 @@ class AsyncRun:
         self.stream.published(step, everywhere=False)
 
         async def send() -> None:
+            begin = time.perf_counter()
             try:
                 self.proofs.append(await self.loop.sync.deliver(kept))
+                self.transfers_s.append(time.perf_counter() - begin)
                 self.stream.serves(step)
             except Exception as error:  # boundary: a learner that waits for these weights raises it
                 self.stream.fail(error)
@@ -282,6 +288,11 @@ class AsyncRun:
         return staleness_metrics(
             credits, step, session.config.staleness, self.stream.forget_ended(), session.world.rewards[0].name
         )
+
+    def _transfers(self) -> dict[str, float]:
+        """The mean seconds of the transfers beside the learner that have ended since the last step."""
+        found, self.transfers_s = self.transfers_s, []
+        return {"sync/transfer_s": statistics.fmean(found)} if found else {}
 
     def _queues(self) -> dict[str, float]:
         stream = self.stream
