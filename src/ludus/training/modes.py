@@ -206,9 +206,10 @@ class AsyncRun:
         with clock.phase("learn"):
             credits, learned = await loop.learning.learn(step, credits, self.thread)
         with clock.phase("sync"):
-            learned |= await self._publish(step)
+            now = await self._publish(step)
             if step % loop.session.config.evaluation.every == 0:
                 await (self._arrived() if self.rolling is None else self.rolling.catch_up())
+        learned |= self._proved(now)
         self.replay.add(credits)
         learned |= self._staleness(step, credits) | self.replay.metrics(credits)
         clock.engine = (await counted(loop.engine)).metrics() | self._queues() | self._transfers()
@@ -232,23 +233,25 @@ class AsyncRun:
         limit = max_action_tokens(self.loop.session.config)
         return credits + self.replay.draw(step, sampler.algorithm, limit, len(groups))
 
-    async def _publish(self, step: int) -> dict[str, float]:
+    async def _publish(self, step: int) -> tuple[SyncProof, ...]:
+        """Send the weights, or leave them on their way; gives the proof where they have arrived."""
         sync, config = self.loop.sync, self.loop.session.config
         if self.rolling is not None and step < config.training.steps:
             await sync.offer(step, self.rolling, self.thread, self.proofs.append)
             self.stream.published(step, everywhere=False)
-            return self._proved()
+            return ()
         if not config.staleness.interruptible:
             await self.stream.drain()
         elif isinstance(self.loop.engine, Measured) and step < config.training.steps:
-            return await self._send_beside(step)
+            await self._send_beside(step)
+            return ()
         await self._arrived()
         received = await sync.send(step)
         proof = await self.thread(lambda: sync.compare(received))
         self.stream.published(step)
-        return proof_metrics(proof)
+        return (proof,)
 
-    async def _send_beside(self, step: int) -> dict[str, float]:
+    async def _send_beside(self, step: int) -> None:
         """Have an engine elsewhere take a copy of the weights while the learner goes on to the next step.
 
         Episodes begin on the version before until it has; the next transfer waits for this one.
@@ -268,19 +271,18 @@ class AsyncRun:
                 raise
 
         self.sending = asyncio.create_task(send())
-        return self._proved()
 
     async def _arrived(self) -> None:
         """Wait until an engine elsewhere has what it was sent. Raises what it met."""
         if self.sending is not None:
             await self.sending
 
-    def _proved(self) -> dict[str, float]:
-        """How many engines have taken weights since the last step, and the largest gap of their probes."""
-        proofs, self.proofs[:] = tuple(self.proofs), ()
-        found = {"sync/engines": float(len(proofs))}
-        if proofs:
-            found["sync/probe_gap"] = max(proof.probe_gap for proof in proofs)
+    def _proved(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
+        """The largest gap of the probes since the last step, and how many engines took weights one by one."""
+        before, self.proofs[:] = tuple(self.proofs), ()
+        found = {} if self.rolling is None else {"sync/engines": float(len(before))}
+        if before or now:
+            found["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
         return found
 
     def _staleness(self, step: int, credits: list[Credit]) -> dict[str, float]:
