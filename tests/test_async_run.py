@@ -401,6 +401,24 @@ def test_a_low_effective_sample_share_warns_and_then_stops():
     assert "2 steps in a row" in guard.verdict
 
 
+def test_a_resumed_run_counts_on_the_steps_of_a_low_share_and_after_a_stop_anew():
+    low, whole = {ESS: 0.1}, {ESS: 0.9}
+    for before, more in (([], 3), ([whole, low], 2), ([low, whole, low, low], 1), ([low, low, low], 3)):
+        guard = EssGuard(StalenessConfig(min_ess=0.5, ess_patience=3))
+        guard.recall(before)
+        for _ in range(more):
+            assert guard.verdict == ""
+            guard.warning(low)
+        assert "3 steps in a row" in guard.verdict
+
+
+@pytest.mark.fault
+def test_a_run_that_is_cut_oftener_than_its_patience_stops_as_an_uncut_one(tiny_run, tmp_path):
+    bound = {"staleness__min_ess": 1, "staleness__ess_patience": 3, "training__checkpoint_every": 1}
+    folder = run(tiny_run, tmp_path / "cut", "sync", training__steps=2, **bound)
+    assert "paused after step 3" in refused("train", "--resume", folder, "--training.steps", "4", code=5)
+
+
 @pytest.mark.parametrize("mode", ["sync", "one_step", "async"])
 def test_a_run_of_too_few_effective_samples_warns_then_pauses_and_goes_on(mode, tiny_run, tmp_path):
     """Rounding alone keeps the share of a step below 1, also on policy."""
