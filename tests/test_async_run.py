@@ -19,6 +19,7 @@ from ludus.config.staleness import StalenessConfig
 from ludus.diagnostics.metrics import AlarmLimits
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError
+from ludus.rewards.named import NAMED, Named
 from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
@@ -250,6 +251,27 @@ def test_over_sampling_takes_the_first_members_and_the_ledger_says_so(tiny_run, 
         assert set(sizes.values()) <= {3, 6, 9}
     assert sum(m["ledger/started"] for m in rows) > 3 * 9
     assert sum(m.get("ledger/dropped/cancelled", 0) for m in rows) > 0
+
+
+def test_a_group_that_fails_at_a_part_that_settings_add_has_another_in_its_place(
+    tiny_run, tmp_path, monkeypatch
+):
+    def fails_for_some(task, trajectory):
+        if task.id in ("train:apple", "train:plum"):
+            raise ValueError("not this one")
+        return 0.5
+
+    monkeypatch.setitem(NAMED, "citation_support", Named(lambda: fails_for_some))
+    changes = {"rewards__parts__citation_support__weight": 0.1, "rollout__reward_processes": 0}
+    changes |= {"rollout__max_failure_rate": 1.0, "training__steps": 3, "env__check": "false"}
+    folder = run(tiny_run, tmp_path / "added", "async", **changes)
+    for step in (1, 2, 3):
+        found = read_rollouts(rollouts_path(folder, step))
+        assert sum(record.trajectory.failure is None for record in found) == 9
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert sum(metrics["ledger/failed"] for metrics in rows) > 0
+    for _, record in records(folder, 3):
+        assert record.outcome is Outcome.FAILED or record.trajectory.rewards["citation_support"] == 0.5
 
 
 @pytest.mark.fault

@@ -30,7 +30,7 @@ from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
 from ludus.training.replay import REPLAY_FILE, ReplayBuffer
 from ludus.training.rl import RlLoop, Texts, proof_metrics, task_order
-from ludus.training.sampling import max_action_tokens
+from ludus.training.sampling import Sampler, max_action_tokens
 from ludus.training.staleness import mean_age, staleness_metrics
 from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof
@@ -97,6 +97,7 @@ async def _end(task: asyncio.Task[list[Credit]] | asyncio.Task[None] | None) -> 
 class Player:
     """Plays the jobs of a stream; the failures for good are counted anew for each step of `num_jobs`."""
 
+    sampler: Sampler
     scheduler: Scheduler
     num_jobs: int
     budget: FailureBudget = field(init=False)
@@ -109,8 +110,8 @@ class Player:
         self.budget = FailureBudget(self.num_jobs)
 
     async def play(self, job: Job) -> Episode:
-        """Play a job to its end."""
-        return await self.scheduler.play(job, self.budget)
+        """Play a job to its end, its rewards included."""
+        return await self.sampler.add_parts(await self.scheduler.play(job, self.budget), self.budget)
 
 
 @dataclass
@@ -148,7 +149,7 @@ class AsyncRun:
         )
         order = task_order(config, loop.session.world)
         source = TaskStream(sampler, order, pace.groups_per_step, staleness.oversample)
-        player = Player(sampler.scheduler(), pace.groups_per_step * sampler.group_size)
+        player = Player(sampler, sampler.scheduler(), pace.groups_per_step * sampler.group_size)
         limit = InFlight(
             first_in_flight(player.num_jobs),
             min(sampler.group_size, config.rollout.concurrency),
