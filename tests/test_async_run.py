@@ -233,6 +233,21 @@ def test_a_resumed_run_keeps_every_episode_that_had_ended(streamed, tiny_run, tm
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("mode", ["sync", "one_step"])
+def test_what_had_ended_is_counted_where_a_mode_that_streams_is_left(mode, tiny_run, tmp_path):
+    folder = run(tiny_run, tmp_path / "left", "async")
+    (folder / "checkpoints" / f"step-{STEPS:06d}").rename(tmp_path / "gone")
+    text = (checkpoint_path(folder / "checkpoints", 4) / "trainer" / "stream.jsonl").read_text()
+    ended = sum(len(json.loads(line)["ended"]) for line in text.splitlines()[1:] if '"ended"' in line)
+    assert ended > 0
+    assert ludus("train", "--resume", folder, "--training.mode", mode).code == 0
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert rows[4]["ledger/dropped/too_late"] == ended
+    assert rows[4]["ledger/started"] == 9 + ended
+    assert rows[5]["ledger/started"] == 9
+
+
+@pytest.mark.fault
 def test_a_mode_can_be_left_and_entered_on_resume(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "changing", "sync", training__steps=2)
     for steps, mode in ((4, "async"), (5, "one_step"), (6, "sync")):

@@ -41,7 +41,10 @@ TOO_LATE = "too_late"
 
 
 async def run(loop: RlLoop, done: int, before: StreamState) -> None:
-    """Train from step `done` to the last, as `training.mode` says. `before` is of the run that is resumed."""
+    """Train from step `done` to the last, as `training.mode` says. `before` is of the run that is resumed:
+    what had ended of its stream goes on in one, and is dropped where there is none."""
+    if before.num_ended and loop.session.config.training.mode != "async":
+        loop.sampler.ledger.drop_kept(done + 1, before.num_ended, TOO_LATE)
     match loop.session.config.training.mode:
         case "sync":
             await loop.run(done)

@@ -37,6 +37,12 @@ class StreamState:
     groups: tuple[StreamedGroup, ...] = ()
     unwanted: tuple[Episode, ...] = ()
 
+    @property
+    def num_ended(self) -> int:
+        """Episodes that have ended well."""
+        every = [*self.unwanted, *(episode for group in self.groups for episode in group.episodes)]
+        return sum(episode.trajectory.failure is None for episode in every)
+
     def to_text(self) -> str:
         """JSON lines: the next number, then each group before its episodes."""
         lines = [json.dumps({"next_number": self.next_number})]
