@@ -122,7 +122,8 @@ class Way:
 
     `needed` members of a group are enough, 0 is all. `drains`: new weights wait for what is in flight. After
     the step `cut` the run is killed and resumed from its checkpoint, 0 is never. `varies`: the number in
-    flight changes with each step.
+    flight changes with each step. `transfer`: the most seconds that new weights take beside the learner; with
+    0 it waits for them.
     """
 
     in_flight: int = 8
@@ -131,13 +132,31 @@ class Way:
     drains: bool = False
     cut: int = 0
     varies: bool = False
+    transfer: float = 0.0
+
+
+async def send_beside(step, stream, world, way) -> None:
+    """The engine takes weights while the learner goes on."""
+    await asyncio.sleep(world.draw("transfer", step).random() * way.transfer)
+    world.version = step
+    await asyncio.sleep(world.draw("sync", step).random() * 0.1)
+    stream.serves(step)
+
+
+async def publish(step, stream, world, way) -> None:
+    """The learner waits until the engine has the weights."""
+    if way.drains:
+        await stream.drain()
+    world.version = step
+    await asyncio.sleep(world.draw("sync", step).random() * 0.1)
+    stream.published(step)
 
 
 async def resumed(stream, world, pace, way) -> Stream:
     """A stream that goes on from the checkpoint of this one, which ends."""
     text = StreamState(stream.next_number, tuple(stream.on_their_way())).to_text()
     await stream.close()
-    state = StreamState.from_text(text, {"t": TASK}, lambda number, _: world.jobs(number))
+    state = StreamState.from_text(text, {"t": TASK}, lambda number, *_: world.jobs(number))
     admission = Admission(pace, world.version)
     again = Stream(
         admission, world, world.play, way.in_flight, way.needed, state.next_number, kept=state.groups
@@ -150,6 +169,7 @@ def simulate(world, pace, way=Way()) -> Played:
     async def run():
         stream = Stream(Admission(pace), world, world.play, way.in_flight, needed=way.needed)
         played = Played([], [], 0.0, [])
+        sending = asyncio.create_task(asyncio.sleep(0))
         stream.start()
         for step in range(1, pace.last_step + 1):
             batch = await stream.take()
@@ -157,13 +177,14 @@ def simulate(world, pace, way=Way()) -> Played:
             played.others += [e.key for group in batch.others for e in group.episodes]
             played.numbers.append([group.number for group in batch.groups])
             await asyncio.sleep(world.draw("learner", step).random() * way.learning)
-            if way.drains:
-                await stream.drain()
-            world.version = step
-            await asyncio.sleep(world.draw("sync", step).random() * 0.1)
+            await sending
             if way.varies:
                 stream.in_flight = world.draw("in flight", step).randint(1, way.in_flight)
-            stream.published(step)
+            if way.transfer and not way.drains and step not in (way.cut, pace.last_step):
+                stream.published(step, everywhere=False)
+                sending = asyncio.create_task(send_beside(step, stream, world, way))
+            else:
+                await publish(step, stream, world, way)
             if step == way.cut:
                 stream = await resumed(stream, world, pace, way)
         assert stream.num_in_flight == stream.num_waiting == 0
@@ -205,6 +226,7 @@ WAYS = st.builds(
     drains=st.booleans(),
     cut=st.integers(0, 8),
     varies=st.booleans(),
+    transfer=st.sampled_from([0.0, 1.0, 40.0]),
 )
 
 
@@ -343,6 +365,36 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
         ages = [step - 1 - v for e in group.episodes for s in e.trajectory.segments for v in s.versions]
         assert max(ages) <= 1
     assert len(found) == 16
+
+
+def read_again(world, greedy):
+    """A whole group of this world, and what a checkpoint gives again of it; `greedy` members are wanted."""
+
+    def jobs(number, task, members):
+        size = members + greedy
+        return World(0, size=size, greedy=greedy).jobs(number)
+
+    group = StreamedGroup(0, world.jobs(0), 0)
+    loop = FakeLoop()
+    try:
+        for place, job in enumerate(group.jobs):
+            group.done[place] = loop.run_until_complete(world.play(job))
+    finally:
+        loop.close()
+    return group, StreamState.from_text(StreamState(1, (group,)).to_text(), {"t": TASK}, jobs)
+
+
+def test_a_group_from_before_keeps_the_members_that_it_began_with():
+    group, state = read_again(World(1, size=5, greedy=True), greedy=True)
+    assert state.groups[0].jobs == group.jobs
+    assert state.groups[0].episodes == group.episodes
+    assert state.unwanted == ()
+
+
+def test_a_greedy_member_that_nobody_wants_any_more_is_left_over():
+    group, state = read_again(World(1, size=5, greedy=True), greedy=False)
+    assert state.groups[0].episodes == group.episodes[:4]
+    assert [episode.key for episode in state.unwanted] == [group.jobs[4].key]
 
 
 def test_what_cannot_be_in_time_is_not_admitted():

@@ -19,6 +19,7 @@ from ludus.config.staleness import StalenessConfig
 from ludus.diagnostics.metrics import AlarmLimits
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError
+from ludus.rewards.named import NAMED, Named
 from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
@@ -232,6 +233,21 @@ def test_a_resumed_run_keeps_every_episode_that_had_ended(streamed, tiny_run, tm
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize("mode", ["sync", "one_step"])
+def test_what_had_ended_is_counted_where_a_mode_that_streams_is_left(mode, tiny_run, tmp_path):
+    folder = run(tiny_run, tmp_path / "left", "async")
+    (folder / "checkpoints" / f"step-{STEPS:06d}").rename(tmp_path / "gone")
+    text = (checkpoint_path(folder / "checkpoints", 4) / "trainer" / "stream.jsonl").read_text()
+    ended = sum(len(json.loads(line)["ended"]) for line in text.splitlines()[1:] if '"ended"' in line)
+    assert ended > 0
+    assert ludus("train", "--resume", folder, "--training.mode", mode).code == 0
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert rows[4]["ledger/dropped/too_late"] == ended
+    assert rows[4]["ledger/started"] == 9 + ended
+    assert rows[5]["ledger/started"] == 9
+
+
+@pytest.mark.fault
 def test_a_mode_can_be_left_and_entered_on_resume(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "changing", "sync", training__steps=2)
     for steps, mode in ((4, "async"), (5, "one_step"), (6, "sync")):
@@ -250,6 +266,41 @@ def test_over_sampling_takes_the_first_members_and_the_ledger_says_so(tiny_run, 
         assert set(sizes.values()) <= {3, 6, 9}
     assert sum(m["ledger/started"] for m in rows) > 3 * 9
     assert sum(m.get("ledger/dropped/cancelled", 0) for m in rows) > 0
+
+
+def test_a_group_that_fails_at_a_part_that_settings_add_has_another_in_its_place(
+    tiny_run, tmp_path, monkeypatch
+):
+    def fails_for_some(task, trajectory):
+        if task.id in ("train:apple", "train:plum"):
+            raise ValueError("not this one")
+        return 0.5
+
+    monkeypatch.setitem(NAMED, "citation_support", Named(lambda: fails_for_some))
+    changes = {"rewards__parts__citation_support__weight": 0.1, "rollout__reward_processes": 0}
+    changes |= {"rollout__max_failure_rate": 1.0, "training__steps": 3, "env__check": "false"}
+    folder = run(tiny_run, tmp_path / "added", "async", **changes)
+    for step in (1, 2, 3):
+        found = read_rollouts(rollouts_path(folder, step))
+        assert sum(record.trajectory.failure is None for record in found) == 9
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert sum(metrics["ledger/failed"] for metrics in rows) > 0
+    for _, record in records(folder, 3):
+        assert record.outcome is Outcome.FAILED or record.trajectory.rewards["citation_support"] == 0.5
+
+
+@pytest.mark.fault
+def test_groups_from_before_a_resume_keep_their_members_and_none_is_lost(tiny_run, tmp_path):
+    folder = run(tiny_run, tmp_path / "spare", "async", staleness__oversample=2)
+    (folder / "checkpoints" / f"step-{STEPS:06d}").rename(tmp_path / "gone")
+    text = (checkpoint_path(folder / "checkpoints", 4) / "trainer" / "stream.jsonl").read_text()
+    heads = [json.loads(line) for line in text.splitlines()[1:] if '"ended"' in line]
+    assert max(place for head in heads for place in head["ended"]) >= 2
+    fewer = ("--staleness.oversample", "0", "--algorithm.group_size", "2")
+    assert ludus("train", "--resume", folder, *fewer).code == 0
+    rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
+    assert len(rows) == STEPS
+    assert not any("ledger/dropped/too_late" in metrics for metrics in rows)
 
 
 def test_groups_of_equal_rewards_are_replaced_while_others_stream(tiny_run, tmp_path):
@@ -385,6 +436,24 @@ def test_a_low_effective_sample_share_warns_and_then_stops():
     guard.warning({share: 0.1})
     guard.warning({share: 0.1})
     assert "2 steps in a row" in guard.verdict
+
+
+def test_a_resumed_run_counts_on_the_steps_of_a_low_share_and_after_a_stop_anew():
+    low, whole = {ESS: 0.1}, {ESS: 0.9}
+    for before, more in (([], 3), ([whole, low], 2), ([low, whole, low, low], 1), ([low, low, low], 3)):
+        guard = EssGuard(StalenessConfig(min_ess=0.5, ess_patience=3))
+        guard.recall(before)
+        for _ in range(more):
+            assert guard.verdict == ""
+            guard.warning(low)
+        assert "3 steps in a row" in guard.verdict
+
+
+@pytest.mark.fault
+def test_a_run_that_is_cut_oftener_than_its_patience_stops_as_an_uncut_one(tiny_run, tmp_path):
+    bound = {"staleness__min_ess": 1, "staleness__ess_patience": 3, "training__checkpoint_every": 1}
+    folder = run(tiny_run, tmp_path / "cut", "sync", training__steps=2, **bound)
+    assert "paused after step 3" in refused("train", "--resume", folder, "--training.steps", "4", code=5)
 
 
 @pytest.mark.parametrize("mode", ["sync", "one_step", "async"])

@@ -21,9 +21,11 @@ from ludus.engines.broadcast import (
     room_for,
     visit_store,
 )
+from ludus.engines.dialects import VllmDialect
 from ludus.engines.loading import load_model
+from ludus.engines.sending import Broadcaster
 from ludus.engines.server import ServerEngine
-from ludus.engines.transport import ServerSettings
+from ludus.engines.transport import Replica, ServerSettings
 from ludus.errors import EngineError, SyncError
 from ludus.training.sync import WeightSync
 from served import COLD_START
@@ -122,6 +124,20 @@ def test_a_server_takes_weights_from_the_line_and_then_differences(served):
     assert sizes[1] == 3 * (4 + 4)
     assert sizes[2] == 0
     assert sizes[3] == 3 * (4 + 4)
+
+
+def test_a_server_that_does_not_come_to_the_line_in_time_is_said_to():
+    async def run():
+        silent = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
+        url = f"http://127.0.0.1:{silent.sockets[0].getsockname()[1]}"
+        line = Broadcaster([Replica(url, FLAT)], VllmDialect(), "127.0.0.1", timeout_s=0.3)
+        try:
+            await line.send(1, {"a": torch.ones(3)})
+        finally:
+            silent.close()
+
+    with pytest.raises(EngineError, match=r"line of weights within 0\.3 s"):
+        asyncio.run(run())
 
 
 def test_the_servers_own_words_are_raised(served):

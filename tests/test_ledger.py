@@ -126,6 +126,19 @@ def test_steps_close_in_order():
     assert ledger.close(2).trained == 1
 
 
+@pytest.mark.parametrize("spanning", [False, True])
+def test_rollouts_from_before_a_resume_that_go_are_of_the_step_after_it(spanning):
+    ledger = Ledger.restore(LedgerState(LedgerCounts(step=None), last_closed=4), spanning=spanning)
+    ledger.drop_kept(5, 3, "too_late")
+    ledger.start(key(5))
+    ledger.finish(key(5), Outcome.TRAINED, "kept")
+    counts = ledger.close(5, trained=1)
+    assert (counts.started, counts.trained, counts.dropped) == (4, 1, 3)
+    assert counts.by_reason == {"dropped/too_late": 3, "trained/kept": 1}
+    assert ledger.total().dropped == 3
+    assert ledger.close(6, trained=0).started == 0
+
+
 def test_a_clock_that_fired_is_flagged_for_good():
     ledger = Ledger()
     ledger.note_clock_limit(0)

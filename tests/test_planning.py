@@ -142,6 +142,21 @@ def test_streaming_without_tools_is_as_fast_as_the_closed_form():
     assert run.learner_idle < 0.05
 
 
+@pytest.mark.parametrize("learn_s", [60.0, 1.0])
+def test_a_transfer_beside_the_learner_stops_the_engines_alone(learn_s):
+    costs = replace(EXACT, learner=LearnerCost(learn_s, 0.0), sync_s=0.0, transfer_s=20.0)
+    setup = Setup(groups=2, members=4, steps=30, max_staleness=2, in_flight=8)
+    run = simulate(costs, setup)
+    assert run.step_s == pytest.approx(max(learn_s, 25 + 20), rel=0.05)
+    assert run.step_s == pytest.approx(estimate(costs, setup).step_s, rel=0.05)
+    assert run.oldest <= 2
+    waits = replace(costs, sync_s=20.0, transfer_s=0.0)
+    for mode in ("sync", "one_step"):
+        other = replace(setup, mode=mode, steps=4)
+        assert simulate(costs, other) == simulate(waits, other)
+        assert estimate(costs, other) == estimate(waits, other)
+
+
 @pytest.mark.parametrize("bound", [0, 1, 4])
 @pytest.mark.parametrize("engines", [1, 5])
 def test_the_bound_on_staleness_holds_and_everything_is_trained(bound, engines):
@@ -260,7 +275,19 @@ def test_costs_are_found_again_in_the_files_of_a_run(tmp_path):
     tool, shape = found.costs.tool, found.costs.episode
     assert (tool.median_s, tool.spread, tool.stragglers, tool.slow) == pytest.approx((2.0, 0.5, 0.1, 12.0))
     assert (shape.turns, shape.action, shape.context) == pytest.approx((4, 25, 150))
-    assert found.costs.sync_s == 0.5
+    assert (found.costs.sync_s, found.costs.transfer_s) == (0.5, 0.0)
+
+
+def test_a_transfer_beside_the_steps_is_found_apart_from_what_the_learner_waited(tmp_path):
+    folder = write_run(tmp_path / "run", EngineCost(0.01, 0.0005), LearnerCost(0.3, 0.002))
+    rows = [json.loads(line) for line in folder.timings.read_text().splitlines()]
+    for row in rows[1:]:
+        row["sync/transfer_s"] = float(row["step"])
+    folder.timings.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    costs = fit([folder]).costs
+    assert (costs.sync_s, costs.transfer_s) == (0.5, 3.0)
+    said = ludus("plan", folder.path, "--modes", "async", "--engines", 1, "--steps", 4)
+    assert "a transfer of weights 0.5 s, and 3 s beside the next step" in said.out
 
 
 def test_costs_are_never_below_zero(tmp_path):

@@ -33,6 +33,7 @@ from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.scheduler import Episode, episode_name
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.rollout.stream import Stream
+from ludus.training.modes import follow
 from ludus.types import Segment, StopReason, Trajectory
 from test_admission import TASK, FakeLoop, World
 from test_cluster import JOB, QUICK, FakeLauncher, ask, plan
@@ -192,16 +193,10 @@ class Fleet(World):
 def train(fleet: Fleet, pace: Pace, in_flight=8, learning=1.0, evaluates=0) -> list[list[Episode]]:
     """The episodes that trained, by step; the events are in the log of the fleet."""
 
-    async def follow(stream):
-        version = 0
-        while True:
-            version = await fleet.rolling.served(version)
-            stream.serves(version)
-
     async def run():
         stream = Stream(Admission(pace), fleet, fleet.play, in_flight)
         stream.start()
-        following = asyncio.create_task(follow(stream))
+        following = asyncio.create_task(follow(stream, fleet.rolling, 0))
         trained = []
         for step in range(1, pace.last_step + 1):
             batch = await stream.take()
@@ -256,6 +251,33 @@ def test_each_episode_is_of_one_version_and_none_that_trains_is_too_old(
     keys = [episode.key for episodes in trained for episode in episodes]
     assert len(set(keys)) == len(keys) == len(fleet.lengths) == 2 * pace.groups_per_step * pace.last_step
     assert all(event[1] == event[2] for event in fleet.log if event[0] == "newest")
+
+
+class Losing(Fleet):
+    """What it holds has gone from under it."""
+
+    async def give(self, replica, check):
+        raise FileNotFoundError("model.safetensors")
+
+
+def test_whatever_a_transfer_meets_reaches_a_learner_that_waits_for_weights():
+    async def run():
+        fleet = Losing(0)
+        stream = Stream(Admission(Pace(1, 0, 4)), fleet, fleet.play, 4)
+        stream.start()
+        following = asyncio.create_task(follow(stream, fleet.rolling, 0))
+        await stream.take()
+        await fleet.offer(1)
+        stream.published(1, everywhere=False)
+        await asyncio.wait_for(stream.take(), 60)
+        await following
+
+    loop = FakeLoop()
+    try:
+        with pytest.raises(FileNotFoundError, match="safetensors"):
+            loop.run_until_complete(run())
+    finally:
+        loop.close()
 
 
 class OneSlow(Fleet):

@@ -23,9 +23,9 @@ from ludus.engines.loading import load_model
 from ludus.engines.local import LocalEngine
 from ludus.engines.server import ServerEngine
 from ludus.engines.server_weights import KNOWN_LABELS, SentWeights
-from ludus.engines.shelf import WeightShelf
+from ludus.engines.shelf import WeightShelf, read_weights
 from ludus.engines.transport import ServerSettings
-from ludus.errors import EngineError
+from ludus.errors import EngineError, StorageError
 from ludus.types import SamplingParams
 from served import COLD_START, serving_model, start_server
 from small_runs import words
@@ -262,6 +262,14 @@ def test_weights_lie_in_shared_memory_where_there_is_room(tmp_path, monkeypatch)
         assert full.folder("w-1", 1 << 60 if full.shared_memory == shared else 1).is_relative_to(disk)
         full.close()
     assert WeightShelf(str(tmp_path / "own"), shared).folder("w-1", 1) == tmp_path / "own" / "w-1"
+
+
+def test_weights_that_have_gone_or_are_no_weights_are_said_to(tmp_path):
+    with pytest.raises(StorageError, match="cannot be read"):
+        read_weights(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"no weights")
+    with pytest.raises(StorageError, match="cannot be read"):
+        read_weights(tmp_path)
 
 
 def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):

@@ -42,6 +42,7 @@ NUMBERS = (
     ("read", "episode", "read", "tokens that the engine reads before a turn"),
     ("context", "episode", "context", "tokens of prompt and observations in an episode"),
     ("sync_s", "", "sync_s", "seconds of a transfer of weights"),
+    ("transfer_s", "", "transfer_s", "seconds more of it, beside the next step where training is async"),
     ("overlap", "", "overlap", "speed of learner and engine while both work: 1, or 0.5 on one core"),
 )
 """Options of the cost model: name, record, field, meaning."""
@@ -103,7 +104,12 @@ def what_is_asked(args: argparse.Namespace) -> tuple[Costs, Setup, str]:
             )
         empty = {"pass_s": 0.0, "sequence_s": 0.0, "read_s": 0.0, "slots": 128}
         records = {"engine": empty, "learner": {"step_s": 0.0, "token_s": 0.0}, "tool": asdict(ToolCost())}
-        records |= {"episode": {"turns": 1.0, "action": 1.0}, "sync_s": 0.0, "overlap": 1.0}
+        records |= {
+            "episode": {"turns": 1.0, "action": 1.0},
+            "sync_s": 0.0,
+            "overlap": 1.0,
+            "transfer_s": 0.0,
+        }
         setup, source = Setup(), "as given"
     for name, record, field, _ in NUMBERS:
         if name in given:
@@ -115,6 +121,7 @@ def what_is_asked(args: argparse.Namespace) -> tuple[Costs, Setup, str]:
         EpisodeShape(**records["episode"]),
         records["sync_s"],
         records["overlap"],
+        records["transfer_s"],
     )
     return costs, replace(setup, **{name: given[name] for name in LAYOUT if name in given}), source
 
@@ -138,10 +145,11 @@ def cost_lines(costs: Costs) -> list[str]:
     speeds = ", ".join(f"{n}: {engine.speed(n):,.0f}" for n in (1, 8, 64) if n <= engine.slots)
     slow = f"{tool.stragglers:.1%} take {tool.slow:.0f} medians"
     a_step = f"a step {learner.step_s:.3g} s and {1e3 * learner.token_s:.3g} ms a token"
+    beside = f", and {costs.transfer_s:.3g} s beside the next step" if costs.transfer_s else ""
     return [
         f"engine: {a_pass} and {more}, a token read {1e3 * engine.read_s:.3g} ms",
         f"engine: sampled tokens/s by sequences at once: {speeds}",
-        f"learner: {a_step}; a transfer of weights {costs.sync_s:.3g} s",
+        f"learner: {a_step}; a transfer of weights {costs.sync_s:.3g} s{beside}",
         f"tools: median {tool.median_s:.3g} s, spread {tool.spread:.2f}, {slow}; mean {tool.mean_s:.3g} s",
         f"episodes: {shape.turns:.1f} turns of {shape.action:.0f} tokens, {shape.tokens:.0f} tokens in all",
     ]

@@ -126,7 +126,7 @@ class Broadcaster:
         await tell_workers(replica, path, body)
 
     async def _line_up(self) -> None:
-        """Meet all servers at a new place."""
+        """Meet all servers at a new place. Raises EngineError where one does not come in time."""
         self._line = None
         store = open_store(self.timeout_s)
         count = len(self.replicas) + 1
@@ -139,8 +139,14 @@ class Broadcaster:
             for replica, place in zip(self.replicas, places, strict=True)
         ]
         joined = asyncio.to_thread(join_line, store, TRAINER, count, self.timeout_s, self.host)
-        async with asyncio.timeout(self.timeout_s):
-            self._line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
+        try:
+            async with asyncio.timeout(self.timeout_s):
+                self._line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
+        except TimeoutError as error:
+            raise EngineError(
+                f"Not every server joined the line of weights within {self.timeout_s:g} s.",
+                "Look at the servers' logs, or raise engine.timeout_s.",
+            ) from error
 
     async def _send(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         assert self._line is not None

@@ -83,10 +83,17 @@ def save_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
 
 
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
-    """What `save_weights` wrote."""
+    """What `save_weights` wrote. Raises StorageError."""
+    from safetensors import SafetensorError
     from safetensors.torch import load_file
 
-    return load_file(folder / "model.safetensors")
+    try:
+        return load_file(folder / "model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"The weights for the server cannot be read from {folder}: {error}.",
+            "Something else removed or changed them: see engine.weights_folder.",
+        ) from error
 
 
 def num_bytes(state: Mapping[str, torch.Tensor]) -> int:

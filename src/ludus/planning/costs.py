@@ -139,6 +139,9 @@ class EpisodeShape:
 class Costs:
     """All of a run. `sync_s` is a transfer of weights, during which engines stand still.
 
+    Where weights go to engines of other processes, an asynchronous learner waits for a copy of them alone:
+    then that is `sync_s`, and the transfer, `transfer_s`, goes on beside its next step.
+
     `overlap` is how fast learner and engine each go while both work: 1 on devices of their own, 0.5 on one
     core that they share.
     """
@@ -149,9 +152,11 @@ class Costs:
     episode: EpisodeShape
     sync_s: float = 0.0
     overlap: float = 1.0
+    transfer_s: float = 0.0
 
     def __post_init__(self) -> None:
-        _check(self, {"sync_s": self.sync_s, "overlap": self.overlap}, above=("overlap",))
+        numbers = {"sync_s": self.sync_s, "overlap": self.overlap, "transfer_s": self.transfer_s}
+        _check(self, numbers, above=("overlap",))
         if self.overlap > 1:
             raise UserError(f"Costs.overlap is {self.overlap:g}.", "It is at most 1: devices of their own.")
 

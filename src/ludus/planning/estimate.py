@@ -85,7 +85,8 @@ def estimate(costs: Costs, setup: Setup) -> Estimate:
     In step: the slowest episode of all, or the engines, then the learner. Streaming: the largest of the
     engines' `episodes * M(n) / n`, the learner's seconds, and a group's slowest member over
     `max_staleness + 1`, since no more groups are on their way than so many steps take. While learner and
-    engines slow each other to `overlap`, the smaller of both is paid `1/overlap - 1` times on top. The age of
+    engines slow each other to `overlap`, the smaller of both is paid `1/overlap - 1` times on top. Weights
+    that go to engines beside the learner's next step stop those alone, and it waits for the copy. The age of
     a token is the time from its sampling to its training, in steps.
     """
     episodes, shape = setup.episodes, costs.episode
@@ -98,14 +99,17 @@ def estimate(costs: Costs, setup: Setup) -> Estimate:
     learn_s = costs.learner.seconds(episodes * shape.tokens, setup.learners)
     group_s, all_s = slowest_of((setup.members, episodes), costs, running)
     extra_s = min(engine_s, learn_s) * (1 / costs.overlap - 1)
+    beside_s = costs.transfer_s if setup.mode == "async" else 0.0
+    waits_s = costs.sync_s + costs.transfer_s - beside_s
     if setup.mode == "sync":
         rollout_s = max(engine_s, all_s)
-        step_s = rollout_s + learn_s + costs.sync_s
-        bounds = (engine_s, learn_s + costs.sync_s, all_s)
+        step_s = rollout_s + learn_s + waits_s
+        bounds = (engine_s, learn_s + waits_s, all_s)
         return Estimate(step_s, *bounds, 1 - learn_s / step_s, 1 - engine_s / step_s, 0.0)
     straggler_s = all_s if setup.mode == "one_step" else group_s / (setup.max_staleness + 1)
-    bounds = (engine_s + costs.sync_s, learn_s + costs.sync_s, straggler_s)
-    step_s = max(max(bounds), max(engine_s, learn_s) + extra_s + costs.sync_s)
+    still_s = beside_s or waits_s
+    bounds = (engine_s + still_s, max(learn_s, beside_s) + waits_s, straggler_s)
+    step_s = max(max(bounds), max(bounds[:2]) + extra_s)
     wall_s = learn_s + (extra_s if learn_s < engine_s else 0.0)
     busy_s = engine_s + (extra_s if engine_s <= learn_s else 0.0)
     life_s = max(alone_s, in_flight * setup.engines * step_s / episodes)

@@ -38,7 +38,10 @@ class Calls:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One step of a run: the engine's seconds of work, passes and tokens; the learner's; its episodes."""
+    """One step of a run: the engine's seconds of work, passes and tokens; the learner's; its episodes.
+
+    `transfer_s` is of weights that went beside the step, None where there were none.
+    """
 
     busy_s: float
     passes: float
@@ -46,6 +49,7 @@ class Measured:
     read: float
     learn_s: float
     sync_s: float
+    transfer_s: float | None
     episodes: float
     turns: float
     action_tokens: float
@@ -94,6 +98,7 @@ def _measured(row: Mapping[str, float]) -> Measured:
         read=row["engine/prefill_tokens_per_s"] * busy_s,
         learn_s=row["time/learn_s"],
         sync_s=row["time/sync_s"],
+        transfer_s=row.get("sync/transfer_s"),
         episodes=episodes,
         turns=episodes * row["turns/mean"],
         action_tokens=episodes * row["length/action_tokens/mean"],
@@ -125,12 +130,14 @@ def fit(folders: Sequence[RunFolder]) -> Fitted:
         [(s.passes, s.decoded, s.read) for s in steps], [s.busy_s for s in steps]
     )
     learner, learner_error = _least_squares([(1.0, s.tokens) for s in steps], [s.learn_s for s in steps])
+    beside = [step.transfer_s for step in steps if step.transfer_s is not None]
     costs = Costs(
         engine=EngineCost(engine[0], engine[1], engine[2], config.rollout.concurrency),
         learner=LearnerCost(learner[0], learner[1]),
         tool=tool_cost([calls for step in steps for calls in step.calls]),
         episode=_shape(steps, config),
         sync_s=float(np.median([step.sync_s for step in steps])),
+        transfer_s=float(np.median(beside)) if beside else 0.0,
     )
     return Fitted(costs, engine_error, learner_error, len(steps))
 

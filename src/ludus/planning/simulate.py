@@ -197,7 +197,7 @@ class _Run:
             clock.mark()
             await self._learn(episodes)
             clock.mark()
-            await self.pool.load_weights(step, self.costs.sync_s)
+            await self._send(step)
             clock.mark()
             self._close(step, episodes, clock, self.setup.episodes)
         return self.steps
@@ -213,7 +213,7 @@ class _Run:
             clock.mark()
             following = await sampling if sampling is not None else []
             clock.mark()
-            await self.pool.load_weights(step, self.costs.sync_s)
+            await self._send(step)
             clock.mark()
             begun, learned, waited, sent = clock.marks
             clock.marks = [begun, begun + waited - learned, waited, sent]
@@ -232,6 +232,7 @@ class _Run:
             in_flight=setup.in_flight or limit.now,
         )
         stream.start()
+        sending = asyncio.create_task(asyncio.sleep(0))
         for step in range(1, setup.steps + 1):
             clock = _Clock()
             ahead = stream.admission.num_ready >= setup.groups
@@ -240,8 +241,14 @@ class _Run:
             clock.mark()
             await self._learn(episodes)
             clock.mark()
-            await self.pool.load_weights(step, self.costs.sync_s)
-            stream.published(step)
+            await sending
+            if self.costs.transfer_s and step < setup.steps:
+                await asyncio.sleep(self.costs.sync_s)
+                stream.published(step, everywhere=False)
+                sending = asyncio.create_task(self._send_beside(step, stream))
+            else:
+                await self._send(step)
+                stream.published(step)
             clock.mark()
             stream.forget_ended()
             done, passes = self._close(step, episodes, clock, stream.in_flight)
@@ -257,6 +264,15 @@ class _Run:
                 stream.in_flight = limit.after(load, passes)
         await stream.close()
         return self.steps
+
+    async def _send(self, step: int) -> None:
+        """Have the engines take new weights, and wait for them."""
+        await self.pool.load_weights(step, self.costs.sync_s + self.costs.transfer_s)
+
+    async def _send_beside(self, step: int, stream: Stream) -> None:
+        """The same, while the learner goes on."""
+        await self.pool.load_weights(step, self.costs.transfer_s)
+        stream.serves(step)
 
     async def _sample(self, step: int) -> list[Episode]:
         numbers = range((step - 1) * self.setup.groups, step * self.setup.groups)

@@ -129,10 +129,14 @@ class LedgerState:
 
 @dataclass(slots=True)
 class _Page:
-    """One open step: the ending of each rollout, None while it runs."""
+    """One open step: the ending of each rollout, None while it runs.
+
+    `gone` are rollouts from before a resume that were dropped, by reason.
+    """
 
     endings: dict[RolloutKey, tuple[Outcome, str] | None] = field(default_factory=dict)
     clock_limited: bool = False
+    gone: Counter[str] = field(default_factory=Counter)
 
 
 KEPT_STEPS = 16
@@ -171,6 +175,10 @@ class Ledger:
                 f"rollout finished twice, as {before[0]} ({before[1]}) and as {outcome} ({reason}): {key}."
             )
         page.endings[key] = (Outcome(outcome), reason)
+
+    def drop_kept(self, step: int, count: int, reason: str) -> None:
+        """Note that rollouts which a checkpoint kept will not train; they are counted in `step`."""
+        self._page(step).gone[reason] += count
 
     def note_clock_limit(self, step: int) -> None:
         """Say that a wall-clock limit fired in this step: its numbers may not repeat bit for bit."""
@@ -227,6 +235,7 @@ class Ledger:
         whole = _Page(clock_limited=any(page.clock_limited for page in self._pages.values()))
         running: dict[RolloutKey, None] = {}
         for page in self._pages.values():
+            whole.gone.update(page.gone)
             for key, ending in page.endings.items():
                 if ending is None:
                     running[key] = None
@@ -260,7 +269,7 @@ class Ledger:
         """
         total = self._state.total
         for page in self._pages.values() if self._spanning else ():
-            ended = _Page(clock_limited=page.clock_limited)
+            ended = _Page(clock_limited=page.clock_limited, gone=page.gone)
             ended.endings.update((key, ending) for key, ending in page.endings.items() if ending is not None)
             total = total.plus(_counts(None, ended))
         return LedgerState(total, self._state.last_closed)
@@ -287,12 +296,13 @@ def _counts(step: int | None, page: _Page) -> LedgerCounts:
     ended = [ending for ending in page.endings.values() if ending is not None]
     outcomes = Counter(outcome for outcome, _ in ended)
     reasons = Counter(f"{outcome}/{reason}" for outcome, reason in ended)
+    reasons.update({f"{Outcome.DROPPED}/{reason}": count for reason, count in page.gone.items()})
     return LedgerCounts(
         step=step,
-        started=len(page.endings),
+        started=len(page.endings) + page.gone.total(),
         trained=outcomes[Outcome.TRAINED],
         masked=outcomes[Outcome.MASKED],
-        dropped=outcomes[Outcome.DROPPED],
+        dropped=outcomes[Outcome.DROPPED] + page.gone.total(),
         failed=outcomes[Outcome.FAILED],
         by_reason=dict(sorted(reasons.items())),
         clock_limited=page.clock_limited,

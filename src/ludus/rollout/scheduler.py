@@ -84,6 +84,17 @@ class FailureBudget:
     num_jobs: int
     failures: list[InfrastructureError] = field(default_factory=list)
 
+    def add(self, error: InfrastructureError, max_failure_rate: float) -> None:
+        """One more. Raises an error of the first one's kind where they are more than that share."""
+        self.failures.append(error)
+        if len(self.failures) > max_failure_rate * self.num_jobs + 1e-9:
+            first = self.failures[0]
+            raise type(first)(
+                f"{len(self.failures)} of {self.num_jobs} episodes failed for good, more than "
+                f"rollout.max_failure_rate allows. The first failure: {first.message}",
+                first.hint,
+            ) from first
+
 
 @dataclass
 class _Run:
@@ -214,14 +225,7 @@ class Scheduler:
             self.ledger.note_clock_limit(key.step)
 
     def _give_up(self, budget: FailureBudget, job: Job, error: InfrastructureError) -> Episode:
-        budget.failures.append(error)
-        if len(budget.failures) > self.limits.max_failure_rate * budget.num_jobs + 1e-9:
-            first = budget.failures[0]
-            raise type(first)(
-                f"{len(budget.failures)} of {budget.num_jobs} episodes failed for good, more than "
-                f"rollout.max_failure_rate allows. The first failure: {first.message}",
-                first.hint,
-            ) from first
+        budget.add(error, self.limits.max_failure_rate)
         failure = Failure(error.part, str(error), job.key.attempt + 1)
         tags = dict(job.task.tags)
         nothing = Trajectory(

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -194,30 +194,35 @@ def reads_turns(algorithm: Algorithm) -> bool:
 async def with_added(
     scoring: ProcessScoring, world: World, groups: Sequence[Sequence[Episode]], max_failure_rate: float
 ) -> list[list[Episode]]:
-    """The episodes with the parts that the settings add; one whose parts fail is a failed one.
+    """The episodes of groups as `one_with_added` gives them.
 
     Raises WorldError, with the words of the first, where more than `max_failure_rate` of them fail.
     """
     errors: list[WorldError] = []
-
-    async def one(episode: Episode) -> Episode:
-        if episode.trajectory.failure is not None:
-            return episode
-        begin = time.perf_counter()
-        try:
-            scored = await scoring.with_added(world, episode.task, episode.trajectory)
-            return replace(episode, trajectory=waited(scored, time.perf_counter() - begin))
-        except WorldError as error:
-            errors.append(error)
-            failure = Failure(error.part, str(error), episode.key.attempt + 1)
-            failed = replace(episode.trajectory, stop_reason=StopReason.FAILED, failure=failure)
-            return replace(episode, trajectory=failed)
-
-    found = await asyncio.gather(*(one(episode) for group in groups for episode in group))
+    every = (one_with_added(scoring, world, one, errors.append) for group in groups for one in group)
+    found = await asyncio.gather(*every)
     if len(errors) > max_failure_rate * len(found) + 1e-9:
         raise errors[0]
     following = iter(found)
     return [[next(following) for _ in group] for group in groups]
+
+
+async def one_with_added(
+    scoring: ProcessScoring, world: World, episode: Episode, on_error: Callable[[WorldError], None]
+) -> Episode:
+    """An episode with the parts that the settings add; a failed one, of which `on_error` is told, where these
+    fail."""
+    if episode.trajectory.failure is not None:
+        return episode
+    begin = time.perf_counter()
+    try:
+        scored = await scoring.with_added(world, episode.task, episode.trajectory)
+        return replace(episode, trajectory=waited(scored, time.perf_counter() - begin))
+    except WorldError as error:
+        on_error(error)
+        failure = Failure(error.part, str(error), episode.key.attempt + 1)
+        failed = replace(episode.trajectory, stop_reason=StopReason.FAILED, failure=failure)
+        return replace(episode, trajectory=failed)
 
 
 def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:

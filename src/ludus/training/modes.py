@@ -11,6 +11,8 @@ on the caller's.
 from __future__ import annotations
 
 import asyncio
+import statistics
+import time
 from dataclasses import dataclass, field
 
 import torch
@@ -18,7 +20,6 @@ import torch
 from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import Engine, Measured, RollingUpdate, Rolls, counted
-from ludus.errors import LudusError
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import InFlight, first_in_flight
 from ludus.rollout.ledger import Outcome
@@ -29,25 +30,28 @@ from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
 from ludus.training.replay import REPLAY_FILE, ReplayBuffer
 from ludus.training.rl import RlLoop, Texts, proof_metrics, task_order
-from ludus.training.sampling import max_action_tokens
+from ludus.training.sampling import Sampler, max_action_tokens
 from ludus.training.staleness import mean_age, staleness_metrics
 from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof
 from ludus.training.task_stream import TaskStream
 
 TOO_LATE = "too_late"
-"""Why an episode from before a resume was dropped: `staleness.max_staleness` is smaller than it was."""
+"""Why an episode from before a resume was dropped: the settings that it was to train under are others now."""
 
 
 async def run(loop: RlLoop, done: int, before: StreamState) -> None:
-    """Train from step `done` to the last, as `training.mode` says. `before` is of the run that is resumed."""
+    """Train from step `done` to the last, as `training.mode` says. `before` is of the run that is resumed:
+    what had ended of its stream goes on in one, and is dropped where there is none."""
+    if before.num_ended and loop.session.config.training.mode != "async":
+        loop.sampler.ledger.drop_kept(done + 1, before.num_ended, TOO_LATE)
     match loop.session.config.training.mode:
         case "sync":
             await loop.run(done)
         case "one_step":
             await run_one_step(loop, done)
         case "async":
-            await AsyncRun.of(loop, done, before).run(done)
+            await AsyncRun.of(loop, done, before).run(done, before)
 
 
 async def run_one_step(loop: RlLoop, done: int) -> None:
@@ -96,6 +100,7 @@ async def _end(task: asyncio.Task[list[Credit]] | asyncio.Task[None] | None) -> 
 class Player:
     """Plays the jobs of a stream; the failures for good are counted anew for each step of `num_jobs`."""
 
+    sampler: Sampler
     scheduler: Scheduler
     num_jobs: int
     budget: FailureBudget = field(init=False)
@@ -108,8 +113,8 @@ class Player:
         self.budget = FailureBudget(self.num_jobs)
 
     async def play(self, job: Job) -> Episode:
-        """Play a job to its end."""
-        return await self.scheduler.play(job, self.budget)
+        """Play a job to its end, its rewards included."""
+        return await self.sampler.add_parts(await self.scheduler.play(job, self.budget), self.budget)
 
 
 @dataclass
@@ -127,6 +132,8 @@ class AsyncRun:
     rolling: RollingUpdate | None = field(default=None, init=False)
     proofs: list[SyncProof] = field(default_factory=list)
     """Of the engines that took weights since the last step."""
+    transfers_s: list[float] = field(default_factory=list)
+    """Seconds of the transfers beside the learner that have ended since then."""
     sending: asyncio.Task[None] | None = field(default=None, init=False)
     """Weights on their way to an engine elsewhere, beside the next step."""
     replay: ReplayBuffer = field(init=False)
@@ -145,7 +152,7 @@ class AsyncRun:
         )
         order = task_order(config, loop.session.world)
         source = TaskStream(sampler, order, pace.groups_per_step, staleness.oversample)
-        player = Player(sampler.scheduler(), pace.groups_per_step * sampler.group_size)
+        player = Player(sampler, sampler.scheduler(), pace.groups_per_step * sampler.group_size)
         limit = InFlight(
             first_in_flight(player.num_jobs),
             min(sampler.group_size, config.rollout.concurrency),
@@ -156,7 +163,7 @@ class AsyncRun:
             source=source,
             play=player.play,
             in_flight=staleness.in_flight or limit.now,
-            needed=sampler.algorithm.group_size if staleness.oversample else 0,
+            needed=sampler.algorithm.group_size,
             next_number=before.next_number,
             kept=before.groups,
             on_done=loop.reporter.episode,
@@ -168,19 +175,19 @@ class AsyncRun:
             made.replay.restore(text, {task.id: task for task in order.tasks})
         return made
 
-    async def run(self, done: int) -> None:
-        """Train from step `done` to the last."""
+    async def run(self, done: int, before: StreamState) -> None:
+        """Train from step `done` to the last; `before` is of the run that is resumed."""
         loop = self.loop
         await loop.sync.publish(done)
         following: asyncio.Task[None] | None = None
         try:
             if self.several is not None:
                 self.rolling = await self.several.roll(self.stream.admission.pace.max_staleness // 2)
-                following = asyncio.create_task(self._follow(self.rolling, done))
+                following = asyncio.create_task(follow(self.stream, self.rolling, done))
             for episode in self.stream.start():
                 if episode.trajectory.failure is None:  # those that failed are in the totals
                     loop.sampler.ledger.start(episode.key)
-            for episode in self.stream.late:
+            for episode in (*before.unwanted, *self.stream.late):
                 loop.sampler.ledger.start(episode.key)
                 loop.sampler.ledger.finish(episode.key, Outcome.DROPPED, TOO_LATE)
             for step in range(done + 1, loop.session.config.training.steps + 1):
@@ -191,15 +198,6 @@ class AsyncRun:
             await self.stream.close()
             self.thread.close()
 
-    async def _follow(self, engines: RollingUpdate, version: int) -> None:
-        """Have the stream know the version on which episodes begin."""
-        try:
-            while True:
-                version = await engines.served(version)
-                self.stream.serves(version)
-        except LudusError as error:
-            self.stream.fail(error)
-
     async def step(self, step: int) -> None:
         """One batch: wait for it, learn, send the weights."""
         loop, clock = self.loop, StepTimings(beside=True)
@@ -208,17 +206,18 @@ class AsyncRun:
         ahead = self.stream.admission.num_ready >= loop.session.config.training.tasks_per_step
         with clock.phase("rollout"):
             batch = await self.stream.take()
-        credits = await self._credit(step, batch)
+            credits = await self._credit(step, batch)
         with clock.phase("learn"):
             credits, learned = await loop.learning.learn(step, credits, self.thread)
         with clock.phase("sync"):
-            learned |= await self._publish(step)
+            now = await self._publish(step)
+            if step % loop.session.config.evaluation.every == 0:
+                await (self._arrived() if self.rolling is None else self.rolling.catch_up())
+        learned |= self._proved(now)
         self.replay.add(credits)
         learned |= self._staleness(step, credits) | self.replay.metrics(credits)
-        clock.engine = (await counted(loop.engine)).metrics() | self._queues()
+        clock.engine = (await counted(loop.engine)).metrics() | self._queues() | self._transfers()
         self._adjust(clock, ahead)
-        if step % loop.session.config.evaluation.every == 0:
-            await (self._arrived() if self.rolling is None else self.rolling.catch_up())
         metrics = await loop.report(step, credits, learned, clock, self.thread)
         loop.sampled = loop.sampler.state
         await loop.end_step(step, metrics, self.thread, self.texts())
@@ -238,23 +237,25 @@ class AsyncRun:
         limit = max_action_tokens(self.loop.session.config)
         return credits + self.replay.draw(step, sampler.algorithm, limit, len(groups))
 
-    async def _publish(self, step: int) -> dict[str, float]:
+    async def _publish(self, step: int) -> tuple[SyncProof, ...]:
+        """Send the weights, or leave them on their way; gives the proof where they have arrived."""
         sync, config = self.loop.sync, self.loop.session.config
         if self.rolling is not None and step < config.training.steps:
             await sync.offer(step, self.rolling, self.thread, self.proofs.append)
             self.stream.published(step, everywhere=False)
-            return self._proved()
+            return ()
         if not config.staleness.interruptible:
             await self.stream.drain()
         elif isinstance(self.loop.engine, Measured) and step < config.training.steps:
-            return await self._send_beside(step)
+            await self._send_beside(step)
+            return ()
         await self._arrived()
         received = await sync.send(step)
         proof = await self.thread(lambda: sync.compare(received))
         self.stream.published(step)
-        return proof_metrics(proof)
+        return (proof,)
 
-    async def _send_beside(self, step: int) -> dict[str, float]:
+    async def _send_beside(self, step: int) -> None:
         """Have an engine elsewhere take a copy of the weights while the learner goes on to the next step.
 
         Episodes begin on the version before until it has; the next transfer waits for this one.
@@ -264,27 +265,28 @@ class AsyncRun:
         self.stream.published(step, everywhere=False)
 
         async def send() -> None:
+            begin = time.perf_counter()
             try:
                 self.proofs.append(await self.loop.sync.deliver(kept))
+                self.transfers_s.append(time.perf_counter() - begin)
                 self.stream.serves(step)
-            except LudusError as error:
+            except Exception as error:  # boundary: a learner that waits for these weights raises it
                 self.stream.fail(error)
                 raise
 
         self.sending = asyncio.create_task(send())
-        return self._proved()
 
     async def _arrived(self) -> None:
         """Wait until an engine elsewhere has what it was sent. Raises what it met."""
         if self.sending is not None:
             await self.sending
 
-    def _proved(self) -> dict[str, float]:
-        """How many engines have taken weights since the last step, and the largest gap of their probes."""
-        proofs, self.proofs[:] = tuple(self.proofs), ()
-        found = {"sync/engines": float(len(proofs))}
-        if proofs:
-            found["sync/probe_gap"] = max(proof.probe_gap for proof in proofs)
+    def _proved(self, now: tuple[SyncProof, ...]) -> dict[str, float]:
+        """The largest gap of the probes since the last step, and how many engines took weights one by one."""
+        before, self.proofs[:] = tuple(self.proofs), ()
+        found = {} if self.rolling is None else {"sync/engines": float(len(before))}
+        if before or now:
+            found["sync/probe_gap"] = max(proof.probe_gap for proof in (*before, *now))
         return found
 
     def _staleness(self, step: int, credits: list[Credit]) -> dict[str, float]:
@@ -292,6 +294,11 @@ class AsyncRun:
         return staleness_metrics(
             credits, step, session.config.staleness, self.stream.forget_ended(), session.world.rewards[0].name
         )
+
+    def _transfers(self) -> dict[str, float]:
+        """The mean seconds of the transfers beside the learner that have ended since the last step."""
+        found, self.transfers_s = self.transfers_s, []
+        return {"sync/transfer_s": statistics.fmean(found)} if found else {}
 
     def _queues(self) -> dict[str, float]:
         stream = self.stream
@@ -310,6 +317,16 @@ class AsyncRun:
             return
         limited = self.stream.is_limited and not self.stream.held
         self.stream.in_flight = self.limit.after_step(clock.metrics([]), ahead, limited)
+
+
+async def follow(stream: Stream, engines: RollingUpdate, version: int) -> None:
+    """Have a stream know the version on which episodes begin, and whatever a transfer meets."""
+    try:
+        while True:
+            version = await engines.served(version)
+            stream.serves(version)
+    except Exception as error:  # boundary: a learner that waits for weights raises it
+        stream.fail(error)
 
 
 def rolling_engines(engine: Engine) -> Rolls | None:

@@ -83,7 +83,7 @@ class RlLoop:
     trackers: Sequence[Tracker]
     reporter: Reporter
     history: list[Mapping[str, float]] = field(default_factory=list)
-    """The metrics of the last steps, as many as an alarm looks at."""
+    """The metrics of the last steps, as many as an alarm looks at; of all of them where a run is resumed."""
     origins: Mapping[str, str] = field(default_factory=dict)
     sampled: SamplerState = field(init=False)
     """Of the sampler, as it was when the step at hand had been sampled."""
@@ -94,6 +94,7 @@ class RlLoop:
     def __post_init__(self) -> None:
         self.sampled = self.sampler.state
         self.guard = EssGuard(self.session.config.staleness)
+        self.guard.recall(self.history)
 
     @property
     def engine(self) -> Engine:

@@ -6,6 +6,7 @@ changes no weights, and what it remembers of earlier steps (`memory`) is the alg
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -14,13 +15,14 @@ from typing import Protocol
 from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, Algorithm
 from ludus.config.schema import Config, RolloutConfig
 from ludus.engines.base import Engine
+from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
-from ludus.rollout.scheduler import Attempt, Episode, Job, Scheduler
+from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, Job, Scheduler
 from ludus.rollout.scoring import RewardFault
 from ludus.rollout.setup import Play
 from ludus.tasks.order import Order
-from ludus.training.combine import Combiner, with_added
+from ludus.training.combine import Combiner, one_with_added, with_added
 from ludus.training.credit import Credit, assign_credit, is_experts
 from ludus.training.experts import Experts
 from ludus.training.memory import Memory
@@ -78,6 +80,8 @@ class Sampler:
     elsewhere: Elsewhere | None = None
     skipped: int = field(default=0, init=False)
     """Tasks that GRESO has skipped for the step at hand."""
+    _added: set[RolloutKey] = field(default_factory=set, init=False)
+    """Episodes that have the parts which the settings add, and no credit yet."""
 
     @property
     def state(self) -> SamplerState:
@@ -159,13 +163,43 @@ class Sampler:
         if not combiner.adds:
             return groups
         session, most = self.session, self.session.config.rollout.max_failure_rate
-        found = await with_added(session.scoring, session.world, groups, most)
+        lacking = [[one for one in group if self._lacks_parts(one)] for group in groups]
+        following = chain(*await with_added(session.scoring, session.world, lacking, most))
+        found = [[next(following) if self._lacks_parts(one) else one for one in group] for group in groups]
         for before, after in zip(chain(*groups), chain(*found), strict=True):
-            failure = after.trajectory.failure
-            if failure is not None and before.trajectory.failure is None and not is_experts(after):
-                self.ledger.finish(after.key, Outcome.FAILED, failure.part)
-                if failure.part == RewardFault.part:  # late, or its process has ended
-                    self.ledger.note_clock_limit(after.key.step)
+            self._note_failure(before, after)
+            self._added.discard(after.key)
+        return found
+
+    def _lacks_parts(self, episode: Episode) -> bool:
+        return episode.key not in self._added or is_experts(episode)
+
+    def _note_failure(self, before: Episode, after: Episode) -> None:
+        """Tell the ledger of an episode that failed at the parts that the settings add."""
+        failure = after.trajectory.failure
+        if failure is not None and before.trajectory.failure is None and not is_experts(after):
+            self.ledger.finish(after.key, Outcome.FAILED, failure.part)
+            if failure.part == RewardFault.part:  # late, or its process has ended
+                self.ledger.note_clock_limit(after.key.step)
+
+    async def add_parts(self, episode: Episode, budget: FailureBudget) -> Episode:
+        """An episode that streams, with the parts that the settings add: `credit` does not add them again.
+
+        One that fails at them is a failure of `budget`; one that is cancelled ends in the ledger as dropped.
+        """
+        if self.combiner is None or not self.combiner.adds or episode.trajectory.failure is not None:
+            return episode
+        session, errors = self.session, list[WorldError]()
+        try:
+            found = await one_with_added(session.scoring, session.world, episode, errors.append)
+        except asyncio.CancelledError:
+            self.ledger.finish(episode.key, Outcome.DROPPED, CANCELLED)
+            raise
+        self._note_failure(episode, found)
+        for error in errors:
+            budget.add(error, session.config.rollout.max_failure_rate)
+        if not errors:
+            self._added.add(found.key)
         return found
 
     def as_batch(self, credits: list[Credit]) -> list[Credit]:

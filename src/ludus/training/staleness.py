@@ -137,6 +137,13 @@ class EssGuard:
             "rollouts are too far from the weights that they train"
         )
 
+    def recall(self, history: Sequence[Mapping[str, float]]) -> None:
+        """Count on from the steps before a resume; from a stop among them, anew."""
+        for metrics in history:
+            self.warning(metrics)
+            if self.verdict:
+                self._low = 0
+
     @property
     def verdict(self) -> str:
         """The reason to stop, empty where there is none."""

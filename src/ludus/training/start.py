@@ -230,7 +230,7 @@ def train(
 def stream_before(loop: RlLoop, done: int) -> StreamState:
     """The stream that the checkpoint of step `done` has; a new one where it has none."""
     training, sampler = loop.session.config.training, loop.sampler
-    if training.mode != "async" or done == 0:
+    if done == 0:
         return StreamState()
     text = load_text(checkpoint_path(loop.folder.checkpoints, done), STREAM_FILE)
     order = task_order(loop.session.config, loop.session.world)

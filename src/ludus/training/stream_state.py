@@ -22,13 +22,26 @@ from ludus.types import Task
 STREAM_FILE: Final = "stream.jsonl"
 """Its name in a checkpoint's folder of the trainer."""
 
+JobsOf = Callable[[int, Task, int | None], Sequence[Job]]
+"""The jobs of a group by its number, its task and its members without a greedy one (None: as many as now)."""
+
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """The groups on their way, and the number of the next one."""
+    """The groups on their way, and the number of the next one.
+
+    `unwanted` are greedy episodes that had ended, where the baseline is another one now.
+    """
 
     next_number: int = 0
     groups: tuple[StreamedGroup, ...] = ()
+    unwanted: tuple[Episode, ...] = ()
+
+    @property
+    def num_ended(self) -> int:
+        """Episodes that have ended well."""
+        every = [*self.unwanted, *(episode for group in self.groups for episode in group.episodes)]
+        return sum(episode.trajectory.failure is None for episode in every)
 
     def to_text(self) -> str:
         """JSON lines: the next number, then each group before its episodes."""
@@ -37,27 +50,27 @@ class StreamState:
             task = group.jobs[0].task.id
             ended = [i for i in sorted(group.done) if _stays(group, i)]
             head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
-            lines.append(json.dumps(head | {"counts": group.counts}))
+            members = sum(not job.greedy for job in group.jobs)
+            lines.append(json.dumps(head | {"counts": group.counts, "members": members}))
             lines += [episode_line(group.done[place]) for place in ended]
         return "\n".join(lines) + "\n"
 
     @classmethod
-    def from_text(
-        cls, text: str, tasks: Mapping[str, Task], jobs: Callable[[int, Task], Sequence[Job]]
-    ) -> StreamState:
-        """What `to_text` wrote; `jobs` are those of a group by its number and task.
+    def from_text(cls, text: str, tasks: Mapping[str, Task], jobs: JobsOf) -> StreamState:
+        """What `to_text` wrote. A group keeps the members that it began with, whatever a new one has.
 
         Raises StorageError where it is no such text, or speaks of a task that there is not.
         """
         try:
             lines = iter([json.loads(line) for line in text.splitlines()])
-            next_number, groups = int(next(lines)["next_number"]), []
+            next_number, groups, unwanted = int(next(lines)["next_number"]), [], []
             for head in lines:
-                own = jobs(head["group"], tasks[head["task"]])
-                done = {
-                    place: read_episode(next(lines), own[place].task, own[place].greedy)
-                    for place in head["ended"]
-                }
+                own = jobs(head["group"], task := tasks[head["task"]], members := head.get("members"))
+                done = {}
+                for place in head["ended"]:
+                    greedy = own[place].greedy if members is None else place >= members
+                    done[place] = read_episode(next(lines), task, greedy)
+                unwanted += [done.pop(place) for place in head["ended"] if place >= len(own)]
                 counts = head.get("counts", True)
                 groups.append(StreamedGroup(head["group"], own, head["version"], done, counts))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
@@ -65,7 +78,7 @@ class StreamState:
                 f"The checkpoint's episodes cannot be read: {error!r}.",
                 "Remove this checkpoint and resume from the one before.",
             ) from error
-        return cls(next_number, tuple(groups))
+        return cls(next_number, tuple(groups), tuple(unwanted))
 
 
 def _stays(group: StreamedGroup, place: int) -> bool:

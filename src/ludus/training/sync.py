@@ -57,7 +57,7 @@ class Received:
 class Expected:
     """What an engine has to say once it holds the weights of a version: their digest, and the probe's scores.
 
-    `logprobs` `[T]`; `tolerance` in nats.
+    `logprobs` `[T]`, on the CPU; `tolerance` in nats.
     """
 
     version: int
@@ -75,7 +75,7 @@ class Expected:
                 "A server that another run has trained is to be started anew.",
             )
         own = self.logprobs
-        found = torch.tensor(scores, dtype=own.dtype, device=own.device)
+        found = torch.tensor(scores, dtype=own.dtype)
         gap = float((own[1:] - found[1:]).abs().max())
         if not gap <= self.tolerance:
             raise SyncError(
@@ -87,7 +87,11 @@ class Expected:
 
 @dataclass(frozen=True, slots=True)
 class Kept:
-    """Weights on their way: a copy of those that train, and what an engine has to say once it holds them."""
+    """Weights on their way: a copy of those that train, and what an engine has to say once it holds them.
+
+    All of it is in the CPU's memory: beside the next step the learner's device has no room to spare, and
+    whoever reads from it would wait for all that it has been given to do.
+    """
 
     expected: Expected
     state: Mapping[str, Tensor]
@@ -134,7 +138,8 @@ class WeightSync:
         weights = self._gathered()
 
         def copy() -> Kept:
-            state = {name: tensor.clone() for name, tensor in self._trainable(weights).items()}
+            trainable = self._trainable(weights)
+            state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainable.items()}
             return Kept(self._expected(version, weights), state)
 
         return await work(copy)
@@ -203,7 +208,7 @@ class WeightSync:
                 own = probe_logprobs(Scorer(self.model), self.probe)
         else:
             own = probe_logprobs(self._scorer, self.probe)
-        return Expected(version, ours, own, self.tolerance)
+        return Expected(version, ours, own.cpu(), self.tolerance)
 
     @cached_property
     def _scorer(self) -> Scorer:

@@ -39,9 +39,10 @@ class TaskStream:
         self._recent.append(task.id)
         return self.jobs_of(number, task)
 
-    def jobs_of(self, number: int, task: Task) -> list[Job]:
-        """The jobs of a group by its number and task."""
-        return self.sampler.jobs(self._step(number), task, self.spare)
+    def jobs_of(self, number: int, task: Task, members: int | None = None) -> list[Job]:
+        """The jobs of a group by its number and task; `members` where it does not have as many as others."""
+        spare = self.spare if members is None else members - self.sampler.algorithm.group_size
+        return self.sampler.jobs(self._step(number), task, spare)
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Whether a group fills a place of a batch: not where a member failed for good.
