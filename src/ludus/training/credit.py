@@ -210,7 +210,8 @@ def with_estimates(
 def _of_critic(algorithm: Algorithm) -> Algorithm:
     """The algorithm whose advantages plus values are the critic's targets: not whitened, with its own lam.
 
-    A KL in the reward is part of what the critic predicts; one in the advantage is not.
+    A KL in the reward is part of what the critic predicts; one in the advantage is not, and neither are the
+    weights of conflict tokens, which say how strongly a token trains.
     """
     own = algorithm.options.advantage | {"whiten": 0.0}
     if algorithm.advantage == "vapo":
@@ -220,7 +221,7 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
         algorithm = replace(algorithm, advantage="vtrace_error")
     if algorithm.kl_placement == "advantage":
         algorithm = replace(algorithm, kl_coef=0.0)
-    return replace(algorithm, options=replace(algorithm.options, advantage=own))
+    return replace(algorithm, loss="ppo_clip", options=replace(algorithm.options, advantage=own))
 
 
 def _of_partial_group(episode: Episode, place: int) -> Credit:
@@ -298,7 +299,7 @@ def _of_chains(
     rewards = outcomes.rewards
     rewards = rewards + _punishment(outcomes.mask.sum(1), algorithm, max_action_tokens)
     penalty = outcomes.kl
-    token_level = algorithm.advantage in TOKEN_ADVANTAGES
+    token_level = algorithm.advantage in (*TOKEN_ADVANTAGES, *VALUE_ERRORS)
     if penalty is not None and algorithm.kl_placement == "reward" and not token_level:
         rewards = penalised_rewards(rewards=rewards, kl=penalty, mask=outcomes.mask, coef=algorithm.kl_coef)
     given = replace(outcomes, rewards=rewards)
