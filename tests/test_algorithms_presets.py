@@ -109,6 +109,64 @@ def test_what_no_part_reads_is_refused(settings, words):
     assert words in f"{error} {error.hint}"
 
 
+def options(part, **given):
+    return {"options": {part: given}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"preset": "ppo"} | options("advantage", lam=7), "advantage.lam is 7, but must be from 0 to 1."),
+        ({"preset": "ppo"} | options("advantage", gamma=-3), "gamma is -3, but must be from 0 to 1."),
+        ({"preset": "ppo"} | options("advantage", whiten=0.5), "must be a whole number from 0 to 1."),
+        ({"preset": "vapo"} | options("advantage", alpha=0), "alpha is 0, but must be above 0."),
+        ({"preset": "pass_at_k"} | options("advantage", k=2.5), "k is 2.5, but must be a whole number"),
+        (
+            {"preset": "pass_at_k"} | options("advantage", k=0),
+            "k is 0, but must be a whole number from 1 on.",
+        ),
+        ({"preset": "pass_at_k"} | options("advantage", k=9), "k is 9, but must be at most algorithm.group_"),
+        ({"preset": "pass_at_k", "group_size": 3}, "k is 4, but must be at most algorithm.group_size, which"),
+        ({"preset": "rae"} | options("advantage", decay=5), "decay is 5"),
+        ({"preset": "prime"} | options("advantage", beta=-1), "beta is -1"),
+        (options("advantage", std_floor=-1), "std_floor is -1, but must be from 0 on."),
+        ({"preset": "sapo"} | options("loss", tau_pos=0), "loss.tau_pos is 0, but must be above 0."),
+        ({"preset": "kl_cov"} | options("loss", share=0), "share is 0, but must be above 0 and at most 1."),
+        ({"preset": "clip_cov"} | options("loss", share=2), "share is 2"),
+        (
+            {"preset": "clip_cov"} | options("loss", low=9),
+            "loss.low is 9, but must be at most high, which is 5.",
+        ),
+        ({"preset": "mixed_policy"} | options("loss", gamma=0), "loss.gamma is 0, but must be above 0."),
+        ({"preset": "dppo"} | options("loss", bound=-1), "bound is -1"),
+        ({"preset": "gtpo"} | options("loss", amplify=-2), "amplify is -2"),
+        (
+            {"correction": "icepop"} | options("correction", low=3, high=1),
+            "low is 3, but must be at most high",
+        ),
+        ({"correction": "reject_sequence"} | options("correction", low=3), "at most high, which is 2."),
+        ({"correction": "decoupled"} | options("correction", cap=-2), "cap is -2, but must be above 0."),
+    ],
+)
+def test_a_number_out_of_its_bounds_is_refused_with_the_bounds(settings, words):
+    error = refused(**settings)
+    assert error.message.startswith("algorithm.options.")
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "ppo"} | options("advantage", lam=1, gamma=0, whiten=0),
+        {"preset": "pass_at_k", "group_size": 4},
+        {"preset": "clip_cov"} | options("loss", share=1, low=-2, high=-1),
+        {"correction": "icepop"} | options("correction", low=0, high=0.5),
+    ],
+)
+def test_a_number_at_its_bounds_is_taken(settings):
+    assert resolve(AlgorithmConfig(**settings)).options
+
+
 def test_a_loss_of_trajectories_takes_a_weight_of_trajectories():
     options = {"correction": {"level": "geometric"}}
     assert resolve(AlgorithmConfig(preset="gspo", correction="tis", options=options)).correction == "tis"

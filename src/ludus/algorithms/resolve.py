@@ -19,7 +19,6 @@ from ludus.algorithms.algorithm import (
     KL_OPTIONS,
     LOSS_NAMES,
     LOSS_OPTIONS,
-    OPTION_WORDS,
     PLACEMENTS,
     POSITIVE_ADVANTAGES,
     SCALED_ADVANTAGES,
@@ -29,9 +28,8 @@ from ludus.algorithms.algorithm import (
     Algorithm,
     Options,
     PartOptions,
-    number,
-    word,
 )
+from ludus.algorithms.bounds import check_option, check_together
 from ludus.algorithms.combinations import check_corrections
 from ludus.algorithms.presets import PRESETS
 from ludus.config.schema import AlgorithmConfig, Config
@@ -59,6 +57,7 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     _check_options("correction", algorithm.correction, algorithm.options.correction, CORRECTION_OPTIONS)
     _check_options("kl", algorithm.kl, algorithm.options.kl, KL_OPTIONS)
     _check_terms(algorithm.options.terms)
+    check_together(algorithm)
     check_corrections(algorithm.correction, algorithm.loss, algorithm.advantage)
     _check_sequence_weights(algorithm)
     _refuse_idle_settings(config, algorithm)
@@ -107,7 +106,7 @@ def _check_options(part: str, name: str, options: Options, known: Mapping[str, t
     """Raises ConfigError for an option that this part does not have, or that it cannot take."""
     for key in options:
         if key in known[name]:
-            word(options, key, OPTION_WORDS[key]) if key in OPTION_WORDS else number(options, key, 0.0)
+            check_option(part, key, options)
         else:
             guess = did_you_mean(key, known[name], cutoff=0.5)
             have = ", ".join(known[name]) or "none"
@@ -120,11 +119,7 @@ def _check_options(part: str, name: str, options: Options, known: Mapping[str, t
 def _check_terms(terms: Options) -> None:
     for name in terms:
         _check_name("options.terms", name, TERM_NAMES)
-        if not number(terms, name, 0.0) >= 0:
-            raise ConfigError(
-                f"algorithm.options.terms.{name} = {terms[name]} is below 0.",
-                "Give a coefficient; 0 is no term.",
-            )
+        check_option("terms", name, terms)
 
 
 def _check_sequence_weights(algorithm: Algorithm) -> None:
