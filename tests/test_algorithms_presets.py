@@ -11,13 +11,17 @@ from ludus.algorithms import algorithm
 from ludus.algorithms.advantages import ADVANTAGES
 from ludus.algorithms.aggregate import AGGREGATIONS
 from ludus.algorithms.algorithm import Algorithm
+from ludus.algorithms.combinations import check_binary_rewards
 from ludus.algorithms.corrections import CORRECTIONS
 from ludus.algorithms.kl import FULL_KLS, KLS
 from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import check_placement, resolve
+from ludus.algorithms.resolve import algorithm_of, check_placement, resolve
+from ludus.config.load import load_config
+from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import AlgorithmConfig
 from ludus.errors import ConfigError
+from ludus.rewards.base import Reward
 
 
 def refused(**settings):
@@ -230,6 +234,47 @@ def test_contradictions_are_refused(settings, named):
     error = refused(**settings)
     assert named in error.message
     assert error.hint
+
+
+RAISED = ["--algorithm.kl_coef", "0", "--kl_control.kind", "linear", "--kl_control.end", "0.1"]
+"""A KL term that is 0 in the first step and comes with the next ones."""
+
+
+def test_a_kl_that_a_schedule_raises_is_held_to_the_same_rules():
+    with pytest.warns(UserWarning, match="regularises nothing"):
+        algorithm_of(load_config(None, [*RAISED, "--algorithm.kl", "k1"]))
+    words = [*RAISED, "--algorithm.preset", "pass_at_k", "--algorithm.kl_placement", "reward"]
+    with pytest.raises(ConfigError, match="'reward' adds to them"):
+        algorithm_of(load_config(None, words))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert algorithm_of(load_config(None, RAISED)).kl_coef == 0
+
+
+FOUND = Reward("found", lambda task, trajectory: 0.0, outcome=True)
+FORM = Reward("form", lambda task, trajectory: 0.0, weight=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "the part form has the weight 0.1"),
+        ({"weights": {"form": 0.0}, "weights_end": {"form": 0.2}}, "the part form has the weight 0.2"),
+        ({"weights": {"form": 0.0, "found": 2.0}}, "the part found has the weight 2"),
+        ({"weights": {"form": 0.0}, "length": {"kind": "linear"}}, "rewards.length.kind = 'linear'"),
+        ({"weights": {"form": 0.0}, "normalise_by": "world"}, "rewards.normalise_by = 'world'"),
+        ({"weights": {"form": 0.0}, "combination": "pareto"}, "rewards.combination = 'pareto'"),
+        ({"weights": {"form": 0.0}, "model": "some"}, "rewards.model = 'some'"),
+    ],
+)
+def test_rewards_other_than_0_and_1_are_refused_where_the_advantage_takes_none(settings, words):
+    one, rewards = resolve(AlgorithmConfig(preset="pass_at_k")), RewardsConfig(**settings)
+    with pytest.raises(ConfigError) as caught:
+        check_binary_rewards(one, rewards, (FOUND, FORM))
+    assert words in caught.value.message
+    assert caught.value.hint
+    check_binary_rewards(resolve(AlgorithmConfig()), rewards, (FOUND, FORM))
+    check_binary_rewards(one, RewardsConfig(weights={"form": 0.0}), (FOUND, FORM))
 
 
 def test_k1_in_the_loss_warns_and_elsewhere_does_not():

@@ -15,7 +15,7 @@ from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
 from ludus.algorithms.shaping import soft_overlong
 from ludus.config.schema import AlgorithmConfig
-from ludus.errors import SyncError
+from ludus.errors import LearnerError, SyncError
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.training.batch import row_of_trajectory
@@ -240,3 +240,10 @@ def test_every_preset_trains_real_rows(name):
     assert all(math.isfinite(value) for value in metrics.values())
     assert any(not torch.equal(before[n], p) for n, p in model.named_parameters())
     assert metrics["policy/logprob_gap/<=512"] == pytest.approx(metrics["policy/logprob_gap"])
+
+
+def test_a_reward_between_0_and_1_is_named_where_the_advantage_takes_none():
+    with pytest.raises(LearnerError, match=r"is 0\.4, and the advantage pass_at_k takes 0 and 1"):
+        assign_credit([group()], PRESETS["pass_at_k"])
+    found = assign_credit([group((1.0, 0.0, 0.0, 0.0, 0.0))], PRESETS["pass_at_k"])
+    assert found[0].advantages[0] > 0

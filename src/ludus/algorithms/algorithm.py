@@ -112,6 +112,8 @@ SCALED_ADVANTAGES = (
 """Advantages that divide by a standard deviation and so read std_ddof."""
 POSITIVE_ADVANTAGES = ("best_of_group",)
 """Advantages that are never below 0, where a clip has one side only."""
+BINARY_ADVANTAGES = ("pass_at_k",)
+"""Advantages for rewards of 0 and 1 alone."""
 TURN_ADVANTAGES = ("turn_grpo", "turn_return", "turn_return_hybrid")
 """Advantages that read the rewards of turns."""
 

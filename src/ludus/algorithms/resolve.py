@@ -11,6 +11,7 @@ from ludus.algorithms.algorithm import (
     ADVANTAGE_OPTIONS,
     AGGREGATION_NAMES,
     BEHAVIOUR_ADVANTAGES,
+    BINARY_ADVANTAGES,
     CLIPPING_LOSSES,
     CORRECTION_NAMES,
     CORRECTION_OPTIONS,
@@ -82,6 +83,9 @@ def algorithm_of(config: Config) -> Algorithm:
     itself stays as it is; a loss with one term per trajectory gets one weight per trajectory.
     """
     algorithm = resolve(config.algorithm)
+    if algorithm.kl_coef == 0 and config.kl_control.kind != "constant":
+        # A KL that comes with the steps has to fit as one from the first step does.
+        resolve(config.algorithm.model_copy(update={"kl_coef": 1.0}))
     given = config.algorithm.correction is not None
     own = config.engine.url is None or config.rollout.reproducible
     alike = own or config.training.learner.old_logprobs == "engine"
@@ -199,13 +203,13 @@ def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
 
 def _check_rewards_stay(algorithm: Algorithm) -> None:
     """ConfigError where something is added to rewards that have to be 0 or 1."""
-    if algorithm.advantage != "pass_at_k":
+    if algorithm.advantage not in BINARY_ADVANTAGES:
         return
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
     if penalised or algorithm.overlong_cache:
         what = "algorithm.kl_placement = 'reward'" if penalised else "algorithm.overlong_cache"
         raise ConfigError(
-            f"The advantage pass_at_k takes rewards of 0 and 1, and {what} adds to them.",
+            f"The advantage {algorithm.advantage} takes rewards of 0 and 1, and {what} adds to them.",
             "Set kl_placement = 'loss' and overlong_cache = 0, or choose another advantage.",
         )
 

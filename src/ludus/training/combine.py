@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ludus.algorithms.advantages.running import DomainMoments, domain_normalised
 from ludus.algorithms.algorithm import CRITIC_ADVANTAGES, TURN_ADVANTAGES, Algorithm
+from ludus.algorithms.combinations import check_binary_rewards
 from ludus.algorithms.resolve import resolve
 from ludus.algorithms.schedules import Schedule
 from ludus.algorithms.shaping import (
@@ -114,14 +115,14 @@ def parts_of(config: Config, world: World) -> Sequence[Reward]:
 
 def check_reward_settings(config: Config, world: World) -> None:
     """Refuse, before anything is written, rewards that a run would only find out later. Raises UserError."""
-    settings = config.rewards
+    settings, algorithm = config.rewards, resolve(config.algorithm)
+    check_binary_rewards(algorithm, settings, parts_of(config, world))
     if settings.is_default:
         return
     plan_parts(config, parts_of(config, world))
-    advantage = resolve(config.algorithm)
-    if settings.turns and not reads_turns(advantage):
+    if settings.turns and not reads_turns(algorithm):
         raise ConfigError(
-            f"rewards.turns would have no effect: the advantage {advantage.advantage} reads no turns.",
+            f"rewards.turns would have no effect: the advantage {algorithm.advantage} reads no turns.",
             f"Take one of {', '.join((*TURN_ADVANTAGES, *CRITIC_ADVANTAGES))}.",
         )
     if settings.model is not None:

@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.advantages import ADVANTAGES, VALUE_ERRORS
-from ludus.algorithms.algorithm import GRANULARITIES, TOKEN_ADVANTAGES, Algorithm, number, word
+from ludus.algorithms.algorithm import (
+    BINARY_ADVANTAGES,
+    GRANULARITIES,
+    TOKEN_ADVANTAGES,
+    Algorithm,
+    number,
+    word,
+)
 from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.filters import overlong_mask, zero_variance
 from ludus.algorithms.kl import penalised_advantages, penalised_rewards
 from ludus.algorithms.losses import conflict_weights
 from ludus.algorithms.shaping import soft_overlong
+from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, Outcome
 from ludus.rollout.scheduler import Episode
@@ -107,7 +115,8 @@ def assign_credit(
     run over all its members, those of the batch over what trains; what a filter takes out keeps its advantage
     on record and does not train.
     `max_action_tokens` is the most that an episode may have, which the soft overlong punishment counts from.
-    Raises LearnerError where a reward or a recorded log-probability is not finite.
+    Raises LearnerError where a reward or a recorded log-probability is not finite, and where a reward is
+    none that the advantage takes.
     """
     credits: list[Credit] = []
     compared: list[Credit] = []
@@ -116,6 +125,8 @@ def assign_credit(
             credits += [_of_partial_group(episode, place) for episode in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
+            if algorithm.advantage in BINARY_ADVANTAGES:
+                _check_binary([episode.trajectory for episode in group], algorithm)
             greedy = next((episode for episode in group if episode.greedy), None)
             baseline = None if greedy is None else _shaped_reward(greedy, algorithm, max_action_tokens)
             if algorithm.advantage == "rae":
@@ -126,6 +137,18 @@ def assign_credit(
                 else:
                     compared.append(Credit(episode, Outcome.TRAINED, "trained", place, baseline=baseline))
     return credits + _compare(compared, algorithm, max_action_tokens)
+
+
+def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
+    """LearnerError for a reward that is neither 0 nor 1."""
+    for one in trajectories:
+        for reward in leaf_rewards(one):
+            if reward not in (0.0, 1.0):
+                raise LearnerError(
+                    f"The reward of {one.name} is {reward:g}, and the advantage {algorithm.advantage} takes 0"
+                    " and 1.",
+                    "Choose another advantage, or make the outcome all or nothing.",
+                )
 
 
 @dataclass(frozen=True, slots=True)
