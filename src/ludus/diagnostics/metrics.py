@@ -148,7 +148,8 @@ def _group_metrics(groups: Sequence[Group], success: str | None) -> dict[str, fl
     """Shares of the groups that hold at least one finished episode."""
     members = [[t for t in group.trajectories if _finished(t)] for group in groups]
     members = [group for group in members if group]
-    equal = sum(len({t.reward for t in group}) == 1 for group in members)
+    rewards = [{reward for t in group for reward in t.leaf_rewards or (t.reward,)} for group in members]
+    equal = sum(len(own) == 1 for own in rewards)
     metrics = {"groups/zero_variance": _share(equal, len(members))}
     if success is not None:
         scores = [[t.rewards.get(success, 0.0) for t in group] for group in members]

@@ -258,10 +258,8 @@ def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens:
     if not credits:
         return []
     trajectories = [credit.episode.trajectory for credit in credits]
-    leaves = [leaf_rewards(t) for t in trajectories]
-    rewards = torch.tensor([r for own in leaves for r in own], dtype=torch.float64)
-    index = torch.tensor([c.group for c, own in zip(credits, leaves, strict=True) for _ in own])
-    kept = dict(zip(index.tolist(), zero_variance(rewards=rewards, group=index).tolist(), strict=True))
+    rewards, index = compared_rewards(credits)
+    kept = dict(zip(index, zero_variance(rewards=rewards, group=index).tolist(), strict=True))
     varied = [kept[credit.group] for credit in credits]
     whole = overlong_mask(truncated=[t.stop_reason in CUT_OFF for t in trajectories])
     found = []
@@ -270,6 +268,12 @@ def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens:
         found.append(replace(credit, outcome=outcome, reason=reason))
     advantages = _advantages(found, algorithm, max_action_tokens)
     return [replace(credit, advantages=a) for credit, a in zip(found, advantages, strict=True)]
+
+
+def compared_rewards(credits: Sequence[Credit]) -> tuple[list[float], list[int]]:
+    """The rewards that the groups compare and the group of each: one for each path of each trajectory."""
+    pairs = [(reward, c.group) for c in credits for reward in leaf_rewards(c.episode.trajectory)]
+    return [reward for reward, _ in pairs], [group for _, group in pairs]
 
 
 def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[Outcome, str]:
