@@ -165,10 +165,10 @@ class Learner:
     def train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         """Work through one batch of rows; gives the metrics over the tokens of all its optimiser steps.
 
-        Losses are means over these steps. `seed` orders the rows where there are several minibatches. Without a row nothing changes. Raises
-        LearnerError where loss or gradient is not finite; the weights are then those of the last good step.
-        With several processes `rows` are all rows or this one's part, which may be empty, as `Ranks.whole`
-        says, and the metrics are of all.
+        Losses are means over these steps. `seed` orders the rows where there are several minibatches. Without
+        a row nothing changes. Raises LearnerError where loss or gradient is not finite; the weights are then
+        those of the last good step. With several processes `rows` are all rows or this one's part, which may
+        be empty, as `Ranks.whole` says, and the metrics are of all.
         """
         with self.ranks.together(Train(rows, seed, self.algorithm)):
             try:
