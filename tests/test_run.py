@@ -71,6 +71,7 @@ def test_the_ledger_adds_up_at_every_step_and_agrees_with_the_rollouts(finished)
         assert len(records) == 12
         trained = [record for record in records if record.outcome == "trained"]
         assert len(trained) == row.metrics["ledger/trained"] == row.metrics.get("batch/trained_rows", 0)
+        assert row.metrics["staleness/age_0"] == (row.metrics["ledger/trained"] > 0)
 
 
 def test_recorded_logprobs_are_those_of_a_fresh_forward_and_ids_those_of_the_engine(tmp_path, capsys):
@@ -248,6 +249,13 @@ def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished
     assert unmasked["batch/trained_rows"] == masked["batch/trained_rows"]
     assert unmasked["batch/trained_tokens"] > masked["batch/trained_tokens"]
     assert unmasked["optim/grad_norm"] != masked["optim/grad_norm"]
+
+
+def test_what_is_rejected_whole_is_in_the_share_that_the_correction_drops(tmp_path):
+    changes = {"algorithm__correction": "reject_sequence", "algorithm__options__correction__low": "1.5"}
+    ((_, metrics),) = run(tmp_path / "rejected", training__steps="1", **changes).steps
+    assert metrics["ledger/trained"] == 0
+    assert metrics["policy/dropped_share"] == 1.0
 
 
 def test_lora_trains_the_adapters_alone(tmp_path):

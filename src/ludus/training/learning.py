@@ -16,10 +16,10 @@ from ludus.training.batch import Row
 from ludus.training.credit import Credit, settle, training_rows
 from ludus.training.judges import Judge, train_judge, warmup_steps
 from ludus.training.learner import Learner
-from ludus.training.refine import refine
+from ludus.training.refine import refine, rejected_share
 from ludus.training.sampling import max_action_tokens
 from ludus.training.session import Session
-from ludus.training.staleness import mask_over_age, on_policy
+from ludus.training.staleness import age_metrics, mask_over_age, on_policy
 
 T = TypeVar("T")
 
@@ -89,4 +89,7 @@ class Learning:
         metrics = {} if self.judge is None else train_judge(self.judge, credits)
         if step > warmup_steps(self.judge, self.session.config):
             metrics |= self.learner.train(rows, seed=step)
+        if self.learner.algorithm.correction == "reject_sequence":
+            metrics["policy/dropped_share"] = rejected_share(credits)
+        metrics |= age_metrics(credits, step)
         return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})
