@@ -251,6 +251,20 @@ def test_a_kl_that_a_schedule_raises_is_held_to_the_same_rules():
         assert algorithm_of(load_config(None, RAISED)).kl_coef == 0
 
 
+@pytest.mark.parametrize(
+    ("words", "correction"),
+    [
+        ("--algorithm.preset distill", "tis"),
+        ("--algorithm.preset distill --algorithm.loss distill_full", "none"),
+        ("--algorithm.preset dppo", "none"),
+    ],
+)
+def test_off_policy_a_loss_with_a_ratio_to_the_learner_is_corrected(words, correction):
+    """The ratio of distill is to the weights at the start of the step; distill_full has none."""
+    config = load_config(None, [*words.split(), "--training.mode", "async"])
+    assert algorithm_of(config).correction == correction
+
+
 FOUND = Reward("found", lambda task, trajectory: 0.0, outcome=True)
 FORM = Reward("form", lambda task, trajectory: 0.0, weight=0.1)
 

@@ -37,7 +37,7 @@ from ludus.config.schema import AlgorithmConfig, Config
 from ludus.config.schema import PartOptions as PartOptionsConfig
 from ludus.errors import ConfigError, did_you_mean
 
-OFF_POLICY = ("dppo", "distill", "distill_full")
+OFF_POLICY = ("dppo", "distill_full")
 """Losses that need no correction: they divide by the behaviour policy, or by nothing."""
 
 
