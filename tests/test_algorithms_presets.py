@@ -265,6 +265,20 @@ def test_off_policy_a_loss_with_a_ratio_to_the_learner_is_corrected(words, corre
     assert algorithm_of(config).correction == correction
 
 
+@pytest.mark.parametrize("preset", ["ppo", "remax", "reinforce", "reinforce_pp", "rae", "coderl", "distill"])
+def test_a_group_of_one_is_taken_where_no_attempts_are_compared(preset):
+    assert resolve(AlgorithmConfig(preset=preset, group_size=1)).group_size == 1
+    for filters in ({"zero_variance": True}, {"variance_top": 0.5}, {"greso": True}):
+        assert next(iter(filters)) in refused(preset=preset, group_size=1, **filters).message
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "best_of_group", "gigpo", "prime", "mixed_policy", "opo"])
+def test_a_group_of_one_is_refused_where_attempts_are_compared(preset):
+    error = refused(preset=preset, group_size=1)
+    assert error.message.startswith("algorithm.group_size is 1, but must be at least 2")
+    assert f"the advantage {PRESETS[preset].advantage} compares" in error.message
+
+
 FOUND = Reward("found", lambda task, trajectory: 0.0, outcome=True)
 FORM = Reward("form", lambda task, trajectory: 0.0, weight=0.1)
 

@@ -264,6 +264,15 @@ def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished
     assert unmasked["optim/grad_norm"] != masked["optim/grad_norm"]
 
 
+def test_groups_of_one_train_where_no_attempts_are_compared(tmp_path):
+    changes = {"algorithm__preset": "reinforce", "algorithm__group_size": "1", "training__steps": "1"}
+    reporter = run(tmp_path / "alone", **changes)
+    ((_, metrics),) = reporter.steps
+    assert metrics["ledger/trained"] == metrics["ledger/started"] > 0
+    assert metrics["groups/zero_variance"] == 0
+    assert not any("equal" in text for text in reporter.alarms)
+
+
 def test_what_is_rejected_whole_is_in_the_share_that_the_correction_drops(tmp_path):
     changes = {"algorithm__correction": "reject_sequence", "algorithm__options__correction__low": "1.5"}
     ((_, metrics),) = run(tmp_path / "rejected", training__steps="1", **changes).steps

@@ -125,6 +125,8 @@ BEHAVIOUR_ADVANTAGES = ("vtrace", "retrace")
 """Advantages that contain the ratio to the behaviour policy."""
 CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGES)
 """Advantages that read the values of a critic."""
+ALONE_ADVANTAGES = ("raw", "reinforce_pp", "rae", *GREEDY_ADVANTAGES, *CRITIC_ADVANTAGES)
+"""Advantages that do not compare the attempts of a group with each other."""
 TURN_VALUE_ADVANTAGES = ("step_gae",)
 """Those that read one value a turn, at its first action token."""
 WHITENED_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", *CRITIC_ADVANTAGES)

@@ -10,6 +10,7 @@ from ludus.algorithms.algorithm import (
     ADVANTAGE_NAMES,
     ADVANTAGE_OPTIONS,
     AGGREGATION_NAMES,
+    ALONE_ADVANTAGES,
     BEHAVIOUR_ADVANTAGES,
     BINARY_ADVANTAGES,
     CLIPPING_LOSSES,
@@ -64,6 +65,7 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     _refuse_idle_settings(config, algorithm)
     _refuse_unread_parts(config, algorithm)
     _check_rewards_stay(algorithm)
+    _check_group_size(algorithm)
     if algorithm.resample_rounds and not algorithm.zero_variance:
         raise ConfigError(
             f"algorithm.resample_rounds = {algorithm.resample_rounds} replaces groups that"
@@ -211,6 +213,22 @@ def _check_rewards_stay(algorithm: Algorithm) -> None:
         raise ConfigError(
             f"The advantage {algorithm.advantage} takes rewards of 0 and 1, and {what} adds to them.",
             "Set kl_placement = 'loss' and overlong_cache = 0, or choose another advantage.",
+        )
+
+
+def _check_group_size(algorithm: Algorithm) -> None:
+    """ConfigError for groups of one where the attempts of a group are compared."""
+    compares = {
+        f"the advantage {algorithm.advantage}": algorithm.advantage not in ALONE_ADVANTAGES,
+        "algorithm.zero_variance": algorithm.zero_variance,
+        "algorithm.variance_top": algorithm.variance_top < 1,
+        "algorithm.greso": algorithm.greso,
+    }
+    if algorithm.group_size == 1 and any(compares.values()):
+        what = next(name for name, does in compares.items() if does)
+        raise ConfigError(
+            "algorithm.group_size is 1, but must be at least 2: a group of one has no baseline to compare"
+            f" with, and {what} compares the attempts of a group.",
         )
 
 
