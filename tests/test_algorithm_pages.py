@@ -20,6 +20,7 @@ from ludus.algorithms.algorithm import (
     OPTION_WORDS,
     TERM_NAMES,
 )
+from ludus.algorithms.bounds import BOUNDS
 from ludus.algorithms.defaults import DEFAULTS, default_of
 from ludus.algorithms.presets import PRESETS
 from tiny_run import ludus
@@ -28,7 +29,7 @@ ROOT = Path(__file__).parent.parent
 PAGE = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
 
 
-def test_every_option_has_a_default_and_no_other():
+def test_every_option_has_a_default_within_its_bounds_and_no_other():
     for part, known in (
         ("advantage", ADVANTAGE_OPTIONS),
         ("loss", LOSS_OPTIONS),
@@ -36,8 +37,11 @@ def test_every_option_has_a_default_and_no_other():
     ):
         options = {n: {o for o in names if o not in OPTION_WORDS} for n, names in known.items()}
         assert {n: set(own) for n, own in DEFAULTS[part].items()} == {n: o for n, o in options.items() if o}
+        assert set(BOUNDS[part]) == set().union(*options.values())
+        assert all(BOUNDS[part][o].hold(value) for own in DEFAULTS[part].values() for o, value in own.items())
     assert {default_of("kl", name, option) for name in KL_OPTIONS for option in KL_OPTIONS[name]} == {"token"}
     assert {default_of("terms", name, name) for name in TERM_NAMES} == {0.0}
+    assert set(BOUNDS["terms"]) == set(TERM_NAMES)
 
 
 def read_in_code() -> set[tuple[str, float]]:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms.aggregate import Normaliser
-from ludus.algorithms.algorithm import AGGREGATION_NAMES
+from ludus.algorithms.algorithm import AGGREGATION_NAMES, PartOptions
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
 from ludus.algorithms.presets import PRESETS
@@ -58,6 +58,32 @@ def part_of(batch, chosen):
         ref_logprobs=cut(batch.ref_logprobs),
         entropy=cut(batch.entropy),
     )
+
+
+@pytest.mark.parametrize(
+    ("advantage", "options", "share"),
+    [
+        ("vtrace", {}, 0.75),
+        ("vtrace", {"rho_bar": 3.0, "c_bar": 1.5}, 0.5),
+        ("retrace", {"lam": 0.5}, 0.75),
+        ("gae", {}, 0.0),
+    ],
+)
+def test_what_vtrace_and_retrace_cut_is_reported(advantage, options, share):
+    """Ratios of 0.5, 1.2, 2 and 4, of which V-trace and Retrace cut those above 1 or their own bounds."""
+    behavior = torch.tensor([[-3.0, -3.0, -3.0, -3.0, -9.0]], dtype=torch.float64)
+    old = behavior + torch.tensor([[0.5, 1.2, 2.0, 4.0, 7.0]], dtype=torch.float64).log()
+    batch = TokenBatch(
+        logprobs=old,
+        old_logprobs=old,
+        behavior_logprobs=behavior,
+        advantages=torch.ones_like(old),
+        mask=torch.tensor([[True] * 4 + [False]]),
+    )
+    algorithm = replace(PRESETS["ppo"], advantage=advantage, options=PartOptions(advantage=options))
+    statistics = objective(batch, algorithm, Normaliser(4, 1, CONSTANT))[1]
+    assert statistics.mismatch.truncated_share == share
+    assert statistics.mismatch.dropped_share == 0.0
 
 
 def loop(batch, logprobs, algorithm):

@@ -11,13 +11,17 @@ from ludus.algorithms import algorithm
 from ludus.algorithms.advantages import ADVANTAGES
 from ludus.algorithms.aggregate import AGGREGATIONS
 from ludus.algorithms.algorithm import Algorithm
+from ludus.algorithms.combinations import check_binary_rewards
 from ludus.algorithms.corrections import CORRECTIONS
 from ludus.algorithms.kl import FULL_KLS, KLS
 from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import check_placement, resolve
+from ludus.algorithms.resolve import algorithm_of, check_placement, resolve
+from ludus.config.load import load_config
+from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import AlgorithmConfig
 from ludus.errors import ConfigError
+from ludus.rewards.base import Reward
 
 
 def refused(**settings):
@@ -109,6 +113,64 @@ def test_what_no_part_reads_is_refused(settings, words):
     assert words in f"{error} {error.hint}"
 
 
+def options(part, **given):
+    return {"options": {part: given}}
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"preset": "ppo"} | options("advantage", lam=7), "advantage.lam is 7, but must be from 0 to 1."),
+        ({"preset": "ppo"} | options("advantage", gamma=-3), "gamma is -3, but must be from 0 to 1."),
+        ({"preset": "ppo"} | options("advantage", whiten=0.5), "must be a whole number from 0 to 1."),
+        ({"preset": "vapo"} | options("advantage", alpha=0), "alpha is 0, but must be above 0."),
+        ({"preset": "pass_at_k"} | options("advantage", k=2.5), "k is 2.5, but must be a whole number"),
+        (
+            {"preset": "pass_at_k"} | options("advantage", k=0),
+            "k is 0, but must be a whole number from 1 on.",
+        ),
+        ({"preset": "pass_at_k"} | options("advantage", k=9), "k is 9, but must be at most algorithm.group_"),
+        ({"preset": "pass_at_k", "group_size": 3}, "k is 4, but must be at most algorithm.group_size, which"),
+        ({"preset": "rae"} | options("advantage", decay=5), "decay is 5"),
+        ({"preset": "prime"} | options("advantage", beta=-1), "beta is -1"),
+        (options("advantage", std_floor=-1), "std_floor is -1, but must be from 0 on."),
+        ({"preset": "sapo"} | options("loss", tau_pos=0), "loss.tau_pos is 0, but must be above 0."),
+        ({"preset": "kl_cov"} | options("loss", share=0), "share is 0, but must be above 0 and at most 1."),
+        ({"preset": "clip_cov"} | options("loss", share=2), "share is 2"),
+        (
+            {"preset": "clip_cov"} | options("loss", low=9),
+            "loss.low is 9, but must be at most high, which is 5.",
+        ),
+        ({"preset": "mixed_policy"} | options("loss", gamma=0), "loss.gamma is 0, but must be above 0."),
+        ({"preset": "dppo"} | options("loss", bound=-1), "bound is -1"),
+        ({"preset": "gtpo"} | options("loss", amplify=-2), "amplify is -2"),
+        (
+            {"correction": "icepop"} | options("correction", low=3, high=1),
+            "low is 3, but must be at most high",
+        ),
+        ({"correction": "reject_sequence"} | options("correction", low=3), "at most high, which is 2."),
+        ({"correction": "decoupled"} | options("correction", cap=-2), "cap is -2, but must be above 0."),
+    ],
+)
+def test_a_number_out_of_its_bounds_is_refused_with_the_bounds(settings, words):
+    error = refused(**settings)
+    assert error.message.startswith("algorithm.options.")
+    assert words in error.message
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"preset": "ppo"} | options("advantage", lam=1, gamma=0, whiten=0),
+        {"preset": "pass_at_k", "group_size": 4},
+        {"preset": "clip_cov"} | options("loss", share=1, low=-2, high=-1),
+        {"correction": "icepop"} | options("correction", low=0, high=0.5),
+    ],
+)
+def test_a_number_at_its_bounds_is_taken(settings):
+    assert resolve(AlgorithmConfig(**settings)).options
+
+
 def test_a_loss_of_trajectories_takes_a_weight_of_trajectories():
     options = {"correction": {"level": "geometric"}}
     assert resolve(AlgorithmConfig(preset="gspo", correction="tis", options=options)).correction == "tis"
@@ -172,6 +234,75 @@ def test_contradictions_are_refused(settings, named):
     error = refused(**settings)
     assert named in error.message
     assert error.hint
+
+
+RAISED = ["--algorithm.kl_coef", "0", "--kl_control.kind", "linear", "--kl_control.end", "0.1"]
+"""A KL term that is 0 in the first step and comes with the next ones."""
+
+
+def test_a_kl_that_a_schedule_raises_is_held_to_the_same_rules():
+    with pytest.warns(UserWarning, match="regularises nothing"):
+        algorithm_of(load_config(None, [*RAISED, "--algorithm.kl", "k1"]))
+    words = [*RAISED, "--algorithm.preset", "pass_at_k", "--algorithm.kl_placement", "reward"]
+    with pytest.raises(ConfigError, match="'reward' adds to them"):
+        algorithm_of(load_config(None, words))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert algorithm_of(load_config(None, RAISED)).kl_coef == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "correction"),
+    [
+        ("--algorithm.preset distill", "tis"),
+        ("--algorithm.preset distill --algorithm.loss distill_full", "none"),
+        ("--algorithm.preset dppo", "none"),
+    ],
+)
+def test_off_policy_a_loss_with_a_ratio_to_the_learner_is_corrected(words, correction):
+    """The ratio of distill is to the weights at the start of the step; distill_full has none."""
+    config = load_config(None, [*words.split(), "--training.mode", "async"])
+    assert algorithm_of(config).correction == correction
+
+
+@pytest.mark.parametrize("preset", ["ppo", "remax", "reinforce", "reinforce_pp", "rae", "coderl", "distill"])
+def test_a_group_of_one_is_taken_where_no_attempts_are_compared(preset):
+    assert resolve(AlgorithmConfig(preset=preset, group_size=1)).group_size == 1
+    for filters in ({"zero_variance": True}, {"variance_top": 0.5}, {"greso": True}):
+        assert next(iter(filters)) in refused(preset=preset, group_size=1, **filters).message
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "best_of_group", "gigpo", "prime", "mixed_policy", "opo"])
+def test_a_group_of_one_is_refused_where_attempts_are_compared(preset):
+    error = refused(preset=preset, group_size=1)
+    assert error.message.startswith("algorithm.group_size is 1, but must be at least 2")
+    assert f"the advantage {PRESETS[preset].advantage} compares" in error.message
+
+
+FOUND = Reward("found", lambda task, trajectory: 0.0, outcome=True)
+FORM = Reward("form", lambda task, trajectory: 0.0, weight=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({}, "the part form has the weight 0.1"),
+        ({"weights": {"form": 0.0}, "weights_end": {"form": 0.2}}, "the part form has the weight 0.2"),
+        ({"weights": {"form": 0.0, "found": 2.0}}, "the part found has the weight 2"),
+        ({"weights": {"form": 0.0}, "length": {"kind": "linear"}}, "rewards.length.kind = 'linear'"),
+        ({"weights": {"form": 0.0}, "normalise_by": "world"}, "rewards.normalise_by = 'world'"),
+        ({"weights": {"form": 0.0}, "combination": "pareto"}, "rewards.combination = 'pareto'"),
+        ({"weights": {"form": 0.0}, "model": "some"}, "rewards.model = 'some'"),
+    ],
+)
+def test_rewards_other_than_0_and_1_are_refused_where_the_advantage_takes_none(settings, words):
+    one, rewards = resolve(AlgorithmConfig(preset="pass_at_k")), RewardsConfig(**settings)
+    with pytest.raises(ConfigError) as caught:
+        check_binary_rewards(one, rewards, (FOUND, FORM))
+    assert words in caught.value.message
+    assert caught.value.hint
+    check_binary_rewards(resolve(AlgorithmConfig()), rewards, (FOUND, FORM))
+    check_binary_rewards(one, RewardsConfig(weights={"form": 0.0}), (FOUND, FORM))
 
 
 def test_k1_in_the_loss_warns_and_elsewhere_does_not():

@@ -5,25 +5,39 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from ludus.algorithms.greso import GresoState
 from ludus.algorithms.presets import PRESETS
+from ludus.config.rewards import LengthConfig, RewardsConfig
+from ludus.config.schema import Config
+from ludus.config.staleness import ReplayConfig
+from ludus.diagnostics.metrics import rollout_metrics
 from ludus.errors import LearnerError
+from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
+from ludus.tasks.order import TaskOrder
 from ludus.training.batch import microbatches, row_of_trajectory
 from ludus.training.branches import BREAK, new_actions, num_distinct, paths
+from ludus.training.combine import Combiner, plan_parts
 from ludus.training.credit import assign_credit, training_rows
 from ludus.training.judges import train_judge
 from ludus.training.learner import LearnerSettings
+from ludus.training.memory import Memory
 from ludus.training.refine import refine
+from ludus.training.replay import ReplayBuffer
 from ludus.training.routing import Routing
 from ludus.training.scoring import Scorer
+from ludus.training.selection import keep_most_varied
+from ludus.training.skipping import after_visits
 from ludus.training.staleness import mask_over_age
-from ludus.types import Segment, StopReason, Task, Trajectory
+from ludus.training.task_stream import TaskStream
+from ludus.types import Group, Segment, StopReason, Task, Trajectory
 from test_critic import critic
 from test_learner import learner, tiny_model
 
@@ -111,6 +125,55 @@ def test_leaves_that_differ_are_variance():
     assert all(c.outcome is Outcome.TRAINED for c in assign_credit([two], PRESETS["grpo"]))
     equal = episodes(tree(leaves=(1.0, 1.0, 1.0)), tree(1, leaves=(1.0, 1.0, 1.0)))
     assert {c.reason for c in assign_credit([equal], PRESETS["grpo"])} == {"zero_variance"}
+
+
+def of_two(name, *leaves):
+    """A group of trees whose leaves earn these, and the parts as their trajectories have them."""
+    return [
+        replace(e, task=Task(name, (), None))
+        for e in episodes(*(tree(i, own) for i, own in enumerate(leaves)))
+    ]
+
+
+def test_the_groups_that_vary_most_are_those_whose_leaves_do():
+    split, near = of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("near", (0.4,) * 3, (0.6,) * 3)
+    credits = keep_most_varied(assign_credit([near, split], PRESETS["grpo"]), 0.5)
+    assert {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED} == {"split"}
+
+
+def test_a_task_whose_leaves_differ_is_not_skipped():
+    start = Memory(greso=GresoState(streaks={"split": -1}))
+    groups = [of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("flat", (0.5,) * 3, (0.5,) * 3)]
+    assert after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right").greso.streaks == {"flat": -1}
+
+
+def test_groups_whose_leaves_alone_differ_are_none_of_equal_rewards():
+    split, flat = of_two("split", (1.0, 0.0, 0.5), (1.0, 0.0, 0.5)), of_two("flat", (0.5,) * 3, (0.5,) * 3)
+    groups = [Group(g[0].task, tuple(e.trajectory for e in g)) for g in (split, flat)]
+    assert rollout_metrics(groups)["groups/zero_variance"] == 0.5
+
+
+def test_the_groups_whose_leaves_deviate_most_are_replayed_first():
+    buffer = ReplayBuffer(ReplayConfig(share=0.5, order="priority", max_age=99), 1)
+    near, split = of_two("near", (0.4,) * 3, (0.6,) * 3), of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0))
+    buffer.add(assign_credit([near, split], PRESETS["grpo"]))
+    assert {c.episode.task.id for c in buffer.draw(1, PRESETS["grpo"], 0, 0)} == {"split"}
+
+
+def test_a_group_whose_leaves_alone_differ_fills_a_place_of_the_batch():
+    sampler = SimpleNamespace(algorithm=PRESETS["dapo"])
+    stream = TaskStream(sampler, TaskOrder([Task("a", (), None)], 0), 1)
+    assert stream.counts(of_two("split", (1.0, 0.0, 0.5), (1.0, 0.0, 0.5)))
+    assert not stream.counts(of_two("flat", (0.5,) * 3, (0.5,) * 3))
+
+
+def test_rewards_of_leaves_are_not_combined_from_parts():
+    config = Config(rewards=RewardsConfig(length=LengthConfig(kind="linear")))
+    one = Combiner(config.rewards, plan_parts(config, (Reward("right", lambda t, a: 0.0, outcome=True),)))
+    with pytest.raises(LearnerError, match="rewards of its own for its leaves"):
+        one.combine(1, [episodes(tree(), chain(1, 0.2))])
+    ((plain, _),) = one.combine(1, [episodes(tree(leaves=()), chain(1, 0.2))])
+    assert [path.trajectory.reward for path in paths(plain.trajectory)] == [plain.trajectory.reward] * 3
 
 
 def each_path(model, trajectory):

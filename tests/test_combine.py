@@ -11,15 +11,17 @@ import pytest
 import torch
 
 from ludus.algorithms.advantages.running import DomainMoments
+from ludus.config.load import load_config
 from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
+from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.combine import Combiner, plan_parts
+from ludus.training.combine import Combiner, check_reward_settings, plan_parts
 from ludus.training.head_model import HeadModel
 from ludus.training.reward_model import RewardModel
 from ludus.types import Failure, Group, Segment, StopReason, Task, Trajectory
@@ -239,3 +241,11 @@ def test_a_trained_reward_model_judges_in_training(tiny_run, tmp_path):
     assert "no reward model" in refused("train", recipe, *start, "--rewards.model", tmp_path / "run")
     other = ("--rewards.normalise_by", "colour")
     assert "no tag 'colour'" in refused("train", recipe, *start, *other)
+
+
+def test_rewards_that_the_advantage_does_not_take_are_refused_before_a_model_is_loaded():
+    words = ["--algorithm.preset", "pass_at_k", "--rewards.length.kind", "linear"]
+    config = load_config("guess", words)
+    with pytest.raises(ConfigError, match="takes rewards of 0 and 1, and rewards"):
+        check_reward_settings(config, build_world(config.env, config.rollout, config.sandbox))
+    assert "the part well_formed has the weight 0.1" in refused("config", "search", *words[:2])

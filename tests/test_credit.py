@@ -15,12 +15,12 @@ from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
 from ludus.algorithms.shaping import soft_overlong
 from ludus.config.schema import AlgorithmConfig
-from ludus.errors import SyncError
+from ludus.errors import LearnerError, SyncError
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.training.batch import row_of_trajectory
 from ludus.training.credit import Estimates, assign_credit, training_rows, with_estimates
-from ludus.training.refine import check_parity, refine
+from ludus.training.refine import check_parity, refine, rejected_share
 from ludus.types import Segment, StopReason, Task, Trajectory
 from test_learner import learner, tiny_model
 
@@ -189,10 +189,13 @@ def test_a_trajectory_whose_ratio_is_out_of_bounds_does_not_train():
     credits = refine(assign_credit([episodes], one.algorithm), one, 0)
     assert [c.outcome for c in credits] == [Outcome.MASKED, *[Outcome.TRAINED] * 3]
     assert credits[0].reason == "rejected"
+    lengths = [len(c.advantages) for c in credits]
+    assert rejected_share(credits) == lengths[0] / sum(lengths)
     wide = PartOptions(correction={"high": 3.0})
     one.algorithm = replace(one.algorithm, options=wide)
     kept = refine(assign_credit([episodes], one.algorithm), one, 0)
     assert all(c.outcome is Outcome.TRAINED for c in kept)
+    assert rejected_share(kept) == rejected_share([]) == 0.0
 
 
 def test_the_engine_and_the_learner_are_compared_by_length_before_the_first_step():
@@ -240,3 +243,10 @@ def test_every_preset_trains_real_rows(name):
     assert all(math.isfinite(value) for value in metrics.values())
     assert any(not torch.equal(before[n], p) for n, p in model.named_parameters())
     assert metrics["policy/logprob_gap/<=512"] == pytest.approx(metrics["policy/logprob_gap"])
+
+
+def test_a_reward_between_0_and_1_is_named_where_the_advantage_takes_none():
+    with pytest.raises(LearnerError, match=r"is 0\.4, and the advantage pass_at_k takes 0 and 1"):
+        assign_credit([group()], PRESETS["pass_at_k"])
+    found = assign_credit([group((1.0, 0.0, 0.0, 0.0, 0.0))], PRESETS["pass_at_k"])
+    assert found[0].advantages[0] > 0

@@ -174,12 +174,14 @@ def test_a_value_head_is_refused_on_split_weights():
 
 
 def test_vapo_trains_its_critic_first_unless_it_is_told_otherwise():
-    def steps(preset, **settings):
+    def steps(preset, started=None, **settings):
         one = {"algorithm": {"preset": preset}, "training": {"steps": 25}, "critic": settings}
-        return warmup_steps(critic(), Config.model_validate(one))
+        return warmup_steps(critic(), Config.model_validate(one), started)
 
     assert steps("vapo") == 3
     assert steps("vapo", warmup_steps=0) == 0
+    assert steps("vapo", started=1) == 1
+    assert steps("vapo", started=1, warmup_steps=4) == 4
     assert steps("ppo") == 0
     assert steps("ppo", warmup_steps=2) == 2
 

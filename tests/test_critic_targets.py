@@ -18,15 +18,15 @@ from ludus.training.judges import at_openings, make_judge, train_judge
 from ludus.training.refine import refine
 from ludus.training.scoring import Scorer
 from ludus.types import Segment, StopReason, Trajectory
-from test_credit import REWARDS, group, inputs, real_group
+from test_credit import group, inputs, real_group
 from test_learner import tiny_model
 
 GAE = replace(PRESETS["ppo"], options=PartOptions(advantage={"lam": 0.9}))
 
 
-def estimated(algorithm, *, kl_scale=1.0, dtype=torch.float64):
+def estimated(algorithm, *, kl_scale=1.0, dtype=torch.float64, episodes=None):
     """Credits of a group with values and KL of each action token; and both as `[N, L]`."""
-    credits = assign_credit([group()], algorithm)
+    credits = assign_credit([episodes or group()], algorithm)
     mask, _, _ = inputs(credits)
     draw = torch.Generator().manual_seed(3)
     values = torch.rand(mask.shape, dtype=torch.float64, generator=draw).to(dtype)
@@ -35,11 +35,25 @@ def estimated(algorithm, *, kl_scale=1.0, dtype=torch.float64):
     return with_estimates(credits, algorithm, 0, Estimates(values=rows[0], kl=rows[1])), values, kl
 
 
+def of_one_token(episode):
+    """The episode with 7 for each token that it sampled: all of a group are in conflict."""
+    segments = tuple(
+        replace(segment, tokens=(7,) * len(segment.tokens)) if segment.kind == "action" else segment
+        for segment in episode.trajectory.segments
+    )
+    return replace(episode, trajectory=replace(episode.trajectory, segments=segments))
+
+
 def expected(credits, values, **given):
     mask, turn, turn_rewards = inputs(credits)
-    rewards = torch.tensor(REWARDS, dtype=torch.float64)
+    rewards = torch.tensor([c.episode.trajectory.reward for c in credits], dtype=torch.float64)
     found = advantages.gae(
-        values=values, mask=mask, rewards=rewards, turn=turn, turn_rewards=turn_rewards, lam=0.9, **given
+        values=values,
+        mask=mask,
+        rewards=rewards,
+        turn=turn,
+        turn_rewards=turn_rewards,
+        **{"lam": 0.9} | given,
     )
     return advantages.value_targets(advantages=found, values=values, mask=mask)
 
@@ -65,6 +79,27 @@ def test_a_kl_in_the_advantage_is_no_part_of_the_targets():
 def test_a_kl_in_the_reward_is_part_of_the_targets():
     placed, values, kl = estimated(replace(GAE, kl="k1", kl_coef=0.3, kl_placement="reward"))
     check(placed, expected(placed, values, kl=kl, kl_coef=0.3))
+
+
+@pytest.mark.parametrize("name", ["vtrace", "retrace"])
+def test_on_policy_a_kl_in_the_reward_is_once_in_the_targets_of_vtrace_and_retrace(name):
+    """Where the engine and the learner agree both are gae with lam 1, whose targets are returns."""
+    given = {"kl": "k1", "kl_coef": 0.3, "kl_placement": "reward", "options": PartOptions()}
+    plain, values, kl = estimated(replace(GAE, **given))
+    traced, _, _ = estimated(replace(GAE, advantage=name, **given))
+    for ours, theirs in zip(traced, plain, strict=True):
+        assert ours.advantages == pytest.approx(theirs.advantages, abs=1e-12)
+        assert ours.targets == pytest.approx(theirs.targets, abs=1e-12)
+    check(traced, expected(traced, values, kl=kl, kl_coef=0.3, lam=1.0))
+
+
+def test_the_weights_of_conflict_tokens_are_no_part_of_the_targets():
+    """They say how strongly a token trains and not what it earns."""
+    alike = [of_one_token(episode) for episode in group((9.0, -9.0, 9.0, -9.0))]
+    weighed, values, _ = estimated(replace(GAE, loss="gtpo"), episodes=alike)
+    plain, _, _ = estimated(GAE, episodes=alike)
+    assert weighed[0].advantages != plain[0].advantages
+    check(weighed, expected(weighed, values))
 
 
 def judge_of(preset, model):

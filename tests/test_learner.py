@@ -75,6 +75,22 @@ def largest_difference(left, right):
     return max(float((left[name] - right[name]).detach().abs().max()) for name in left)
 
 
+def test_the_metrics_of_several_updates_are_those_of_all_their_tokens():
+    """Without a learning rate they are the ones of a single update: maxima stay, means are over tokens."""
+    found = []
+    for minibatches in (1, 4):
+        one = learner(tiny_model(), WITH_ALL_TERMS, LearnerSettings(minibatches=minibatches))
+        one.scorers["reference"] = Scorer(tiny_model(seed=1))
+        one.optimiser = Optimiser(one.scorer.model, OptimiserSettings(learning_rate=1e-30, total_steps=10))
+        found.append(one.train(random_rows(), seed=3))
+    whole, parts = found
+    assert parts["batch/trained_rows"] == whole["batch/trained_rows"] / 4
+    names = [name for name in whole if name.startswith("policy/")]
+    assert {"policy/logprob_gap_max", "policy/ratio_max", "policy/entropy", "policy/kl_engine"} < set(names)
+    for name in names:
+        assert parts[name] == pytest.approx(whole[name], rel=1e-12), name
+
+
 WITH_ALL_TERMS = Algorithm(
     name="all", summary="", source="", kl_coef=0.05, entropy_coef=0.0, correction="tis"
 )

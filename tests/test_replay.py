@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from ludus.algorithms.resolve import algorithm_of
@@ -12,7 +14,7 @@ from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.training.credit import Credit
 from ludus.training.replay import ReplayBuffer, check_replay
-from ludus.training.staleness import staleness_metrics
+from ludus.training.staleness import age_metrics, staleness_metrics
 from ludus.types import Segment, StopReason, Task, Trajectory
 
 ALGORITHM = algorithm_of(load_config("search", ["--training.mode", "async"]))
@@ -109,6 +111,17 @@ def test_a_checkpoint_keeps_the_buffer():
     assert counts(again) == (0, 0, 3)
     with pytest.raises(StorageError, match="cannot be read"):
         again.restore('{"task": "unknown", "replayed": 0, "greedy": []}', tasks)
+
+
+def test_the_ages_of_what_trains_are_known_in_every_mode():
+    masked = [replace(credit, outcome=Outcome.MASKED) for credit in group(3, version=0)]
+    credits = group(1, version=4) + group(2, version=2) + masked
+    found = age_metrics(credits, 5)
+    ages = [found.pop(f"staleness/age_{age}") for age in range(3)]
+    assert (ages, found) == ([0.5, 0, 0.5], {"staleness/mean": 1.0, "staleness/max": 2.0})
+    half = [replace(c, trains=(True,) + (False,) * (len(c.advantages) - 1)) for c in group(2, version=2)]
+    assert age_metrics(group(1, version=4) + half, 5)["staleness/mean"] < 1.0
+    assert age_metrics([], 5) == {"staleness/mean": 0.0, "staleness/max": 0.0, "staleness/age_0": 0.0}
 
 
 def test_replayed_tokens_are_in_the_ages_and_not_in_what_was_sampled():

@@ -71,6 +71,7 @@ def test_the_ledger_adds_up_at_every_step_and_agrees_with_the_rollouts(finished)
         assert len(records) == 12
         trained = [record for record in records if record.outcome == "trained"]
         assert len(trained) == row.metrics["ledger/trained"] == row.metrics.get("batch/trained_rows", 0)
+        assert row.metrics["staleness/age_0"] == (row.metrics["ledger/trained"] > 0)
 
 
 def test_recorded_logprobs_are_those_of_a_fresh_forward_and_ids_those_of_the_engine(tmp_path, capsys):
@@ -206,6 +207,19 @@ def test_a_finished_run_is_extended_by_resuming_with_more_steps(finished, tmp_pa
     assert (longer / "metrics.jsonl").read_bytes() == (extended / "metrics.jsonl").read_bytes()
 
 
+@pytest.mark.fault
+def test_a_run_that_is_extended_does_not_stop_its_policy_for_the_critic_once_more(tmp_path):
+    """One step has a warm-up of one step, eleven would have two: in the second one the policy trains."""
+    folder, changes = tmp_path / "vapo", SMALLEST | {"algorithm__preset": "vapo", "training__steps": "1"}
+    run(folder, **changes)
+    settings = config(folder, **changes | {"training__steps": "11"})
+    reporter = Cutting(2)
+    with locked(RunFolder(folder)), pytest.raises(Cut):
+        train(open_session(settings), RunFolder(folder), reporter)
+    assert json.loads((folder / "checkpoints/step-000001/trainer/state.json").read_text())["warmup"] == 1
+    assert "optim/learning_rate" in read_metrics(folder / "metrics.jsonl")[1].metrics
+
+
 @pytest.mark.parametrize(
     ("settings", "found"),
     [
@@ -248,6 +262,22 @@ def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished
     assert unmasked["batch/trained_rows"] == masked["batch/trained_rows"]
     assert unmasked["batch/trained_tokens"] > masked["batch/trained_tokens"]
     assert unmasked["optim/grad_norm"] != masked["optim/grad_norm"]
+
+
+def test_groups_of_one_train_where_no_attempts_are_compared(tmp_path):
+    changes = {"algorithm__preset": "reinforce", "algorithm__group_size": "1", "training__steps": "1"}
+    reporter = run(tmp_path / "alone", **changes)
+    ((_, metrics),) = reporter.steps
+    assert metrics["ledger/trained"] == metrics["ledger/started"] > 0
+    assert metrics["groups/zero_variance"] == 0
+    assert not any("equal" in text for text in reporter.alarms)
+
+
+def test_what_is_rejected_whole_is_in_the_share_that_the_correction_drops(tmp_path):
+    changes = {"algorithm__correction": "reject_sequence", "algorithm__options__correction__low": "1.5"}
+    ((_, metrics),) = run(tmp_path / "rejected", training__steps="1", **changes).steps
+    assert metrics["ledger/trained"] == 0
+    assert metrics["policy/dropped_share"] == 1.0
 
 
 def test_lora_trains_the_adapters_alone(tmp_path):

@@ -155,7 +155,7 @@ def test_distillation_has_the_gradient_of_the_reverse_kl():
     ("settings", "words"),
     [
         ({"options": {"terms": {"ecko": 0.1}}}, "'echo'"),
-        ({"options": {"terms": {"echo": -0.1}}}, "below 0"),
+        ({"options": {"terms": {"echo": -0.1}}}, "echo is -0.1, but must be from 0 on"),
     ],
 )
 def test_terms_that_are_none_are_refused(settings, words):

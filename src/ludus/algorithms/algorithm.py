@@ -112,6 +112,8 @@ SCALED_ADVANTAGES = (
 """Advantages that divide by a standard deviation and so read std_ddof."""
 POSITIVE_ADVANTAGES = ("best_of_group",)
 """Advantages that are never below 0, where a clip has one side only."""
+BINARY_ADVANTAGES = ("pass_at_k",)
+"""Advantages for rewards of 0 and 1 alone."""
 TURN_ADVANTAGES = ("turn_grpo", "turn_return", "turn_return_hybrid")
 """Advantages that read the rewards of turns."""
 
@@ -123,6 +125,8 @@ BEHAVIOUR_ADVANTAGES = ("vtrace", "retrace")
 """Advantages that contain the ratio to the behaviour policy."""
 CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGES)
 """Advantages that read the values of a critic."""
+ALONE_ADVANTAGES = ("raw", "reinforce_pp", "rae", *GREEDY_ADVANTAGES, *CRITIC_ADVANTAGES)
+"""Advantages that do not compare the attempts of a group with each other."""
 TURN_VALUE_ADVANTAGES = ("step_gae",)
 """Those that read one value a turn, at its first action token."""
 WHITENED_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", *CRITIC_ADVANTAGES)

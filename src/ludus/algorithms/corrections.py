@@ -13,7 +13,14 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ludus.algorithms.algorithm import LEVELS, Algorithm, number, word
+from ludus.algorithms.algorithm import (
+    BEHAVIOUR_ADVANTAGES,
+    LEVELS,
+    LIMITING_CORRECTIONS,
+    Algorithm,
+    number,
+    word,
+)
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.masking import check_shapes, clamped_ratio, select
 from ludus.algorithms.mismatch import Mismatch, MismatchByLength, mismatch, mismatch_by_length
@@ -26,12 +33,12 @@ __all__ = [
     "MismatchByLength",
     "decoupled",
     "icepop",
+    "limited",
     "mismatch",
     "mismatch_by_length",
     "none",
     "reject_sequence",
     "tis",
-    "uncorrected",
 ]
 
 Level = Literal["token", "sequence", "geometric"]
@@ -139,9 +146,21 @@ def _check_bounds(low: float, high: float) -> None:
 CorrectionFn = Callable[[TokenBatch, Algorithm], Tensor]
 
 
-def uncorrected(batch: TokenBatch, algorithm: Algorithm) -> Tensor:
-    """The ratios [N, L] that the algorithm's correction limits, at its level."""
-    return _weights(batch.old_logprobs, batch.behavior_logprobs, batch.mask, _level(algorithm))
+def limited(batch: TokenBatch, algorithm: Algorithm, weights: Tensor) -> tuple[Tensor, Tensor] | None:
+    """The ratios [N, L] before and after what limits them; None where nothing does.
+
+    A correction limits them at its level, and `weights` are its own; V-trace and Retrace limit those of
+    tokens: what passes the smaller of their bounds is cut somewhere.
+    """
+    if algorithm.correction in LIMITING_CORRECTIONS:
+        level = _level(algorithm)
+        return _weights(batch.old_logprobs, batch.behavior_logprobs, batch.mask, level), weights
+    if algorithm.advantage in BEHAVIOUR_ADVANTAGES:
+        options = algorithm.options.advantage
+        ratios = _weights(batch.old_logprobs, batch.behavior_logprobs, batch.mask, "token")
+        bound = min(number(options, "rho_bar", 1.0), number(options, "c_bar", 1.0))  # 1 for Retrace
+        return ratios, ratios.clamp(max=bound)
+    return None
 
 
 def _level(algorithm: Algorithm) -> Level:

@@ -15,7 +15,6 @@ from ludus.algorithms.aggregate import Normaliser, aggregate
 from ludus.algorithms.algorithm import (
     FULL_KL_NAMES,
     GRANULARITIES,
-    LIMITING_CORRECTIONS,
     Algorithm,
     word,
 )
@@ -24,9 +23,9 @@ from ludus.algorithms.corrections import (
     CORRECTIONS,
     Mismatch,
     MismatchByLength,
+    limited,
     mismatch,
     mismatch_by_length,
-    uncorrected,
 )
 from ludus.algorithms.kl import KLS, trajectory_kl
 from ludus.algorithms.losses import LOSSES, ClipStats, clip_stats, cut_off
@@ -172,13 +171,13 @@ def _kl(batch: TokenBatch, algorithm: Algorithm) -> Tensor | None:
 
 
 def _mismatch(batch: TokenBatch, weights: Tensor, algorithm: Algorithm) -> Mismatch:
-    limits = algorithm.correction in LIMITING_CORRECTIONS
+    before, after = limited(batch, algorithm, weights) or (None, None)
     return mismatch(
         old_logprobs=batch.old_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
         mask=batch.mask,
-        ratios=uncorrected(batch, algorithm) if limits else None,
-        weights=weights if limits else None,
+        ratios=before,
+        weights=after,
     )
 
 

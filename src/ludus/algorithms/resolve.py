@@ -10,7 +10,9 @@ from ludus.algorithms.algorithm import (
     ADVANTAGE_NAMES,
     ADVANTAGE_OPTIONS,
     AGGREGATION_NAMES,
+    ALONE_ADVANTAGES,
     BEHAVIOUR_ADVANTAGES,
+    BINARY_ADVANTAGES,
     CLIPPING_LOSSES,
     CORRECTION_NAMES,
     CORRECTION_OPTIONS,
@@ -19,7 +21,6 @@ from ludus.algorithms.algorithm import (
     KL_OPTIONS,
     LOSS_NAMES,
     LOSS_OPTIONS,
-    OPTION_WORDS,
     PLACEMENTS,
     POSITIVE_ADVANTAGES,
     SCALED_ADVANTAGES,
@@ -29,16 +30,15 @@ from ludus.algorithms.algorithm import (
     Algorithm,
     Options,
     PartOptions,
-    number,
-    word,
 )
+from ludus.algorithms.bounds import check_option, check_together
 from ludus.algorithms.combinations import check_corrections
 from ludus.algorithms.presets import PRESETS
 from ludus.config.schema import AlgorithmConfig, Config
 from ludus.config.schema import PartOptions as PartOptionsConfig
 from ludus.errors import ConfigError, did_you_mean
 
-OFF_POLICY = ("dppo", "distill", "distill_full")
+OFF_POLICY = ("dppo", "distill_full")
 """Losses that need no correction: they divide by the behaviour policy, or by nothing."""
 
 
@@ -59,11 +59,13 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     _check_options("correction", algorithm.correction, algorithm.options.correction, CORRECTION_OPTIONS)
     _check_options("kl", algorithm.kl, algorithm.options.kl, KL_OPTIONS)
     _check_terms(algorithm.options.terms)
+    check_together(algorithm)
     check_corrections(algorithm.correction, algorithm.loss, algorithm.advantage)
     _check_sequence_weights(algorithm)
     _refuse_idle_settings(config, algorithm)
     _refuse_unread_parts(config, algorithm)
     _check_rewards_stay(algorithm)
+    _check_group_size(algorithm)
     if algorithm.resample_rounds and not algorithm.zero_variance:
         raise ConfigError(
             f"algorithm.resample_rounds = {algorithm.resample_rounds} replaces groups that"
@@ -83,6 +85,9 @@ def algorithm_of(config: Config) -> Algorithm:
     itself stays as it is; a loss with one term per trajectory gets one weight per trajectory.
     """
     algorithm = resolve(config.algorithm)
+    if algorithm.kl_coef == 0 and config.kl_control.kind != "constant":
+        # A KL that comes with the steps has to fit as one from the first step does.
+        resolve(config.algorithm.model_copy(update={"kl_coef": 1.0}))
     given = config.algorithm.correction is not None
     own = config.engine.url is None or config.rollout.reproducible
     alike = own or config.training.learner.old_logprobs == "engine"
@@ -107,7 +112,7 @@ def _check_options(part: str, name: str, options: Options, known: Mapping[str, t
     """Raises ConfigError for an option that this part does not have, or that it cannot take."""
     for key in options:
         if key in known[name]:
-            word(options, key, OPTION_WORDS[key]) if key in OPTION_WORDS else number(options, key, 0.0)
+            check_option(part, key, options)
         else:
             guess = did_you_mean(key, known[name], cutoff=0.5)
             have = ", ".join(known[name]) or "none"
@@ -120,11 +125,7 @@ def _check_options(part: str, name: str, options: Options, known: Mapping[str, t
 def _check_terms(terms: Options) -> None:
     for name in terms:
         _check_name("options.terms", name, TERM_NAMES)
-        if not number(terms, name, 0.0) >= 0:
-            raise ConfigError(
-                f"algorithm.options.terms.{name} = {terms[name]} is below 0.",
-                "Give a coefficient; 0 is no term.",
-            )
+        check_option("terms", name, terms)
 
 
 def _check_sequence_weights(algorithm: Algorithm) -> None:
@@ -204,14 +205,30 @@ def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
 
 def _check_rewards_stay(algorithm: Algorithm) -> None:
     """ConfigError where something is added to rewards that have to be 0 or 1."""
-    if algorithm.advantage != "pass_at_k":
+    if algorithm.advantage not in BINARY_ADVANTAGES:
         return
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement == "reward"
     if penalised or algorithm.overlong_cache:
         what = "algorithm.kl_placement = 'reward'" if penalised else "algorithm.overlong_cache"
         raise ConfigError(
-            f"The advantage pass_at_k takes rewards of 0 and 1, and {what} adds to them.",
+            f"The advantage {algorithm.advantage} takes rewards of 0 and 1, and {what} adds to them.",
             "Set kl_placement = 'loss' and overlong_cache = 0, or choose another advantage.",
+        )
+
+
+def _check_group_size(algorithm: Algorithm) -> None:
+    """ConfigError for groups of one where the attempts of a group are compared."""
+    compares = {
+        f"the advantage {algorithm.advantage}": algorithm.advantage not in ALONE_ADVANTAGES,
+        "algorithm.zero_variance": algorithm.zero_variance,
+        "algorithm.variance_top": algorithm.variance_top < 1,
+        "algorithm.greso": algorithm.greso,
+    }
+    if algorithm.group_size == 1 and any(compares.values()):
+        what = next(name for name, does in compares.items() if does)
+        raise ConfigError(
+            "algorithm.group_size is 1, but must be at least 2: a group of one has no baseline to compare"
+            f" with, and {what} compares the attempts of a group.",
         )
 
 

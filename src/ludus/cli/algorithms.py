@@ -20,6 +20,7 @@ from ludus.algorithms.algorithm import (
     TERM_NAMES,
     Algorithm,
 )
+from ludus.algorithms.bounds import BOUNDS
 from ludus.algorithms.defaults import default_of
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
@@ -84,5 +85,5 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
     for part, name, known, given in parts:
         for option in known[name]:
             value = given.get(option, default_of(part, name, option))
-            shown = value if isinstance(value, str) else f"{value:g}"
+            shown = value if isinstance(value, str) else f"{value:g} ({BOUNDS[part][option]})"
             yield f"  algorithm.options.{part}.{option} = {shown}"

@@ -17,7 +17,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from ludus.algorithms.algorithm import Algorithm
+from ludus.algorithms.algorithm import BINARY_ADVANTAGES, Algorithm
+from ludus.algorithms.combinations import check_binary_rewards
 from ludus.algorithms.resolve import algorithm_of
 from ludus.config.load import load_config
 from ludus.config.schema import Config
@@ -47,7 +48,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         return 0
     config = load_config(source(args.recipe), overrides)
     algorithm = algorithm_of(config)
-    unchecked = check_rewards(config)
+    unchecked = check_rewards(config, algorithm)
     print(to_toml(config))
     print("\n".join(algorithm_lines(algorithm, config)))
     if unchecked:
@@ -55,19 +56,22 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def check_rewards(config: Config) -> str:
-    """Raise ConfigError for parts of rewards that there are not, and for weights, caps or a gate of such.
+def check_rewards(config: Config, algorithm: Algorithm) -> str:
+    """Raise ConfigError for parts of rewards that there are not, for weights, caps or a gate of such, and for
+    rewards that the advantage does not take.
 
     The world says what parts it has. Where it cannot be made here this is why; otherwise the text is empty.
     """
     added_parts(config.rewards)
-    if config.rewards.is_default:
+    if config.rewards.is_default and algorithm.advantage not in BINARY_ADVANTAGES:
         return ""
     try:
         world = build_world(config.env, config.rollout, config.sandbox)
     except LudusError as error:
         return str(error)
-    check_names(config.rewards, parts_that_train(config.rewards, world.rewards))
+    parts = parts_that_train(config.rewards, world.rewards)
+    check_names(config.rewards, parts)
+    check_binary_rewards(algorithm, config.rewards, parts)
     return ""
 
 

@@ -11,6 +11,7 @@ import argparse
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from ludus.algorithms.resolve import algorithm_of
 from ludus.cli.arguments import recipe_config, run_config
 from ludus.cli.config import check_rewards
 from ludus.cli.stages import TrainingStage, resumed_folder
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check a configuration and load its model, unless that is yet to be made."""
-    check_rewards(config)  # before torch is imported, which takes seconds
+    check_rewards(config, algorithm_of(config))  # before torch is imported, which takes seconds
     from ludus.cli import console
     from ludus.training.start import prepare
 

@@ -223,8 +223,8 @@ class AlgorithmParts(Section):
 
     preset: str = "grpo"
     """The algorithm that the other settings start from; `ludus algorithms` lists them."""
-    group_size: Annotated[int, Why("a group of one has no baseline to compare with")] = Field(8, ge=2)
-    """Trajectories per task (G)."""
+    group_size: int = Field(8, ge=1)
+    """Trajectories per task (G); at least 2 where the attempts of a group are compared."""
     advantage: str | None = None
     """How rewards become advantages; none keeps the preset's."""
     loss: str | None = None

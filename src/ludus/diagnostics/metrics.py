@@ -145,11 +145,12 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _group_metrics(groups: Sequence[Group], success: str | None) -> dict[str, float]:
-    """Shares of the groups that hold at least one finished episode."""
+    """Shares of the groups with a finished episode; of equal rewards among the groups of several."""
     members = [[t for t in group.trajectories if _finished(t)] for group in groups]
     members = [group for group in members if group]
-    equal = sum(len({t.reward for t in group}) == 1 for group in members)
-    metrics = {"groups/zero_variance": _share(equal, len(members))}
+    several = [[t for t in g.trajectories if _finished(t)] for g in groups if len(g.trajectories) > 1]
+    rewards = [{r for t in group for r in t.leaf_rewards or (t.reward,)} for group in several if group]
+    metrics = {"groups/zero_variance": _share(sum(len(own) == 1 for own in rewards), len(rewards))}
     if success is not None:
         scores = [[t.rewards.get(success, 0.0) for t in group] for group in members]
         metrics["groups/all_right"] = _share(sum(min(group) >= 1 for group in scores), len(members))

@@ -42,7 +42,8 @@ class TrainerState:
 
     Everything random is a function of seed and step, so no generator state is kept. `judge_steps` are the
     optimiser steps of the critic or process reward model, `memory` is that of the algorithm, as text.
-    `origins` are digests of models that are not here (`training.origins`).
+    `origins` are digests of models that are not here (`training.origins`). `warmup` is the number of first
+    steps in which a critic learns alone; None where the checkpoint is older than this field.
     """
 
     step: int
@@ -53,6 +54,7 @@ class TrainerState:
     reward_moments: str = ""
     kl: KlState = field(default_factory=KlState)
     origins: Mapping[str, str] = field(default_factory=dict)
+    warmup: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,6 +146,7 @@ def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
         reward_moments=data.get("reward_moments", ""),
         kl=KlState(**data.get("kl", {})),
         origins=data.get("origins", {}),
+        warmup=data.get("warmup"),
     )
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from ludus.algorithms.advantages.running import DomainMoments, domain_normalised
 from ludus.algorithms.algorithm import CRITIC_ADVANTAGES, TURN_ADVANTAGES, Algorithm
+from ludus.algorithms.combinations import check_binary_rewards
 from ludus.algorithms.resolve import resolve
 from ludus.algorithms.schedules import Schedule
 from ludus.algorithms.shaping import (
@@ -33,7 +34,7 @@ from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
 from ludus.engines.loading import load_tokenizer
 from ludus.envs.base import World
-from ludus.errors import ConfigError, UserError, WorldError
+from ludus.errors import ConfigError, LearnerError, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.named import MODEL_PART, added_parts, check_fed, check_names, parts_that_train
 from ludus.rewards.published import PUBLISHED
@@ -114,14 +115,14 @@ def parts_of(config: Config, world: World) -> Sequence[Reward]:
 
 def check_reward_settings(config: Config, world: World) -> None:
     """Refuse, before anything is written, rewards that a run would only find out later. Raises UserError."""
-    settings = config.rewards
+    settings, algorithm = config.rewards, resolve(config.algorithm)
+    check_binary_rewards(algorithm, settings, parts_of(config, world))
     if settings.is_default:
         return
     plan_parts(config, parts_of(config, world))
-    advantage = resolve(config.algorithm)
-    if settings.turns and not reads_turns(advantage):
+    if settings.turns and not reads_turns(algorithm):
         raise ConfigError(
-            f"rewards.turns would have no effect: the advantage {advantage.advantage} reads no turns.",
+            f"rewards.turns would have no effect: the advantage {algorithm.advantage} reads no turns.",
             f"Take one of {', '.join((*TURN_ADVANTAGES, *CRITIC_ADVANTAGES))}.",
         )
     if settings.model is not None:
@@ -260,7 +261,10 @@ class Combiner:
             self.moments = DomainMoments.from_json(moments)
 
     def combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
-        """The episodes of `step` (from 1) with their rewards; failed ones as they are."""
+        """The episodes of `step` (from 1) with their rewards; failed ones as they are.
+
+        Raises LearnerError for a trajectory whose leaves have rewards of their own.
+        """
         places = [
             (g, i)
             for g, group in enumerate(groups)
@@ -271,6 +275,7 @@ class Combiner:
         if not places:
             return found
         episodes = [groups[g][i] for g, i in places]
+        _check_leaves(episodes)
         trajectories = self._judged([episode.trajectory for episode in episodes], step)
         rewards = self._rewards(trajectories, torch.tensor([g for g, _ in places]), step)
         trajectories, rewards = with_length(trajectories, rewards, self.settings.length)
@@ -389,6 +394,17 @@ class Combiner:
         outcome = weighted_sum(parts=values, weights=[w if part.outcome else 0.0 for part, w in pairs])
         shaping = weighted_sum(parts=values, weights=[0.0 if part.outcome else w for part, w in pairs])
         return outcome + gated(gate=self._gate(trajectories), rewards=shaping, threshold=FULL)
+
+
+def _check_leaves(episodes: Sequence[Episode]) -> None:
+    """LearnerError where rewards of leaves would train in place of what is combined: they have no parts."""
+    for one in (episode.trajectory for episode in episodes):
+        if one.leaf_rewards:
+            raise LearnerError(
+                f"{one.name[0].upper()}{one.name[1:]} has rewards of its own for its leaves, which have no"
+                " parts to combine.",
+                "Leave the section rewards at its defaults, or give such trajectories no leaf_rewards.",
+            )
 
 
 def _check_caps(settings: RewardsConfig) -> None:

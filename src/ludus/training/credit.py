@@ -10,12 +10,20 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.advantages import ADVANTAGES, VALUE_ERRORS
-from ludus.algorithms.algorithm import GRANULARITIES, TOKEN_ADVANTAGES, Algorithm, number, word
+from ludus.algorithms.algorithm import (
+    BINARY_ADVANTAGES,
+    GRANULARITIES,
+    TOKEN_ADVANTAGES,
+    Algorithm,
+    number,
+    word,
+)
 from ludus.algorithms.batch import Outcomes
 from ludus.algorithms.filters import overlong_mask, zero_variance
 from ludus.algorithms.kl import penalised_advantages, penalised_rewards
 from ludus.algorithms.losses import conflict_weights
 from ludus.algorithms.shaping import soft_overlong
+from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, Outcome
 from ludus.rollout.scheduler import Episode
@@ -107,7 +115,8 @@ def assign_credit(
     run over all its members, those of the batch over what trains; what a filter takes out keeps its advantage
     on record and does not train.
     `max_action_tokens` is the most that an episode may have, which the soft overlong punishment counts from.
-    Raises LearnerError where a reward or a recorded log-probability is not finite.
+    Raises LearnerError where a reward or a recorded log-probability is not finite, and where a reward is
+    none that the advantage takes.
     """
     credits: list[Credit] = []
     compared: list[Credit] = []
@@ -116,6 +125,8 @@ def assign_credit(
             credits += [_of_partial_group(episode, place) for episode in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
+            if algorithm.advantage in BINARY_ADVANTAGES:
+                _check_binary([episode.trajectory for episode in group], algorithm)
             greedy = next((episode for episode in group if episode.greedy), None)
             baseline = None if greedy is None else _shaped_reward(greedy, algorithm, max_action_tokens)
             if algorithm.advantage == "rae":
@@ -126,6 +137,18 @@ def assign_credit(
                 else:
                     compared.append(Credit(episode, Outcome.TRAINED, "trained", place, baseline=baseline))
     return credits + _compare(compared, algorithm, max_action_tokens)
+
+
+def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
+    """LearnerError for a reward that is neither 0 nor 1."""
+    for one in trajectories:
+        for reward in leaf_rewards(one):
+            if reward not in (0.0, 1.0):
+                raise LearnerError(
+                    f"The reward of {one.name} is {reward:g}, and the advantage {algorithm.advantage} takes 0"
+                    " and 1.",
+                    "Choose another advantage, or make the outcome all or nothing.",
+                )
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +233,8 @@ def with_estimates(
 def _of_critic(algorithm: Algorithm) -> Algorithm:
     """The algorithm whose advantages plus values are the critic's targets: not whitened, with its own lam.
 
-    A KL in the reward is part of what the critic predicts; one in the advantage is not.
+    A KL in the reward is part of what the critic predicts; one in the advantage is not, and neither are the
+    weights of conflict tokens, which say how strongly a token trains.
     """
     own = algorithm.options.advantage | {"whiten": 0.0}
     if algorithm.advantage == "vapo":
@@ -220,7 +244,7 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
         algorithm = replace(algorithm, advantage="vtrace_error")
     if algorithm.kl_placement == "advantage":
         algorithm = replace(algorithm, kl_coef=0.0)
-    return replace(algorithm, options=replace(algorithm.options, advantage=own))
+    return replace(algorithm, loss="ppo_clip", options=replace(algorithm.options, advantage=own))
 
 
 def _of_partial_group(episode: Episode, place: int) -> Credit:
@@ -234,10 +258,8 @@ def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens:
     if not credits:
         return []
     trajectories = [credit.episode.trajectory for credit in credits]
-    leaves = [leaf_rewards(t) for t in trajectories]
-    rewards = torch.tensor([r for own in leaves for r in own], dtype=torch.float64)
-    index = torch.tensor([c.group for c, own in zip(credits, leaves, strict=True) for _ in own])
-    kept = dict(zip(index.tolist(), zero_variance(rewards=rewards, group=index).tolist(), strict=True))
+    rewards, index = compared_rewards(credits)
+    kept = dict(zip(index, zero_variance(rewards=rewards, group=index).tolist(), strict=True))
     varied = [kept[credit.group] for credit in credits]
     whole = overlong_mask(truncated=[t.stop_reason in CUT_OFF for t in trajectories])
     found = []
@@ -246,6 +268,12 @@ def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens:
         found.append(replace(credit, outcome=outcome, reason=reason))
     advantages = _advantages(found, algorithm, max_action_tokens)
     return [replace(credit, advantages=a) for credit, a in zip(found, advantages, strict=True)]
+
+
+def compared_rewards(credits: Sequence[Credit]) -> tuple[list[float], list[int]]:
+    """The rewards that the groups compare and the group of each: one for each path of each trajectory."""
+    pairs = [(reward, c.group) for c in credits for reward in leaf_rewards(c.episode.trajectory)]
+    return [reward for reward, _ in pairs], [group for _, group in pairs]
 
 
 def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[Outcome, str]:
@@ -298,7 +326,7 @@ def _of_chains(
     rewards = outcomes.rewards
     rewards = rewards + _punishment(outcomes.mask.sum(1), algorithm, max_action_tokens)
     penalty = outcomes.kl
-    token_level = algorithm.advantage in TOKEN_ADVANTAGES
+    token_level = algorithm.advantage in (*TOKEN_ADVANTAGES, *VALUE_ERRORS)
     if penalty is not None and algorithm.kl_placement == "reward" and not token_level:
         rewards = penalised_rewards(rewards=rewards, kl=penalty, mask=outcomes.mask, coef=algorithm.kl_coef)
     given = replace(outcomes, rewards=rewards)

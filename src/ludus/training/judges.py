@@ -107,14 +107,17 @@ def part_name(judge: Judge) -> str:
     return "process_reward" if isinstance(judge, ProcessReward) else "critic"
 
 
-def warmup_steps(judge: Judge | None, config: Config) -> int:
-    """First steps in which it alone learns: as set, and else a tenth of the run where vapo asks for some."""
+def warmup_steps(judge: Judge | None, config: Config, started: int | None = None) -> int:
+    """First steps in which it alone learns: as set, and else a tenth of the run where vapo asks for some.
+
+    A resumed run keeps those that it `started` with, so that more steps do not stop the policy once more.
+    """
     given = config.critic.warmup_steps
     if not isinstance(judge, Critic | OutcomeCritic):
         return 0
     if given is None:
         wanted = resolve(config.algorithm).advantage == "vapo"
-        return math.ceil(config.training.steps / 10) if wanted else 0
+        return (started or math.ceil(config.training.steps / 10)) if wanted else 0
     return given
 
 

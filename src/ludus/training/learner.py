@@ -163,12 +163,12 @@ class Learner:
         ]
 
     def train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
-        """Work through one batch of rows; gives the metrics, averaged over its optimiser steps.
+        """Work through one batch of rows; gives the metrics over the tokens of all its optimiser steps.
 
-        `seed` orders the rows where there are several minibatches. Without a row nothing changes. Raises
-        LearnerError where loss or gradient is not finite; the weights are then those of the last good step.
-        With several processes `rows` are all rows or this one's part, which may be empty, as `Ranks.whole`
-        says, and the metrics are of all.
+        Losses are means over these steps. `seed` orders the rows where there are several minibatches. Without
+        a row nothing changes. Raises LearnerError where loss or gradient is not finite; the weights are then
+        those of the last good step. With several processes `rows` are all rows or this one's part, which may
+        be empty, as `Ranks.whole` says, and the metrics are of all.
         """
         with self.ranks.together(Train(rows, seed, self.algorithm)):
             try:
@@ -186,7 +186,7 @@ class Learner:
         settings = self.settings
         known = self._start(rows, seed)
         shuffled = random.Random(seed)
-        reports = []
+        updates = []
         for _ in range(settings.epochs):
             order = list(range(len(rows)))
             if settings.minibatches > 1:
@@ -194,8 +194,10 @@ class Learner:
             for part in range(settings.minibatches):
                 chosen = order[part :: settings.minibatches]
                 if any(self.ranks.gather(len(chosen))):
-                    reports.append(self._update([rows[i] for i in chosen], known.of(chosen)))
-        return _mean_metrics(reports) | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
+                    updates.append(self._update([rows[i] for i in chosen], known.of(chosen)))
+        of_tokens = _metrics([statistics for statistics, _ in updates])
+        of_updates = _mean_metrics([report for _, report in updates])
+        return of_tokens | of_updates | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
 
     def _start(self, rows: Sequence[Row], seed: int) -> Known:
         """What the updates of a step have to know of the weights at its start."""
@@ -303,11 +305,11 @@ class Learner:
         dtype = next(self.scorer.model.parameters()).dtype
         return dtype if dtype == torch.float64 else torch.float32
 
-    def _update(self, batch: Sequence[Row], known: Known) -> dict[str, float]:
+    def _update(self, batch: Sequence[Row], known: Known) -> tuple[Statistics, dict[str, float]]:
         statistics, tokens = self.gradient(batch, known)
         rate = self.optimiser.settings.rate(self.optimiser.num_steps)
         norm = self.optimiser.step()
-        return _metrics(statistics) | {
+        return statistics, {
             "optim/grad_norm": norm,
             "optim/learning_rate": rate,
             "batch/trained_tokens": float(tokens),
@@ -443,12 +445,13 @@ def choose_tokens(
     return [of_row[i] for i in range(len(rows))]
 
 
-def _metrics(statistics: Statistics) -> dict[str, float]:
-    """The statistics of one update under their public names."""
+def _metrics(updates: Sequence[Statistics]) -> dict[str, float]:
+    """The statistics of a step's updates under their public names; losses are means over the updates."""
+    statistics = functools.reduce(operator.add, updates)
     clip, mismatch = statistics.clip, statistics.mismatch
     metrics = {
-        "loss/total": statistics.loss,
-        "loss/policy": statistics.policy_loss,
+        "loss/total": statistics.loss / len(updates),
+        "loss/policy": statistics.policy_loss / len(updates),
         "policy/clip_fraction": clip.fraction,
         "policy/ratio_mean": clip.ratio_mean,
         "policy/ratio_max": clip.ratio_max,
@@ -472,7 +475,7 @@ def _metrics(statistics: Statistics) -> dict[str, float]:
         metrics["policy/chosen_share"] = statistics.chosen_share
     if statistics.teacher_mean is not None:
         metrics["distill/reverse_kl"] = statistics.teacher_mean
-    return metrics | {f"loss/{name}": value for name, value in statistics.terms.items()}
+    return metrics | {f"loss/{name}": value / len(updates) for name, value in statistics.terms.items()}
 
 
 def _mean_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -14,12 +14,12 @@ from ludus.algorithms.kl_run import KlControl
 from ludus.rollout.ledger import Ledger
 from ludus.training.batch import Row
 from ludus.training.credit import Credit, settle, training_rows
-from ludus.training.judges import Judge, train_judge, warmup_steps
+from ludus.training.judges import Judge, train_judge
 from ludus.training.learner import Learner
-from ludus.training.refine import refine
+from ludus.training.refine import refine, rejected_share
 from ludus.training.sampling import max_action_tokens
 from ludus.training.session import Session
-from ludus.training.staleness import mask_over_age, on_policy
+from ludus.training.staleness import age_metrics, mask_over_age, on_policy
 
 T = TypeVar("T")
 
@@ -41,7 +41,8 @@ async def here(work: Callable[[], T]) -> T:
 class Learning:
     """What turns credits into weights: the learner, the model that judges beside it, the control of the KL.
 
-    `ledger` is the run's. Tokens older than `bound` versions do not train; None is no bound.
+    `ledger` is the run's. Tokens older than `bound` versions do not train; None is no bound. In the first
+    `warmup` steps of the run the judge alone learns.
     """
 
     session: Session
@@ -50,6 +51,7 @@ class Learning:
     ledger: Ledger
     judge: Judge | None = None
     bound: int | None = None
+    warmup: int = 0
     _checked: bool = field(default=False, init=False)
 
     async def learn(
@@ -87,6 +89,9 @@ class Learning:
 
     def _train(self, step: int, credits: Sequence[Credit], rows: Sequence[Row]) -> dict[str, float]:
         metrics = {} if self.judge is None else train_judge(self.judge, credits)
-        if step > warmup_steps(self.judge, self.session.config):
+        if step > self.warmup:
             metrics |= self.learner.train(rows, seed=step)
+        if self.learner.algorithm.correction == "reject_sequence":
+            metrics["policy/dropped_share"] = rejected_share(credits)
+        metrics |= age_metrics(credits, step)
         return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})

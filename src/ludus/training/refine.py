@@ -30,6 +30,8 @@ from ludus.training.credit import Credit, Estimates, with_estimates
 from ludus.training.judges import Judge, at_actions, judged
 from ludus.training.learner import Learner
 
+REJECTED = "rejected"
+"""Why a trajectory is masked whose ratio to the engine is out of bounds."""
 PARITY_ROWS = 8
 """Rows that are compared before the first step: the shortest, the longest and some between."""
 PARITY_NATS = 0.05
@@ -145,7 +147,15 @@ def _rejected(credits: list[Credit], learner: Learner) -> list[Credit]:
         high=number(options, "high", 2.0),
         by=word(options, "by", CRITERIA),
     )
-    return _masked(credits, trained, keep.any(1), "rejected")
+    return _masked(credits, trained, keep.any(1), REJECTED)
+
+
+def rejected_share(credits: Sequence[Credit]) -> float:
+    """The share of the action tokens that would train whose trajectories were rejected; 0 without any."""
+    trained = [c for c in credits if c.outcome is Outcome.TRAINED and not c.expert]
+    rejected = [c for c in credits if c.reason == REJECTED]
+    kept, lost = (sum(c.episode.trajectory.num_action_tokens for c in own) for own in (trained, rejected))
+    return lost / max(kept + lost, 1)
 
 
 def _without_the_uncertain(credits: list[Credit], learner: Learner) -> list[Credit]:

@@ -20,6 +20,7 @@ from ludus.config.staleness import ReplayConfig
 from ludus.errors import ConfigError, StorageError
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
+from ludus.training.branches import leaf_rewards
 from ludus.training.credit import Credit, assign_credit
 from ludus.training.selection import as_one_batch
 from ludus.training.stream_state import episode_line, read_episode
@@ -51,7 +52,8 @@ class _Kept:
 
     @property
     def spread(self) -> float:
-        return statistics.pstdev(e.trajectory.reward for e in self.episodes if not e.greedy)
+        members = [episode.trajectory for episode in self.episodes if not episode.greedy]
+        return statistics.pstdev(reward for one in members for reward in leaf_rewards(one))
 
 
 @dataclass

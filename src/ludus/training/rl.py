@@ -256,6 +256,7 @@ class RlLoop:
             reward_moments=self.sampled.moments,
             kl=learning.kl.state,
             origins=dict(self.origins),
+            warmup=learning.warmup,
         )
 
     def save(self, state: TrainerState, texts: Mapping[str, str]) -> None:

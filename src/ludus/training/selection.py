@@ -11,7 +11,7 @@ from ludus.algorithms.advantages import RoleBaselines
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.filters import variance_top
 from ludus.rollout.ledger import Outcome
-from ludus.training.credit import Credit, Estimates, with_estimates
+from ludus.training.credit import Credit, Estimates, compared_rewards, with_estimates
 from ludus.training.roles import role_of
 from ludus.types import WORLD_TAG
 
@@ -33,12 +33,9 @@ def keep_most_varied(credits: Sequence[Credit], share: float) -> list[Credit]:
     compared = [credit for credit in credits if credit.advantages is not None]
     if share == 1 or not compared:
         return list(credits)
-    keep = variance_top(
-        rewards=[credit.episode.trajectory.reward for credit in compared],
-        group=[credit.group for credit in compared],
-        p=share,
-    )
-    doomed = {credit.group for credit, kept in zip(compared, keep.tolist(), strict=True) if not kept}
+    rewards, groups = compared_rewards(compared)
+    keep = variance_top(rewards=rewards, group=groups, p=share).tolist()
+    doomed = {group for group, kept in zip(groups, keep, strict=True) if not kept}
     return [_dropped(c) if c.advantages is not None and c.group in doomed else c for c in credits]
 
 

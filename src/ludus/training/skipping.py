@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from ludus.algorithms.filters import zero_variance
 from ludus.algorithms.greso import GresoSettings, Visit
 from ludus.tasks.order import Order
-from ludus.training.credit import Credit
+from ludus.training.credit import Credit, compared_rewards
 from ludus.training.memory import Memory
 from ludus.types import Task
 
@@ -65,15 +65,13 @@ def after_visits(memory: Memory, credits: Sequence[Credit], success: str) -> Mem
     compared = [credit for credit in credits if credit.advantages is not None]
     if not compared:
         return memory
-    varied = zero_variance(
-        rewards=[credit.episode.trajectory.reward for credit in compared],
-        group=[credit.group for credit in compared],
-    ).tolist()
+    rewards, groups = compared_rewards(compared)
+    varied = dict(zip(groups, zero_variance(rewards=rewards, group=groups).tolist(), strict=True))
     visits: dict[str, Visit] = {}
-    for credit, some in zip(compared, varied, strict=True):
+    for credit in compared:
         task = credit.episode.task.id
         solved = credit.episode.trajectory.rewards.get(success, 0.0) >= 1
-        before = visits.get(task, Visit(task, not some, easy=True))
+        before = visits.get(task, Visit(task, not varied[credit.group], easy=True))
         visits[task] = replace(before, easy=before.easy and solved)
     return replace(memory, greso=memory.greso.update(list(visits.values()), SETTINGS))
 

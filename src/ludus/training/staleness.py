@@ -46,6 +46,26 @@ def mean_age(credits: Sequence[Credit], step: int) -> float:
     return sum(every) / len(every) if every else 0.0
 
 
+def age_metrics(credits: Sequence[Credit], step: int) -> dict[str, float]:
+    """The ages of the tokens that train: their mean, the largest, and the share of each."""
+    counted: Counter[int] = Counter()
+    for credit in credits:
+        if credit.outcome is Outcome.TRAINED and not credit.expert:
+            actions = new_actions(credit.episode.trajectory)
+            own = [step - 1 - version for action in actions for version in action.versions]
+            trains = credit.trains or (True,) * len(own)
+            counted.update(age for age, kept in zip(own, trains, strict=True) if kept)
+    return _histogram(counted, max(counted, default=0))
+
+
+def _histogram(counted: Mapping[int, int], most: int) -> dict[str, float]:
+    """Mean and maximum of ages with their numbers of tokens, and the share of each age up to `most`."""
+    total = sum(counted.values())
+    shares = {f"staleness/age_{age}": counted.get(age, 0) / max(total, 1) for age in range(most + 1)}
+    mean = sum(age * n for age, n in counted.items()) / total if total else 0.0
+    return {MEAN_AGE: mean, "staleness/max": float(max(counted, default=0))} | shares
+
+
 def mask_over_age(credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
     """The credits, in which tokens older than `bound` do not train; those with no other token as masked."""
     return [
@@ -95,13 +115,8 @@ def staleness_metrics(
     every = Counter(age for one in (*trained, *masked, *again) for age in ages(one.trajectory, step))
     late = sum(count for age, count in every.items() if age > bound)
     counted = {age: n for age, n in every.items() if not masks or age <= bound}
-    total, most = sum(counted.values()), max(bound, config.replay.max_age if config.replay.share else 0)
-    metrics = {
-        MEAN_AGE: sum(age * n for age, n in counted.items()) / total if total else 0.0,
-        "staleness/max": float(max(counted, default=0)),
-    }
-    metrics |= {f"staleness/age_{age}": counted.get(age, 0) / max(total, 1) for age in range(most + 1)}
-    metrics["staleness/over_age_tokens"] = float(late)
+    most = max(bound, config.replay.max_age if config.replay.share else 0)
+    metrics = _histogram(counted, most) | {"staleness/over_age_tokens": float(late)}
     return metrics | _compared("sampled", ended, success) | _compared("trained", trained, success)
 
 

@@ -45,7 +45,7 @@ from ludus.training.dry_run import dry_run_of
 from ludus.training.experts import check_experts, make_experts
 from ludus.training.full_kl import States
 from ludus.training.head import Entropy
-from ludus.training.judges import Judge, check_critic, make_judge, part_name
+from ludus.training.judges import Judge, check_critic, make_judge, part_name, warmup_steps
 from ludus.training.learner import Learner, LearnerSettings
 from ludus.training.learning import Learning
 from ludus.training.memory import Memory
@@ -310,12 +310,14 @@ def build_loop(
     probe = probe_tokens(session)
     save_config(folder, config)
     forget_after(folder, done)
+    warmup = warmup_steps(parts.judge, config, None if stored is None else stored.warmup)
+    bound = over_age_bound(config)
     sampler = Sampler(session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere)
     loop = RlLoop(
         session=session,
         folder=folder,
         sampler=sampler,
-        learning=Learning(session, parts.learner, control, ledger, parts.judge, over_age_bound(config)),
+        learning=Learning(session, parts.learner, control, ledger, parts.judge, bound, warmup),
         origins=parts.origins,
         sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),

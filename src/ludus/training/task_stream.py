@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from ludus.rollout.scheduler import Episode, Job
 from ludus.tasks.order import Order
+from ludus.training.branches import leaf_rewards
 from ludus.training.sampling import Sampler
 from ludus.types import Task
 
@@ -70,6 +71,7 @@ class TaskStream:
 
 
 def _varies(group: Sequence[Episode]) -> bool:
-    """Whether some reward or part of it differs."""
+    """Whether some reward, of a leaf too, or part of it differs."""
     members = [episode.trajectory for episode in group if not episode.greedy]
-    return len({(t.reward, tuple(sorted(t.rewards.items()))) for t in members}) > 1
+    rewards = {reward for one in members for reward in leaf_rewards(one)}
+    return len(rewards) > 1 or len({tuple(sorted(one.rewards.items())) for one in members}) > 1
