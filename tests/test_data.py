@@ -71,6 +71,10 @@ def messages(*given: object, **more: object) -> dict[str, object]:
     return {"messages": list(given), **more}
 
 
+def nested(depth: int) -> dict[str, object]:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
 WRONG = {
     "it is no JSON": "{",
     "must be an object": [1],
@@ -97,6 +101,22 @@ WRONG = {
     ),
     'train is "no"': messages(ASK, {**SAY, "train": "no"}),
     "train belongs to assistant messages": messages({**ASK, "train": True}, SAY),
+    "it is nested too deeply": "[" * 200_000 + "\n",
+    "arguments is nested too deeply": messages(
+        ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": "[" * 200_000}}]}
+    ),
+    "tool_calls[0].function.arguments is nested too deeply": messages(
+        ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": json.dumps(nested(200))}}]}
+    ),
+    "tools is nested too deeply": messages(ASK, SAY, tools="[" * 200_000),
+    "parameters is nested too deeply": messages(
+        ASK, SAY, tools=[{**TOOL, "function": {**TOOL["function"], "parameters": nested(200)}}]
+    ),
+    "messages[0].content has '\\ud800', half of a character": messages({**ASK, "content": "a\ud800"}, SAY),
+    "arguments has '\\udc00', half of a character": messages(
+        ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": {"\udc00": 1}}}]}
+    ),
+    'messages[0].role is "\\ud800"': messages({"role": "\ud800", "content": ""}, SAY),
     "prompt is missing": {"chosen": SAY, "rejected": SAY},
     "prompt ends with the assistant's": {**PAIR, "prompt": [ASK, SAY]},
     "rejected does not begin with an assistant": {**PAIR, "rejected": [ASK]},
@@ -111,6 +131,7 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path, said, record):
     (problem,) = check_file(path).problems
     assert problem.line == 2
     assert said in problem.text
+    assert problem.text.encode()
 
 
 def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, tiny_run):

@@ -216,6 +216,8 @@ def _value(line: bytes, number: int) -> object:
         return Problem(number, "it is not UTF-8 text")
     except ValueError as error:
         return Problem(number, f"it is no JSON: {error}")
+    except RecursionError:
+        return Problem(number, "it is nested too deeply")
     return value
 
 
