@@ -121,6 +121,8 @@ WRONG = {
     "prompt ends with the assistant's": {**PAIR, "prompt": [ASK, SAY]},
     "rejected does not begin with an assistant": {**PAIR, "rejected": [ASK]},
     "chosen and rejected are the same": {**PAIR, "chosen": SAY},
+    "chosen[0].train is false": {**PAIR, "chosen": [{**LOOK, "train": False}, FOUND, SAY]},
+    "rejected[0].train is false": {**PAIR, "rejected": {**SAY, "train": False}},
     "prompt + chosen[2] is the assistant's": {**PAIR, "chosen": [SAY, SAY]},
 }
 

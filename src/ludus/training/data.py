@@ -181,7 +181,11 @@ def _arm(
     data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]
 ) -> tuple[Message, ...]:
     """One way to go on: a message or a list of them."""
-    messages = read_messages([data] if isinstance(data, dict) else data, name)
+    given_messages = [data] if isinstance(data, dict) else data
+    messages = read_messages(given_messages, name)
+    for i, trains in enumerate(read_train_flags(given_messages, name)):
+        if messages[i]["role"] == "assistant" and not trains:
+            raise ValueError(f"{name}[{i}].train is false, and what does not train belongs into the prompt")
     if not messages or messages[0]["role"] != "assistant":
         raise ValueError(f"{name} does not begin with an assistant message")
     check_turns((*prompt, *messages), tools, f"prompt + {name}")
