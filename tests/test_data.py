@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,11 +14,21 @@ import pytest
 from ludus.chat.render import TemplateRenderer
 from ludus.config import load_config
 from ludus.engines.loading import load_tokenizer
-from ludus.rollout.store import rollouts_path
-from ludus.training.data import FileDialogue, FilePair, check_file, parse_record, read_dialogues, read_pairs
+from ludus.rollout.store import rollout_line, rollouts_path
+from ludus.training.data import (
+    FileDialogue,
+    FilePair,
+    check_file,
+    parse_record,
+    read_dialogues,
+    read_pairs,
+    read_records,
+    row_of,
+)
 from ludus.training.session import model_path, open_session
 from ludus.training.sft import batches, dialogue_row
 from small_runs import lasting_files
+from test_store import RECORD
 from tiny_run import cold_start, ludus, make_recipe, refused
 
 ASK = {"role": "user", "content": "What does a fig cost?"}
@@ -183,6 +194,35 @@ def test_a_folder_of_datasets_is_read_like_a_file(tmp_path):
         assert len(found) == 2
         assert found[0].messages == expected.messages
         assert found[0].tools[0].schema == TOOL
+
+
+ROUND_TRIPS = [
+    [{**GOOD, "task": "figs"}, messages(ASK, {**LOOK, "train": False}, FOUND, SAY), messages(ASK, SAY)],
+    [PAIR, {"prompt": [ASK], "chosen": SAY, "rejected": {**SAY, "content": "5"}}],
+    [json.loads(rollout_line(record)) for record in (RECORD, replace(RECORD, advantage=None))],
+]
+
+
+@pytest.mark.parametrize("records", ROUND_TRIPS, ids=["dialogues", "pairs", "rollouts"])
+def test_what_is_written_as_a_dataset_reads_as_the_file_did(tmp_path, records):
+    pytest.importorskip("datasets")
+    file, folder = write(tmp_path / "f.jsonl", *records), tmp_path / "new" / "folder"
+    said = ludus("data", "convert", file, folder)
+    assert (said.code, said.out) == (0, f"{folder}: {len(records)} records of {file}\n")
+    before, after = (list(map(row_of, read_records(path))) for path in (file, folder))
+    assert before == after
+    assert len(after) == len(records)
+    assert "is there already" in refused("data", "convert", file, folder)
+
+
+def test_a_file_that_cannot_be_converted_leaves_nothing(tmp_path, monkeypatch):
+    good, bad = write(tmp_path / "good.jsonl", GOOD), write(tmp_path / "bad.jsonl", GOOD, PAIR)
+    folder = tmp_path / "folder"
+    assert "line 2, is not a dialogue: it is a pair" in refused("data", "convert", bad, folder)
+    assert "a file and the folder to write" in refused("data", "convert", good)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "ludus[datasets]" in refused("data", "convert", good, folder)
+    assert not folder.exists()
 
 
 @pytest.fixture(scope="module")

@@ -33,6 +33,17 @@ def given(data: object, where: str) -> dict[str, object]:
     return {str(key): value for key, value in data.items() if value is not None}
 
 
+def parsed(text: str, where: str) -> object:
+    """The value of JSON text. Raises ValueError where it is none."""
+    try:
+        value: object = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is text that is no JSON: {error}") from None
+    return value
+
+
 def read_messages(data: object, where: str) -> tuple[Message, ...]:
     """The messages of a list; their order is not looked at."""
     return tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(_list(data, where)))
@@ -53,7 +64,7 @@ def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
 def read_tools(data: object) -> tuple[Tool, ...]:
     """The tools of a list of OpenAI descriptions; the list may stand as JSON text. None is no tools."""
     if isinstance(data, str):
-        data = _parsed(data, "tools")
+        data = parsed(data, "tools")
     tools = [_tool(item, f"tools[{i}]") for i, item in enumerate(_list(data, "tools"))] if data else []
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -130,7 +141,7 @@ def _call(data: object, place: int, where: str) -> MessageToolCall:
     name = _text(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _parsed(arguments, f"{where}.function.arguments")
+        arguments = parsed(arguments, f"{where}.function.arguments")
     if not isinstance(arguments, dict):
         raise ValueError(f"{where}.function.arguments is {_words(arguments)}, and must be an object")
     _check_value(arguments, f"{where}.function.arguments")
@@ -169,17 +180,6 @@ def _text(data: object, where: str) -> str:
     except UnicodeEncodeError as error:
         raise ValueError(f"{where} has {data[error.start]!a}, half of a character") from None
     return data
-
-
-def _parsed(text: str, where: str) -> object:
-    """The value of JSON text."""
-    try:
-        value: object = json.loads(text)
-    except RecursionError:
-        raise ValueError(f"{where} is nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"{where} is text that is no JSON: {error}") from None
-    return value
 
 
 def _check_value(data: object, where: str, depth: int = 0) -> None:
