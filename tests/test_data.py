@@ -128,6 +128,7 @@ WRONG = {
         ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": {"\udc00": 1}}}]}
     ),
     'messages[0].role is "\\ud800"': messages({"role": "\ud800", "content": ""}, SAY),
+    "task is 7, and must be text": {**GOOD, "task": 7},
     "prompt is missing": {"chosen": SAY, "rejected": SAY},
     "prompt ends with the assistant's": {**PAIR, "prompt": [ASK, SAY]},
     "rejected does not begin with an assistant": {**PAIR, "rejected": [ASK]},
@@ -174,13 +175,19 @@ def test_the_command_says_the_first_twenty_and_counts_the_rest(tmp_path):
     assert f"{bad} cannot be trained on" in said.err
 
 
-def test_bad_files_are_one_sentence(tmp_path, monkeypatch):
-    assert "There is no file" in refused("data", "check", tmp_path / "none.jsonl")
-    assert "is empty" in refused("data", "check", write(tmp_path / "empty.jsonl"))
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 99)[:-12])
-    assert "is damaged" in refused("data", "check", tmp_path / "cut.jsonl.gz")
+def test_files_that_cannot_be_read_are_one_sentence_each_and_the_others_are_checked(tmp_path, monkeypatch):
+    none, empty = tmp_path / "none.jsonl", write(tmp_path / "empty.jsonl")
+    cut, good = tmp_path / "cut.jsonl.gz", write(tmp_path / "good.jsonl", GOOD)
+    cut.write_bytes(gzip.compress(b"{}\n" * 99)[:-12])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "ludus[datasets]" in refused("data", "check", tmp_path)
+    said = ludus("data", "check", none, empty, cut, tmp_path, good)
+    lines = said.out.splitlines()
+    assert said.code == 2
+    for line, words in zip(
+        lines, ("There is no file", "is empty", "is damaged", "ludus[datasets]", "1 dialogue"), strict=True
+    ):
+        assert words in line
+    assert f"{none}, {empty}, {cut}, {tmp_path} cannot be trained on" in said.err
 
 
 def test_a_folder_of_datasets_is_read_like_a_file(tmp_path):

@@ -59,7 +59,12 @@ def check(paths: Sequence[Path]) -> int:
     console = make_console()
     wrong = []
     for path in paths:
-        report = check_file(path)
+        try:
+            report = check_file(path)
+        except UserError as error:
+            say(console, str(error))
+            wrong.append(path)
+            continue
         for line in report_lines(report):
             say(console, line)
         if report.problems:

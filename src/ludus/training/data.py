@@ -19,6 +19,7 @@ from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
 from ludus.tools.base import Tool
 from ludus.training.dataset import read_rows
 from ludus.training.messages import (
+    as_text,
     check_turns,
     given,
     parsed,
@@ -199,8 +200,7 @@ def _dialogue(data: dict[str, object]) -> FileDialogue:
     if not any(trains):
         said = any(message["role"] == "assistant" for message in messages)
         raise ValueError("no assistant message trains" if said else "it has no assistant message")
-    task = data.get("task", "")
-    return FileDialogue(messages, tools, trains, task if isinstance(task, str) else "")
+    return FileDialogue(messages, tools, trains, as_text(data.get("task", ""), "task"))
 
 
 def _pair(data: dict[str, object]) -> FilePair:

@@ -33,6 +33,17 @@ def given(data: object, where: str) -> dict[str, object]:
     return {str(key): value for key, value in data.items() if value is not None}
 
 
+def as_text(data: object, where: str) -> str:
+    """The text itself. Raises ValueError where it is none, or cannot be encoded."""
+    if not isinstance(data, str):
+        raise ValueError(f"{where} is {_words(data)}, and must be text")
+    try:
+        data.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has {data[error.start]!a}, half of a character") from None
+    return data
+
+
 def parsed(text: str, where: str) -> object:
     """The value of JSON text. Raises ValueError where it is none."""
     try:
@@ -122,15 +133,15 @@ def _message(data: object, where: str) -> Message:
     calls = _list(found.get("tool_calls", []), f"{where}.tool_calls")
     if "content" not in found and not calls:
         raise ValueError(f"{where} has no content")
-    message = Message(role=role, content=_text(found.get("content", ""), f"{where}.content"))
+    message = Message(role=role, content=as_text(found.get("content", ""), f"{where}.content"))
     if calls:
         message["tool_calls"] = [_call(call, i, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     if "reasoning_content" in found and role == "assistant":
-        message["reasoning_content"] = _text(found["reasoning_content"], f"{where}.reasoning_content")
+        message["reasoning_content"] = as_text(found["reasoning_content"], f"{where}.reasoning_content")
     if "tool_call_id" in found:
-        message["tool_call_id"] = _text(found["tool_call_id"], f"{where}.tool_call_id")
+        message["tool_call_id"] = as_text(found["tool_call_id"], f"{where}.tool_call_id")
     if "name" in found:
-        message["name"] = _text(found["name"], f"{where}.name")
+        message["name"] = as_text(found["name"], f"{where}.name")
     return message
 
 
@@ -138,7 +149,7 @@ def _call(data: object, place: int, where: str) -> MessageToolCall:
     """A call; its arguments may stand as an object or as JSON text of one."""
     call = given(data, where)
     function = given(call.get("function"), f"{where}.function")
-    name = _text(function.get("name"), f"{where}.function.name")
+    name = as_text(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
         arguments = parsed(arguments, f"{where}.function.arguments")
@@ -146,14 +157,14 @@ def _call(data: object, place: int, where: str) -> MessageToolCall:
         raise ValueError(f"{where}.function.arguments is {_words(arguments)}, and must be an object")
     _check_value(arguments, f"{where}.function.arguments")
     text = json.dumps(arguments, ensure_ascii=False)
-    number = _text(call.get("id", f"call_{place}"), f"{where}.id")
+    number = as_text(call.get("id", f"call_{place}"), f"{where}.id")
     return MessageToolCall(id=number, type="function", function=FunctionCall(name=name, arguments=text))
 
 
 def _tool(data: object, where: str) -> Tool:
     function = given(given(data, where).get("function"), f"{where}.function")
-    name = _text(function.get("name"), f"{where}.function.name")
-    about = _text(function.get("description", ""), f"{where}.function.description")
+    name = as_text(function.get("name"), f"{where}.function.name")
+    about = as_text(function.get("description", ""), f"{where}.function.description")
     given_parameters = given(function.get("parameters", {}), f"{where}.function.parameters")
     _check_value(given_parameters, f"{where}.function.parameters")
     parameters = _without_none(given_parameters)
@@ -172,22 +183,12 @@ def _list(data: object, where: str) -> list[object]:
     return data
 
 
-def _text(data: object, where: str) -> str:
-    if not isinstance(data, str):
-        raise ValueError(f"{where} is {_words(data)}, and must be text")
-    try:
-        data.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has {data[error.start]!a}, half of a character") from None
-    return data
-
-
 def _check_value(data: object, where: str, depth: int = 0) -> None:
     """Raise ValueError where a JSON value is nested too deeply, or a text in it is none."""
     if depth > _MAX_DEPTH:
         raise ValueError(f"{where} is nested too deeply")
     if isinstance(data, str):
-        _text(data, where)
+        as_text(data, where)
     elif isinstance(data, dict | list):
         for part in (*data.keys(), *data.values()) if isinstance(data, dict) else data:
             _check_value(part, where, depth + 1)
