@@ -65,6 +65,15 @@ def attempts(name, rewards):
     return [replace(e, trajectory=replace(e.trajectory, task_id=name)) for e in members]
 
 
+def sampler_of(algorithm: Algorithm, roll_out) -> Sampler:
+    """Two tasks a step, played by `roll_out`."""
+    settings = {"training.tasks_per_step": 2, "rollout.max_turns": 2, "rollout.max_new_tokens": BUDGET // 2}
+    config = load_config("search", [word for k, v in settings.items() for word in (f"--{k}", str(v))])
+    sampler = Sampler(SimpleNamespace(config=config), None, algorithm, None, Ledger())
+    sampler.roll_out = roll_out
+    return sampler
+
+
 def step(algorithm: Algorithm) -> Gradient:
     """The gradient of one step by the log-probability of each action token."""
     order, names = names_in_order()
@@ -72,10 +81,7 @@ def step(algorithm: Algorithm) -> Gradient:
     async def roll_out(number, tasks):
         return [attempts(task.id, rewards_at(names.index(task.id))) for task in tasks]
 
-    settings = {"training.tasks_per_step": 2, "rollout.max_turns": 2, "rollout.max_new_tokens": BUDGET // 2}
-    config = load_config("search", [word for k, v in settings.items() for word in (f"--{k}", str(v))])
-    sampler = Sampler(SimpleNamespace(config=config), None, algorithm, None, Ledger())
-    sampler.roll_out = roll_out
+    sampler = sampler_of(algorithm, roll_out)
     rows = training_rows(asyncio.run(sampler.sample(1, order)), mask_observations=True)
     if not rows:
         return {}
@@ -152,3 +158,21 @@ def test_beyond_the_parts_it_differs_from_the_paper_of_grpo_in_what_it_says():
     changes = {key: value for part in PARTS.values() for key, value in part.items()}
     text = {"name": PAPER.name, "summary": PAPER.summary, "source": PAPER.source}
     assert replace(DAPO, **changes, **rest, **text) == PAPER
+
+
+def test_a_batch_that_stays_short_is_said_once_a_run(caplog):
+    """One task alone of the eight has attempts of different rewards."""
+    order, names = names_in_order()
+
+    async def roll_out(number, tasks):
+        return [attempts(task.id, MIXED if task.id == names[1] else (0.0,) * 4) for task in tasks]
+
+    algorithm = replace(DAPO, resample_rounds=1, overlong_cache=0)
+    sampler = sampler_of(algorithm, roll_out)
+    for number in (1, 2, 3):
+        asyncio.run(sampler.sample(number, order))
+    (said,) = (record.getMessage() for record in caplog.records if record.levelname == "WARNING")
+    assert said.startswith("Step 1 trains on 1 of 2 groups")
+    caplog.clear()
+    asyncio.run(sampler_of(replace(algorithm, resample_rounds=0), roll_out).sample(1, order))
+    assert not caplog.records

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import sys
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -13,11 +14,21 @@ import pytest
 from ludus.chat.render import TemplateRenderer
 from ludus.config import load_config
 from ludus.engines.loading import load_tokenizer
-from ludus.rollout.store import rollouts_path
-from ludus.training.data import FileDialogue, FilePair, check_file, parse_record, read_dialogues, read_pairs
+from ludus.rollout.store import rollout_line, rollouts_path
+from ludus.training.data import (
+    FileDialogue,
+    FilePair,
+    check_file,
+    parse_record,
+    read_dialogues,
+    read_pairs,
+    read_records,
+    row_of,
+)
 from ludus.training.session import model_path, open_session
 from ludus.training.sft import batches, dialogue_row
 from small_runs import lasting_files
+from test_store import RECORD
 from tiny_run import cold_start, ludus, make_recipe, refused
 
 ASK = {"role": "user", "content": "What does a fig cost?"}
@@ -71,6 +82,10 @@ def messages(*given: object, **more: object) -> dict[str, object]:
     return {"messages": list(given), **more}
 
 
+def nested(depth: int) -> dict[str, object]:
+    return {"a": nested(depth - 1)} if depth else {}
+
+
 WRONG = {
     "it is no JSON": "{",
     "must be an object": [1],
@@ -97,10 +112,29 @@ WRONG = {
     ),
     'train is "no"': messages(ASK, {**SAY, "train": "no"}),
     "train belongs to assistant messages": messages({**ASK, "train": True}, SAY),
+    "it is nested too deeply": "[" * 200_000 + "\n",
+    "arguments is nested too deeply": messages(
+        ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": "[" * 200_000}}]}
+    ),
+    "tool_calls[0].function.arguments is nested too deeply": messages(
+        ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": json.dumps(nested(200))}}]}
+    ),
+    "tools is nested too deeply": messages(ASK, SAY, tools="[" * 200_000),
+    "parameters is nested too deeply": messages(
+        ASK, SAY, tools=[{**TOOL, "function": {**TOOL["function"], "parameters": nested(200)}}]
+    ),
+    "messages[0].content has '\\ud800', half of a character": messages({**ASK, "content": "a\ud800"}, SAY),
+    "arguments has '\\udc00', half of a character": messages(
+        ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": {"\udc00": 1}}}]}
+    ),
+    'messages[0].role is "\\ud800"': messages({"role": "\ud800", "content": ""}, SAY),
+    "task is 7, and must be text": {**GOOD, "task": 7},
     "prompt is missing": {"chosen": SAY, "rejected": SAY},
     "prompt ends with the assistant's": {**PAIR, "prompt": [ASK, SAY]},
     "rejected does not begin with an assistant": {**PAIR, "rejected": [ASK]},
     "chosen and rejected are the same": {**PAIR, "chosen": SAY},
+    "chosen[0].train is false": {**PAIR, "chosen": [{**LOOK, "train": False}, FOUND, SAY]},
+    "rejected[0].train is false": {**PAIR, "rejected": {**SAY, "train": False}},
     "prompt + chosen[2] is the assistant's": {**PAIR, "chosen": [SAY, SAY]},
 }
 
@@ -111,6 +145,7 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path, said, record):
     (problem,) = check_file(path).problems
     assert problem.line == 2
     assert said in problem.text
+    assert problem.text.encode()
 
 
 def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, tiny_run):
@@ -140,13 +175,19 @@ def test_the_command_says_the_first_twenty_and_counts_the_rest(tmp_path):
     assert f"{bad} cannot be trained on" in said.err
 
 
-def test_bad_files_are_one_sentence(tmp_path, monkeypatch):
-    assert "There is no file" in refused("data", "check", tmp_path / "none.jsonl")
-    assert "is empty" in refused("data", "check", write(tmp_path / "empty.jsonl"))
-    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(b"{}\n" * 99)[:-12])
-    assert "is damaged" in refused("data", "check", tmp_path / "cut.jsonl.gz")
+def test_files_that_cannot_be_read_are_one_sentence_each_and_the_others_are_checked(tmp_path, monkeypatch):
+    none, empty = tmp_path / "none.jsonl", write(tmp_path / "empty.jsonl")
+    cut, good = tmp_path / "cut.jsonl.gz", write(tmp_path / "good.jsonl", GOOD)
+    cut.write_bytes(gzip.compress(b"{}\n" * 99)[:-12])
     monkeypatch.setitem(sys.modules, "datasets", None)
-    assert "ludus[datasets]" in refused("data", "check", tmp_path)
+    said = ludus("data", "check", none, empty, cut, tmp_path, good)
+    lines = said.out.splitlines()
+    assert said.code == 2
+    for line, words in zip(
+        lines, ("There is no file", "is empty", "is damaged", "ludus[datasets]", "1 dialogue"), strict=True
+    ):
+        assert words in line
+    assert f"{none}, {empty}, {cut}, {tmp_path} cannot be trained on" in said.err
 
 
 def test_a_folder_of_datasets_is_read_like_a_file(tmp_path):
@@ -160,6 +201,35 @@ def test_a_folder_of_datasets_is_read_like_a_file(tmp_path):
         assert len(found) == 2
         assert found[0].messages == expected.messages
         assert found[0].tools[0].schema == TOOL
+
+
+ROUND_TRIPS = [
+    [{**GOOD, "task": "figs"}, messages(ASK, {**LOOK, "train": False}, FOUND, SAY), messages(ASK, SAY)],
+    [PAIR, {"prompt": [ASK], "chosen": SAY, "rejected": {**SAY, "content": "5"}}],
+    [json.loads(rollout_line(record)) for record in (RECORD, replace(RECORD, advantage=None))],
+]
+
+
+@pytest.mark.parametrize("records", ROUND_TRIPS, ids=["dialogues", "pairs", "rollouts"])
+def test_what_is_written_as_a_dataset_reads_as_the_file_did(tmp_path, records):
+    pytest.importorskip("datasets")
+    file, folder = write(tmp_path / "f.jsonl", *records), tmp_path / "new" / "folder"
+    said = ludus("data", "convert", file, folder)
+    assert (said.code, said.out) == (0, f"{folder}: {len(records)} records of {file}\n")
+    before, after = (list(map(row_of, read_records(path))) for path in (file, folder))
+    assert before == after
+    assert len(after) == len(records)
+    assert "is there already" in refused("data", "convert", file, folder)
+
+
+def test_a_file_that_cannot_be_converted_leaves_nothing(tmp_path, monkeypatch):
+    good, bad = write(tmp_path / "good.jsonl", GOOD), write(tmp_path / "bad.jsonl", GOOD, PAIR)
+    folder = tmp_path / "folder"
+    assert "line 2, is not a dialogue: it is a pair" in refused("data", "convert", bad, folder)
+    assert "a file and the folder to write" in refused("data", "convert", good)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    assert "ludus[datasets]" in refused("data", "convert", good, folder)
+    assert not folder.exists()
 
 
 @pytest.fixture(scope="module")

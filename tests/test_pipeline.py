@@ -10,10 +10,11 @@ from ludus.cli.pipeline import stage_config
 from ludus.config import load_config
 from ludus.config.pipeline import load_pipeline
 from ludus.errors import LearnerError
-from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.rollout.store import read_rollouts, rollouts_path, write_rollouts
 from ludus.training import preference
 from ludus.training.run import RunFolder, kind_of
 from small_runs import lasting_files
+from test_store import RECORD
 from tiny_run import ludus, make_recipe, refused
 
 STAGES = """
@@ -106,12 +107,19 @@ def check_chain(folder: Path) -> None:
     assert configs[3].env.settings == {"well_formed_weight": 0.2}
 
 
-def test_a_dead_sandbox_of_a_later_stage_is_told_before_the_first_one_runs(tmp_path):
+PLAYS_ON = (
+    "reward-model",
+    'settings.reward_model = {{kind = "process", rollouts = 1, data = "{folder}/attempts.jsonl.gz"}}',
+)
+
+
+@pytest.mark.parametrize(("kind", "setting"), [("rl", ""), ("rft", ""), ("preference", ""), PLAYS_ON])
+def test_a_dead_sandbox_of_a_later_stage_is_told_before_the_first_one_runs(tmp_path, kind, setting):
     words = ("--sandbox.backend", "piston", "--sandbox.url", "http://127.0.0.1:9")
     file = tmp_path / "stages.toml"
-    none, sft, _, _, rl = STAGES.split("[[stage]]")
-    text = "[[stage]]".join((none, sft, rl)).partition("settings.env")[0]
-    file.write_text(text.format(recipe="code"))
+    first = stage("sft", "settings.model.from_scratch = true")
+    write_rollouts(tmp_path / "attempts.jsonl.gz", [RECORD])
+    file.write_text((first + stage(kind, setting)).format(recipe="code", folder=tmp_path))
     said = refused("pipeline", file, "--folder", tmp_path / "run", *words, code=4)
     assert "The world 'code' runs programs, and its sandbox does not." in said
     assert not (tmp_path / "run").exists()
@@ -166,6 +174,7 @@ def stage(kind: str, *more: str) -> str:
     return "\n".join(["[[stage]]", f'kind = "{kind}"', 'recipe = "{recipe}"', *more, ""])
 
 
+SFT = stage("sft", "settings.model.from_scratch = true")
 BAD = {
     "names no stages": "",
     "is not TOML": "[[stage",
@@ -177,6 +186,23 @@ BAD = {
     "Stage 2 sets model.path": stage("rl") + stage("rl", 'settings.model.path = "x"'),
     "Stage 2 (rl): training.step": stage("rl") + stage("rl", "settings.training.step = 3"),
     "Stage 1 (reward-model) has nothing to learn rewards from": stage("reward-model"),
+    "Stage 2 (rl): tis and dppo correct the same gap": SFT
+    + stage("rl", 'settings.algorithm = {{preset = "dppo", correction = "tis"}}'),
+    "Stage 2 (rl): The loss distill learns from a teacher": SFT
+    + stage("rl", 'settings.algorithm.preset = "distill"'),
+    "Stage 2 (rl): rewards.caps names 'speed'": SFT + stage("rl", "settings.rewards.caps.speed = 0.5"),
+    "Stage 2 (rl): There is no file experts.jsonl": SFT
+    + stage("rl", 'settings = {{algorithm.preset = "mixed_policy", experts.path = "experts.jsonl"}}'),
+    "Stage 2 (sft): There is no file none.jsonl": SFT + stage("sft", 'settings.sft.dialogues = "none.jsonl"'),
+    "Stage 2 (rft): A round needs 9999 tasks": SFT + stage("rft", "settings.rft.tasks_per_round = 9999"),
+    "Stage 2 (preference): There is no file none.jsonl": SFT
+    + stage("preference", 'settings.preference.data = "none.jsonl"'),
+    "Stage 2 (preference): nowhere is not a run folder": SFT
+    + stage("preference", 'settings.preference.run = "nowhere"'),
+    "Stage 2 (preference): There is no tracker": SFT
+    + stage("preference", 'settings = {{preference.data = "{recipe}", run.trackers = ["paper"]}}'),
+    "tiny.toml, line 2, is not a rollout": SFT
+    + stage("reward-model", 'settings.reward_model = {{kind = "pointwise", data = "{recipe}"}}'),
 }
 
 

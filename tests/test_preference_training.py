@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +16,7 @@ from ludus.algorithms import preference as losses
 from ludus.config import load_config
 from ludus.config.schema import PreferenceConfig
 from ludus.diagnostics.trackers import read_metrics
+from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.store import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
 from ludus.training.laps import batch_of_step, num_steps
@@ -28,7 +30,7 @@ from ludus.training.pairs import (
     with_others,
     with_reference,
 )
-from ludus.training.preference import preference_step
+from ludus.training.preference import LOSSES, PairTensors, preference_step
 from ludus.training.scoring import Scorer
 from ludus.training.session import open_session
 from ludus.types import Failure, Segment, StopReason, Trajectory
@@ -257,6 +259,31 @@ def by_hand(loss: str, model, reference, pairs: list[Pair], beta: float) -> floa
         else:
             total += float({"dpo": losses.dpo, "ipo": losses.ipo}[loss](**chosen, **masks, **refs, beta=beta))
     return total / len(pairs)
+
+
+def test_the_rejected_side_of_kto_counts_as_it_is_set():
+    """The chosen is 1 nat likelier than before, the rejected 0.5 less likely; beta 0.5."""
+    one = torch.ones(1, 1, dtype=torch.bool)
+    given = [torch.tensor([[value]]) for value in (-1.0, -2.0, -2.0, -1.5)]
+    settings = PreferenceConfig(loss="kto", beta=0.5, undesirable_weight=3.0)
+    found = LOSSES["kto"](PairTensors(*given, one, one, torch.tensor(0.2)), settings)
+    chosen, rejected = (1 - 1 / (1 + math.exp(-x)) for x in (0.4, 0.35))
+    assert found.item() == pytest.approx((chosen + 3 * rejected) / 2, rel=1e-5)
+
+
+IDLE = {
+    "preference.min_reward_gap": ("--preference.min_reward_gap", "0.5", "--preference.data", "x"),
+    "preference.tasks and samples": ("--preference.tasks", "6", "--preference.run", "x"),
+    "samples": ("--preference.samples", "6", "--preference.data", "x"),
+    "preference.undesirable_weight": ("--preference.undesirable_weight", "2"),
+    "reward_model.min_reward_gap": ("--reward_model.min_reward_gap", "0.5", "--reward_model.data", "x"),
+}
+
+
+@pytest.mark.parametrize(("said", "words"), IDLE.items(), ids=IDLE)
+def test_a_setting_that_nothing_reads_is_refused(said, words):
+    with pytest.raises(ConfigError, match=said):
+        load_config(None, words)
 
 
 def test_the_pairs_of_a_run_are_kept_with_what_the_reference_thinks(trained, source, session):

@@ -11,11 +11,12 @@ import pytest
 from safetensors.torch import load_file, save_file
 
 from ludus.config import load_config
-from ludus.errors import EngineError
+from ludus.config.toml import to_toml
+from ludus.errors import EngineError, UserError
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.training import sampling
 from ludus.training.origins import check_origins, origins_of
-from ludus.training.resume import place_of
+from ludus.training.resume import check_resume, place_of
 from ludus.training.run import RunFolder
 from ludus.training.session import open_session
 from small_runs import lasting_files
@@ -50,6 +51,26 @@ def sft_run(tmp_path_factory) -> Path:
     said = ludus("sft", make_recipe(folder), "--from-scratch", *words)
     assert said.code == 0, said
     return folder / "run"
+
+
+MADE_ONCE = [
+    ("preference", "preference.pairs", "steps"),
+    ("preference", "preference.run", "other"),
+    ("preference", "preference.samples", "3"),
+    ("preference", "rollout.max_tokens", "99"),
+    ("reward-model", "reward_model.rollouts", "2"),
+    ("reward-model", "reward_model.held_out", "0.5"),
+    ("reward-model", "rollout.temperature", "0.5"),
+]
+
+
+@pytest.mark.parametrize(("kind", "key", "value"), MADE_ONCE)
+def test_what_pairs_and_examples_were_made_with_cannot_change(tmp_path, kind, key, value):
+    kept = ("--reward_model.kind", "process")
+    (tmp_path / "config.toml").write_text(to_toml(load_config(make_recipe(tmp_path), kept)))
+    asked = load_config(tmp_path / "config.toml", [f"--{key}", value])
+    with pytest.raises(UserError, match=key):
+        check_resume(RunFolder(tmp_path), asked, kind)
 
 
 @pytest.mark.parametrize("words", [("--training.steps", "1"), ("--model.dtype", "float64")])

@@ -55,23 +55,36 @@ RECORD = RolloutRecord(12, "population/peru", Outcome.TRAINED, "kept", TRAJECTOR
 
 NUMBERS = st.floats(allow_nan=False, allow_infinity=False)
 TEXT = st.text(max_size=12)
-IDS = st.integers(0, 2**31)
-SEGMENTS = st.builds(
-    Segment,
-    kind=st.sampled_from(["prompt", "action", "observation"]),
-    tokens=st.lists(IDS, max_size=4).map(tuple),
-    turn=st.integers(0, 9),
-    parent=st.none() | st.integers(0, 9),
-    agent=TEXT,
-    logprobs=st.lists(NUMBERS, max_size=4).map(tuple),
-    versions=st.lists(IDS, max_size=4).map(tuple),
-    finish_reason=st.sampled_from(["stop", "length", "abort", None]),
-)
+IDS = st.integers(0, 2**31 - 1)
+
+
+@st.composite
+def segments(draw):
+    """A tree of at most three segments; the last is an action, and some actions were not sampled here."""
+    made = []
+    for i in range(draw(st.integers(1, 3))):
+        tokens = draw(st.lists(IDS, min_size=1, max_size=4).map(tuple))
+        sampled = len(tokens) if draw(st.booleans()) else 0
+        segment = Segment(
+            kind=draw(st.sampled_from(["prompt", "action", "observation"])),
+            tokens=tokens,
+            turn=draw(st.integers(0, 9)),
+            parent=draw(st.none() | st.integers(-1, i - 1)),
+            agent=draw(TEXT),
+            finish_reason=draw(st.sampled_from(["stop", "length", "abort", None])),
+        )
+        numbers = draw(st.lists(NUMBERS, min_size=sampled, max_size=sampled))
+        versions = draw(st.lists(IDS, min_size=sampled, max_size=sampled))
+        told = {"logprobs": tuple(-abs(x) for x in numbers), "versions": tuple(versions)}
+        made.append(replace(segment, **told) if segment.kind == "action" else segment)
+    return (*made, Segment("action", (1,)))
+
+
 TRAJECTORIES = st.builds(
     Trajectory,
     task_id=TEXT,
     sample=IDS,
-    segments=st.lists(SEGMENTS, max_size=3).map(tuple),
+    segments=segments(),
     messages=st.lists(
         st.fixed_dictionaries({"role": st.just("user"), "content": TEXT}, optional={"name": TEXT}), max_size=2
     ).map(tuple),
@@ -209,6 +222,10 @@ def _lines(path, *lines):
     path.write_bytes(gzip.compress("".join(line + "\n" for line in lines).encode()))
 
 
+def segment(data, number):
+    return data["trajectory"]["segments"][number]
+
+
 def _edited(tmp_path, change):
     """The JSON line of RECORD after `change` has been done to its data."""
     write_rollouts(tmp_path / "good.gz", [RECORD])
@@ -230,6 +247,18 @@ def _edited(tmp_path, change):
         (lambda d: d["trajectory"]["segments"][0].update(kind="thought"), "thought"),
         (lambda d: d["trajectory"]["segments"][0].update(tokens=[1.5]), "1.5 is not a whole number"),
         (lambda d: d["trajectory"]["messages"].append({"role": "user"}), "role and content"),
+        (lambda d: d["trajectory"].update(reward=10**400), "not a finite number"),
+        (lambda d: segment(d, 0).update(tokens=[1, -1]), "segments[0] holds -1, which is no token"),
+        (lambda d: segment(d, 1).update(tokens=[10**30, 8]), "which is no token"),
+        (lambda d: segment(d, 1)["logprobs"].pop(), "segments[1] has 2 tokens and 1 of logprobs"),
+        (lambda d: segment(d, 1)["versions"].append(5), "segments[1] has 2 tokens and 3 of versions"),
+        (lambda d: segment(d, 1).update(logprobs=[-0.1, 5.0]), "segments[1] has the log-probability 5.0"),
+        (lambda d: segment(d, 2).update(logprobs=[-0.1]), "segments[2] is an observation and has logprobs"),
+        (lambda d: segment(d, 1).update(turn=-3), "segments[1] has the turn -3"),
+        (lambda d: segment(d, 3).update(parent=3), "segments[3] continues segments[3]"),
+        (lambda d: segment(d, 1).update(parent=99), "segments[1] continues segments[99]"),
+        (lambda d: segment(d, 1).update(parent=-2), "segments[1] continues segments[-2]"),
+        (lambda d: d["trajectory"].update(leaf_rewards=[1.0]), "length 1, and the number of leaves is 2"),
     ],
 )
 def test_a_broken_line_names_file_line_and_complaint(tmp_path, change, complaint):
@@ -247,7 +276,7 @@ def test_a_broken_line_names_file_line_and_complaint(tmp_path, change, complaint
 def test_lines_that_are_no_json_or_too_large_numbers_are_refused(tmp_path):
     path = tmp_path / "x.jsonl.gz"
     huge = _edited(tmp_path, lambda d: None).replace("1.03", "1e999")
-    for text in ("{", "[]", "", huge):
+    for text in ("{", "[]", "", huge, "[" * 200_000):
         _lines(path, text)
         with pytest.raises(UserError, match=r"x\.jsonl\.gz, line 1"):
             list(read_rollouts(path))

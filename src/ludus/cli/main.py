@@ -55,7 +55,7 @@ COMMANDS = (
     Command("rft", "rft", "fine-tune on what the model solved itself", "ludus rft search --rft.rounds 2"),
     Command("rl", "train", "the same as train", "ludus rl search"),
     Command("pipeline", "pipeline", "train in stages", "ludus pipeline examples/pipeline.toml"),
-    Command("data", "data", "check files to train on", "ludus data check dialogues.jsonl"),
+    Command("data", "data", "check files to train on, or convert them", "ludus data check dialogues.jsonl"),
     Command("eval", "evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
     Command("compare", "compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
     Command("chat", "chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),

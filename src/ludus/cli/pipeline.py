@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import argparse
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,9 +21,10 @@ from ludus.cli.arguments import recipe_stem
 from ludus.cli.stages import HowToResume, TrainingStage
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
-from ludus.config.schema import Config
+from ludus.config.rewards import RewardModelConfig, RewardsConfig
+from ludus.config.schema import Config, PreferenceConfig
 from ludus.envs.registry import build_world, check_sandbox
-from ludus.errors import ConfigError, UserError
+from ludus.errors import ConfigError, LudusError, UserError
 from ludus.rewards.named import added_parts
 
 if TYPE_CHECKING:
@@ -52,7 +54,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     stages = load_pipeline(args.file)
     folder = args.folder or Path("runs") / args.file.stem
     check_stages(stages, overrides)
-    check_sandboxes([stage for stage in stages if not (folder / stage.name).exists()], overrides)
+    check_ahead(stages, folder, overrides)
     open_folder(folder, stages, args.file)
     console = make_console()
     words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
@@ -65,33 +67,98 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def check_stages(stages: Sequence[Stage], overrides: Sequence[str]) -> None:
-    """Raise ConfigError for the settings of any stage, before the first one runs."""
+    """Raise ConfigError for the settings of any stage that contradict each other, whatever has run."""
     for stage in stages:
-        try:
+        with naming(stage):
             config = load_config(stage.recipe, [*stage.settings, *overrides])
             added_parts(config.rewards)
-        except ConfigError as error:
-            raise ConfigError(f"Stage {stage.number} ({stage.kind}): {error.message}", error.hint) from error
-        sampled = any(before.kind in SAMPLES for before in stages[: stage.number - 1])
-        if stage.kind == "reward-model" and not sampled and not has_source(stage, config):
+        if stage.kind == "reward-model" and not is_fed(stage, stages, config):
             raise ConfigError(
                 f"Stage {stage.number} ({stage.kind}) has nothing to learn rewards from.",
                 "Put a stage of rft or rl before it, or set reward_model.run or reward_model.data.",
             )
 
 
-def check_sandboxes(stages: Sequence[Stage], overrides: Sequence[str]) -> None:
-    """Raise where the sandbox of a stage that samples does not answer, before the first one runs."""
+def check_ahead(stages: Sequence[Stage], folder: Path, overrides: Sequence[str]) -> None:
+    """Raise what a stage that has yet to begin would refuse when its turn comes.
+
+    The rewards of one that a reward model from before it judges are looked at then.
+    """
     for stage in stages:
+        if (folder / stage.name).exists():
+            continue
         config = load_config(stage.recipe, [*stage.settings, *overrides])
-        if stage.kind in SAMPLES and config.cluster.kind != "ray":
-            check_sandbox(config.sandbox, build_world(config.env, config.rollout, config.sandbox))
+        if stage.kind == "rl" and config.rewards.model is None and judges_before(stage, stages):
+            config = config.model_copy(update={"rewards": RewardsConfig()})
+        with naming(stage):
+            check_stage(stage, config, is_fed(stage, stages, config))
+
+
+def check_stage(stage: Stage, config: Config, fed: bool) -> None:
+    """Raise for settings, files and a sandbox that cannot be used; `fed`: it has something to learn from."""
+    from ludus.training import rft, sft, start
+    from ludus.training.data import read_dialogues
+
+    world = build_world(config.env, config.rollout, config.sandbox)
+    start.check_trackers(config)
+    match stage.kind:
+        case "sft":
+            sft.check_sft(config, world)
+        case "rft":
+            rft.check_rft(config, world)
+        case "rl":
+            start.check_settings(config, world)
+            if config.experts.path is not None:
+                read_dialogues(Path(config.experts.path))
+        case _:
+            check_source(stage, config)
+    plays = {"preference": not fed, "reward-model": config.reward_model.rollouts > 0}
+    if plays.get(stage.kind, stage.kind in SAMPLES) and config.cluster.kind != "ray":
+        check_sandbox(config.sandbox, world)
+
+
+def check_source(stage: Stage, config: Config) -> None:
+    """Raise UserError where the file or run that a stage names is none that it can learn from."""
+    from ludus.training.data import read_pairs, read_rollout_file
+    from ludus.training.pairs import rollout_files
+
+    settings = source_of(stage, config)
+    if settings.data is not None:
+        takes_pairs = stage.kind == "preference" or config.reward_model.kind == "pairwise"
+        (read_pairs if takes_pairs else read_rollout_file)(Path(settings.data))
+    elif settings.run is not None:
+        rollout_files(Path(settings.run))
+
+
+@contextmanager
+def naming(stage: Stage) -> Iterator[None]:
+    """An error inside says which stage it is of."""
+    try:
+        yield
+    except LudusError as error:
+        raise type(error)(f"Stage {stage.number} ({stage.kind}): {error.message}", error.hint) from error
+
+
+def source_of(stage: Stage, config: Config) -> PreferenceConfig | RewardModelConfig:
+    """The section in which a stage names the run or file that it learns from."""
+    return config.preference if stage.kind == "preference" else config.reward_model
 
 
 def has_source(stage: Stage, config: Config) -> bool:
     """Whether the settings of a stage name the run or file that it learns from."""
-    settings = config.preference if stage.kind == "preference" else config.reward_model
+    settings = source_of(stage, config)
     return settings.run is not None or settings.data is not None
+
+
+def is_fed(stage: Stage, stages: Sequence[Stage], config: Config) -> bool:
+    """Whether a stage learns from a run or file that is named, or from a stage before it that sampled."""
+    sampled = any(before.kind in SAMPLES for before in stages[: stage.number - 1])
+    return sampled or has_source(stage, config)
+
+
+def judges_before(stage: Stage, stages: Sequence[Stage]) -> list[Stage]:
+    """The stages before one that make a reward model."""
+    return [before for before in stages[: stage.number - 1] if before.kind == "reward-model"]
 
 
 def open_folder(folder: Path, stages: Sequence[Stage], file: Path) -> None:
@@ -132,7 +199,7 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
         words += ["--model.from_scratch", "false", "--model.path", str(checkpoint_of(policies[-1], folder))]
     config = load_config(stage.recipe, words)
     sampled = [earlier for earlier in before if earlier.kind in SAMPLES]
-    judges = [earlier for earlier in before if earlier.kind == "reward-model"]
+    judges = judges_before(stage, stages)
     if stage.kind == "rl" and judges and config.rewards.model is None:
         config = load_config(stage.recipe, [*words, "--rewards.model", str(folder / judges[-1].name)])
     if stage.kind in LEARNS and sampled and not has_source(stage, config):

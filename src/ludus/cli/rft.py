@@ -23,6 +23,7 @@ def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
     """Check a configuration and load its model. Raises UserError and its children."""
     from ludus.training.rft import check_rft
     from ludus.training.session import open_session
+    from ludus.training.start import check_plays
 
     del new
     if config.model.from_scratch:
@@ -32,6 +33,7 @@ def ready(config: Config, new: bool) -> Callable[[RunFolder], None]:
         )
     session = open_session(config)
     check_rft(config, session.world)
+    check_plays(config, session.world)
     return lambda folder: train(session, folder)
 
 

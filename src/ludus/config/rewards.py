@@ -184,4 +184,6 @@ class RewardModelConfig(OptimiserSection):
             raise ValueError(f'reward_model.rollouts belongs to the kind process, not to "{self.kind}"')
         if self.min_reward_gap > 0 and self.kind != "pairwise":
             raise ValueError(f'reward_model.min_reward_gap belongs to pairwise, not to "{self.kind}"')
+        if self.min_reward_gap > 0 and self.data is not None:
+            raise ValueError("reward_model.min_reward_gap is for rollouts, and reward_model.data is set")
         return self

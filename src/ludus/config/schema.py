@@ -448,6 +448,8 @@ class PreferenceConfig(OptimiserSection):
     """The margin that simpo asks for; none is 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Share of pairs that are taken to be the wrong way round (dpo, simpo)."""
+    undesirable_weight: float = Field(1.0, gt=0)
+    """What the rejected of a pair counts in kto, where the chosen counts 1."""
     learning_rate: float = Field(1e-4, gt=0)
     """Of AdamW, after the warm-up."""
     epochs: int = Field(1, ge=1)
@@ -480,12 +482,17 @@ class PreferenceConfig(OptimiserSection):
     def _fits_the_loss(self) -> Self:
         if self.run is not None and self.data is not None:
             raise ValueError(f'preference.run ("{self.run}") and preference.data exclude each other')
-        if self.pairs != "groups" and self.data is not None:
-            raise ValueError(f"preference.pairs ({self.pairs}) is for a run, and preference.data is set")
+        if (self.pairs != "groups" or self.min_reward_gap) and self.data is not None:
+            key = "pairs" if self.pairs != "groups" else "min_reward_gap"
+            raise ValueError(f"preference.{key} is for rollouts, and preference.data is set")
+        if (self.tasks, self.samples) != (64, 8) and (self.run or self.data) is not None:
+            raise ValueError("preference.tasks and samples are for attempts of the model, and it plays none")
         if self.gamma is not None and self.loss != "simpo":
             raise ValueError(f'preference.gamma belongs to the loss simpo, not to "{self.loss}"')
         if self.label_smoothing > 0 and self.loss not in ("dpo", "simpo"):
             raise ValueError(f'preference.label_smoothing has no meaning with the loss "{self.loss}"')
+        if self.undesirable_weight != 1 and self.loss != "kto":
+            raise ValueError(f'preference.undesirable_weight belongs to the loss kto, not to "{self.loss}"')
         return self
 
 

@@ -46,6 +46,10 @@ from ludus.types import (
 
 SCHEMA = 1
 _COMPRESSION = 6
+_NUM_TOKENS = 2**31
+"""No vocabulary is larger."""
+_ROUNDING = 0.01
+"""Natural log: how far above 0 rounding may lift a log-probability."""
 _CLOCKS = {"seconds", "timings"}
 """Fields of the records that hold wall-clock times, and are not stored."""
 
@@ -120,7 +124,7 @@ def read_rollouts(path: Path) -> Iterator[RolloutRecord]:
         ) from error
     except OSError as error:
         raise StorageError(f"{path} cannot be read: {error.strerror or error}.") from error
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise UserError(
             f"{path}, line {number}, is not a rollout: {error}.", "Was it written by this version of Ludus?"
         ) from error
@@ -239,14 +243,17 @@ def _outcome_data(outcome: ToolOutcome) -> _Data:
 
 
 def parse_rollout(value: object) -> RolloutRecord:
-    """The record that a line's JSON value is. Raises ValueError, TypeError or KeyError that says why not."""
+    """The record that a line's JSON value is, with a trajectory that can be one.
+
+    Raises ValueError, TypeError or KeyError that says why not.
+    """
     data = dict(_object(value))
     schema = data.pop("schema", None)
     if schema != SCHEMA:
         raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA}")
     _same_fields(data, RolloutRecord)
     advantage = data["advantage"]
-    return RolloutRecord(
+    record = RolloutRecord(
         step=_int(data["step"]),
         group=_str(data["group"]),
         outcome=Outcome(data["outcome"]),
@@ -255,6 +262,38 @@ def parse_rollout(value: object) -> RolloutRecord:
         advantage=None if advantage is None else _float(advantage),
         attempt=_int(data["attempt"]),
     )
+    _check_trajectory(record.trajectory)
+    return record
+
+
+def _check_trajectory(trajectory: Trajectory) -> None:
+    """Raise ValueError where the segments are none of a tree, or the rewards none of its leaves."""
+    for number, segment in enumerate(trajectory.segments):
+        if fault := _fault_of_segment(segment, number):
+            raise ValueError(f"segments[{number}] {fault}")
+    leaves = trajectory.leaf_rewards
+    if leaves and len(leaves) != len(trajectory.rows):
+        raise ValueError(
+            f"leaf_rewards is of length {len(leaves)}, and the number of leaves is {len(trajectory.rows)}"
+        )
+
+
+def _fault_of_segment(segment: Segment, number: int) -> str:
+    """What is wrong with the segment of that number; empty where nothing is. A parent of -1 is the root."""
+    if odd := [token for token in segment.tokens if not 0 <= token < _NUM_TOKENS]:
+        return f"holds {odd[0]}, which is no token"
+    if segment.parent is not None and not -1 <= segment.parent < number:
+        return f"continues segments[{segment.parent}], which does not come before it"
+    if segment.turn < 0:
+        return f"has the turn {segment.turn}"
+    for name, values in (("logprobs", segment.logprobs), ("versions", segment.versions)):
+        if values and segment.kind != "action":
+            return f"is {'an' if segment.kind == 'observation' else 'a'} {segment.kind} and has {name}"
+        if values and len(values) != len(segment.tokens):
+            return f"has {len(segment.tokens)} tokens and {len(values)} of {name}"
+    if (highest := max(segment.logprobs, default=0.0)) > _ROUNDING:
+        return f"has the log-probability {highest}, and none is above 0"
+    return ""
 
 
 def _trajectory(stored: _Data) -> Trajectory:
@@ -347,9 +386,13 @@ def _int(value: object) -> int:
 def _float(value: object) -> float:
     if not isinstance(value, int | float) or isinstance(value, bool):
         raise TypeError(f"{value!r} is not a number")
-    if not math.isfinite(value):
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
         raise ValueError(f"{value!r} is not a finite number")
-    return float(value)
+    return number
 
 
 def _str(value: object) -> str:

@@ -9,15 +9,24 @@ from __future__ import annotations
 import gzip
 import json
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 from ludus.errors import UserError
-from ludus.rollout.store import RolloutRecord, parse_rollout
+from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
 from ludus.tools.base import Tool
-from ludus.training.messages import check_turns, given, read_messages, read_tools, read_train_flags
+from ludus.training.dataset import read_rows
+from ludus.training.messages import (
+    as_text,
+    check_turns,
+    given,
+    parsed,
+    read_messages,
+    read_tools,
+    read_train_flags,
+)
 from ludus.types import Message
 
 DataKind = Literal["dialogue", "pair", "rollout"]
@@ -104,6 +113,12 @@ def read_rollout_file(path: Path) -> list[RolloutRecord]:
     return [found for found in _good(path, "rollout") if isinstance(found, RolloutRecord)]
 
 
+def read_records(path: Path) -> list[Record]:
+    """The records of a file, of whichever kind the first is. Raises UserError, with the line."""
+    first = next((found for _, found in _records(path) if not isinstance(found, Problem)), None)
+    return list(_good(path, "dialogue" if first is None else _kind(first)))
+
+
 def _good(path: Path, kind: DataKind) -> Iterator[Record]:
     empty = True
     for line, found in _records(path):
@@ -144,12 +159,37 @@ def parse_record(data: object) -> Record:
     if "messages" in found:
         return _dialogue(found)
     if "trajectory" in found:
+        trajectory = found["trajectory"]
+        if isinstance(trajectory, str):  # a row of a table, from which `given` took an empty advantage
+            data = {"advantage": None, **found, "trajectory": parsed(trajectory, "trajectory")}
         return parse_rollout(data)
     if found.keys() & {"prompt", "chosen", "rejected"}:
         return _pair(found)
     raise ValueError(
         "it is neither a dialogue (messages), a pair (prompt, chosen, rejected) nor a rollout (trajectory)"
     )
+
+
+def row_of(record: Record) -> dict[str, object]:
+    """A record as a row of a table, of which `parse_record` makes the record again.
+
+    Rows of one kind have the same keys. What has other keys in each row (tools, a trajectory) is JSON text.
+    """
+    match record:
+        case FileDialogue():
+            marked = zip(record.messages, record.trains, strict=True)
+            messages = [{**m, "train": trains} if m["role"] == "assistant" else m for m, trains in marked]
+            return {"messages": messages, "tools": _tools_text(record.tools), "task": record.task or None}
+        case FilePair():
+            chosen, rejected = list(record.chosen), list(record.rejected)
+            row = {"prompt": list(record.prompt), "chosen": chosen, "rejected": rejected}
+            return {**row, "tools": _tools_text(record.tools)}
+    line = json.loads(rollout_line(record))
+    return {**line, "trajectory": json.dumps(line["trajectory"])}
+
+
+def _tools_text(tools: Sequence[Tool]) -> str | None:
+    return json.dumps([tool.schema for tool in tools]) if tools else None
 
 
 def _dialogue(data: dict[str, object]) -> FileDialogue:
@@ -160,8 +200,7 @@ def _dialogue(data: dict[str, object]) -> FileDialogue:
     if not any(trains):
         said = any(message["role"] == "assistant" for message in messages)
         raise ValueError("no assistant message trains" if said else "it has no assistant message")
-    task = data.get("task", "")
-    return FileDialogue(messages, tools, trains, task if isinstance(task, str) else "")
+    return FileDialogue(messages, tools, trains, as_text(data.get("task", ""), "task"))
 
 
 def _pair(data: dict[str, object]) -> FilePair:
@@ -181,7 +220,11 @@ def _arm(
     data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]
 ) -> tuple[Message, ...]:
     """One way to go on: a message or a list of them."""
-    messages = read_messages([data] if isinstance(data, dict) else data, name)
+    given_messages = [data] if isinstance(data, dict) else data
+    messages = read_messages(given_messages, name)
+    for i, trains in enumerate(read_train_flags(given_messages, name)):
+        if messages[i]["role"] == "assistant" and not trains:
+            raise ValueError(f"{name}[{i}].train is false, and what does not train belongs into the prompt")
     if not messages or messages[0]["role"] != "assistant":
         raise ValueError(f"{name} does not begin with an assistant message")
     check_turns((*prompt, *messages), tools, f"prompt + {name}")
@@ -191,7 +234,7 @@ def _arm(
 def _lines(path: Path) -> Iterator[tuple[int, object]]:
     """The numbered JSON values of a file; a line that holds none is a Problem. Blank lines are skipped."""
     if path.is_dir():
-        yield from enumerate(_rows_of_folder(path), start=1)
+        yield from enumerate(read_rows(path), start=1)
         return
     number = 0
     try:
@@ -216,27 +259,6 @@ def _value(line: bytes, number: int) -> object:
         return Problem(number, "it is not UTF-8 text")
     except ValueError as error:
         return Problem(number, f"it is no JSON: {error}")
+    except RecursionError:
+        return Problem(number, "it is nested too deeply")
     return value
-
-
-def _rows_of_folder(path: Path) -> Iterator[object]:
-    """The rows of a folder that `Dataset.save_to_disk` wrote; of several splits the one called train."""
-    try:
-        from datasets import DatasetDict, load_from_disk
-    except ImportError as error:
-        raise UserError(
-            f"{path} is a folder, and reading a dataset needs the package datasets.",
-            "Install it: pip install 'ludus[datasets]', or give a file of JSON lines.",
-        ) from error
-    try:
-        found = load_from_disk(str(path))
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{path} is not a dataset: {str(error).splitlines()[0]}.",
-            "Give a folder that Dataset.save_to_disk wrote, or a file of JSON lines.",
-        ) from error
-    if isinstance(found, DatasetDict):
-        if "train" not in found:
-            raise UserError(f"{path} has no split train, but {', '.join(found)}.", "Give one split's folder.")
-        found = found["train"]
-    yield from found

@@ -22,6 +22,8 @@ _ROLES: Mapping[str, Literal["system", "user", "assistant", "tool"]] = {
 _OF_ROLE = {"reasoning_content": "assistant", "tool_calls": "assistant", "train": "assistant"}
 """Keys that only messages of one role have."""
 _KEYS = {"role", "content", "tool_call_id", "name", *_OF_ROLE}
+_MAX_DEPTH = 100
+"""Lists and objects within each other; what renders them stands on a stack of its own."""
 
 
 def given(data: object, where: str) -> dict[str, object]:
@@ -29,6 +31,28 @@ def given(data: object, where: str) -> dict[str, object]:
     if not isinstance(data, dict):
         raise ValueError(f"{where} is {_words(data)}, and must be an object")
     return {str(key): value for key, value in data.items() if value is not None}
+
+
+def as_text(data: object, where: str) -> str:
+    """The text itself. Raises ValueError where it is none, or cannot be encoded."""
+    if not isinstance(data, str):
+        raise ValueError(f"{where} is {_words(data)}, and must be text")
+    try:
+        data.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"{where} has {data[error.start]!a}, half of a character") from None
+    return data
+
+
+def parsed(text: str, where: str) -> object:
+    """The value of JSON text. Raises ValueError where it is none."""
+    try:
+        value: object = json.loads(text)
+    except RecursionError:
+        raise ValueError(f"{where} is nested too deeply") from None
+    except ValueError as error:
+        raise ValueError(f"{where} is text that is no JSON: {error}") from None
+    return value
 
 
 def read_messages(data: object, where: str) -> tuple[Message, ...]:
@@ -51,10 +75,7 @@ def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
 def read_tools(data: object) -> tuple[Tool, ...]:
     """The tools of a list of OpenAI descriptions; the list may stand as JSON text. None is no tools."""
     if isinstance(data, str):
-        try:
-            data = json.loads(data)
-        except ValueError as error:
-            raise ValueError(f"tools is text that is no JSON: {error}") from None
+        data = parsed(data, "tools")
     tools = [_tool(item, f"tools[{i}]") for i, item in enumerate(_list(data, "tools"))] if data else []
     names = [tool.name for tool in tools]
     if twice := sorted({name for name in names if names.count(name) > 1}):
@@ -112,15 +133,15 @@ def _message(data: object, where: str) -> Message:
     calls = _list(found.get("tool_calls", []), f"{where}.tool_calls")
     if "content" not in found and not calls:
         raise ValueError(f"{where} has no content")
-    message = Message(role=role, content=_text(found.get("content", ""), f"{where}.content"))
+    message = Message(role=role, content=as_text(found.get("content", ""), f"{where}.content"))
     if calls:
         message["tool_calls"] = [_call(call, i, f"{where}.tool_calls[{i}]") for i, call in enumerate(calls)]
     if "reasoning_content" in found and role == "assistant":
-        message["reasoning_content"] = _text(found["reasoning_content"], f"{where}.reasoning_content")
+        message["reasoning_content"] = as_text(found["reasoning_content"], f"{where}.reasoning_content")
     if "tool_call_id" in found:
-        message["tool_call_id"] = _text(found["tool_call_id"], f"{where}.tool_call_id")
+        message["tool_call_id"] = as_text(found["tool_call_id"], f"{where}.tool_call_id")
     if "name" in found:
-        message["name"] = _text(found["name"], f"{where}.name")
+        message["name"] = as_text(found["name"], f"{where}.name")
     return message
 
 
@@ -128,25 +149,25 @@ def _call(data: object, place: int, where: str) -> MessageToolCall:
     """A call; its arguments may stand as an object or as JSON text of one."""
     call = given(data, where)
     function = given(call.get("function"), f"{where}.function")
-    name = _text(function.get("name"), f"{where}.function.name")
+    name = as_text(function.get("name"), f"{where}.function.name")
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            raise ValueError(f"{where}.function.arguments is text that is no JSON") from None
+        arguments = parsed(arguments, f"{where}.function.arguments")
     if not isinstance(arguments, dict):
         raise ValueError(f"{where}.function.arguments is {_words(arguments)}, and must be an object")
+    _check_value(arguments, f"{where}.function.arguments")
     text = json.dumps(arguments, ensure_ascii=False)
-    number = _text(call.get("id", f"call_{place}"), f"{where}.id")
+    number = as_text(call.get("id", f"call_{place}"), f"{where}.id")
     return MessageToolCall(id=number, type="function", function=FunctionCall(name=name, arguments=text))
 
 
 def _tool(data: object, where: str) -> Tool:
     function = given(given(data, where).get("function"), f"{where}.function")
-    name = _text(function.get("name"), f"{where}.function.name")
-    about = _text(function.get("description", ""), f"{where}.function.description")
-    parameters = _without_none(given(function.get("parameters", {}), f"{where}.function.parameters"))
+    name = as_text(function.get("name"), f"{where}.function.name")
+    about = as_text(function.get("description", ""), f"{where}.function.description")
+    given_parameters = given(function.get("parameters", {}), f"{where}.function.parameters")
+    _check_value(given_parameters, f"{where}.function.parameters")
+    parameters = _without_none(given_parameters)
     schema = FunctionSchema(name=name, description=about, parameters=parameters)
     return described_tool(ToolSchema(type="function", function=schema))
 
@@ -162,10 +183,15 @@ def _list(data: object, where: str) -> list[object]:
     return data
 
 
-def _text(data: object, where: str) -> str:
-    if not isinstance(data, str):
-        raise ValueError(f"{where} is {_words(data)}, and must be text")
-    return data
+def _check_value(data: object, where: str, depth: int = 0) -> None:
+    """Raise ValueError where a JSON value is nested too deeply, or a text in it is none."""
+    if depth > _MAX_DEPTH:
+        raise ValueError(f"{where} is nested too deeply")
+    if isinstance(data, str):
+        as_text(data, where)
+    elif isinstance(data, dict | list):
+        for part in (*data.keys(), *data.values()) if isinstance(data, dict) else data:
+            _check_value(part, where, depth + 1)
 
 
 def _or(names: Mapping[str, object]) -> str:
@@ -178,5 +204,5 @@ def _words(data: object) -> str:
         return "missing"
     if isinstance(data, dict | list):
         return "an object" if isinstance(data, dict) else "a list"
-    text = json.dumps(data, ensure_ascii=False, default=str)
+    text = json.dumps(data, ensure_ascii=False, default=str).encode(errors="backslashreplace").decode()
     return text if len(text) <= 40 else f"{text[:40]}..."

@@ -217,6 +217,7 @@ def _kto(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
             desirable=torch.arange(2 * num, device=pairs.chosen_mask.device) < num,
             baseline=pairs.baseline,
             beta=settings.beta or BETA,
+            undesirable_weight=settings.undesirable_weight,
         )
         .view(2, num)
         .mean(0)

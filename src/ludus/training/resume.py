@@ -20,10 +20,12 @@ _KEPT_BY_KIND: Mapping[Kind, tuple[str, ...]] = {
     "preference": (
         "preference.loss",
         "preference.run",
+        "preference.pairs",
         "preference.data",
         "preference.min_reward_gap",
         "preference.tasks",
         "preference.samples",
+        "rollout.",
     ),
     "reward-model": (
         "reward_model.kind",
@@ -31,10 +33,12 @@ _KEPT_BY_KIND: Mapping[Kind, tuple[str, ...]] = {
         "reward_model.data",
         "reward_model.min_reward_gap",
         "reward_model.discount",
+        "reward_model.rollouts",
         "reward_model.held_out",
+        "rollout.",
     ),
 }
-"""What only runs of one kind keep: pairs and what the reference thinks of them are made once."""
+"""What only runs of one kind keep: pairs, what the reference thinks of them, and examples are made once."""
 _FREE = ("model.device",)
 _NAMES: Mapping[Kind, str] = {
     "rl": "a run of reinforcement learning",
@@ -107,7 +111,7 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
     if found:
         has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
         raise UserError(
-            f"A resumed run keeps its model, cold start, world, seed and folder: {folder.path} has {has}.",
+            f"A resumed run keeps model, data, cold start, world, seed and folder: {folder.path} has {has}.",
             "Leave the setting out, or start a new run with it.",
         )
     key, steps = _planned(folder, config, kind)

@@ -58,7 +58,6 @@ from ludus.training.session import Session, make_engine, session_scheduler
 from ludus.training.sft import sft_step
 from ludus.training.start import (
     Comparison,
-    check_plays,
     check_trackers,
     forget_after,
     kept_evaluation,
@@ -82,7 +81,6 @@ def check_rft(config: Config, world: World) -> None:
             f"Write --rft.tasks_per_round {num}, or less.",
         )
     order_of(world, config.run.seed, config.rft.tasks_per_round, config.rft.rounds)
-    check_plays(config, world)
 
 
 @dataclass

@@ -7,6 +7,7 @@ changes no weights, and what it remembers of earlier steps (`memory`) is the alg
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
@@ -30,6 +31,8 @@ from ludus.training.selection import as_one_batch, with_role_baselines
 from ludus.training.session import Session, session_scheduler
 from ludus.training.skipping import Draw, after_visits, choose
 from ludus.types import Task
+
+log = logging.getLogger("ludus.sampling")
 
 
 class EpisodeReporter(Protocol):
@@ -82,6 +85,7 @@ class Sampler:
     """Tasks that GRESO has skipped for the step at hand."""
     _added: set[RolloutKey] = field(default_factory=set, init=False)
     """Episodes that have the parts which the settings add, and no credit yet."""
+    _said_short: bool = field(default=False, init=False)
 
     @property
     def state(self) -> SamplerState:
@@ -105,7 +109,19 @@ class Sampler:
             credits += await self.credit(step, groups, number * num_tasks)
             if num_training_groups(credits) >= num_tasks:
                 break
+        self._say_short(step, num_training_groups(credits), num_tasks)
         return self.as_batch(credits)
+
+    def _say_short(self, step: int, found: int, wanted: int) -> None:
+        """Log, once a run, that the rounds were used up before the batch was full."""
+        rounds = self.algorithm.resample_rounds
+        if rounds and found < wanted and not self._said_short:
+            self._said_short = True
+            log.warning(
+                "Step %d trains on %d of %d groups: the %d algorithm.resample_rounds are used up. "
+                "This is said once a run; groups/zero_variance has the share of every step.",
+                *(step, found, wanted, rounds),
+            )
 
     def choose(self, step: int, order: Order, wanted: int, taken: set[str]) -> Sequence[Task]:
         """The next tasks that GRESO does not skip, none of those in `taken`."""

@@ -61,6 +61,14 @@ def make_session(config: Config) -> Session:
     return _checked(Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
 
 
+def check_sft(config: Config, world: World) -> None:
+    """Raise UserError for a world that shows nothing, and for a file of dialogues with a fault."""
+    if config.sft.dialogues is None or config.model.from_scratch:
+        _demonstrating(world)
+    if config.sft.dialogues is not None:
+        read_dialogues(Path(config.sft.dialogues))
+
+
 @dataclass(frozen=True)
 class FineTuning:
     """A session that is to be fine-tuned from step `done` on; `last` is the checkpoint of that step."""

@@ -115,9 +115,14 @@ class AdapterOff:
 def check(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
     """Refuse, before anything is written, what a run would only find out later.
 
-    Raises ConfigError and UserError for settings of the algorithm, trackers and splits, WorldError where the
-    sandbox does not answer.
+    Raises UserError as `check_settings`, WorldError where the sandbox does not answer.
     """
+    check_settings(config, world)
+    check_plays(config, world, watch)
+
+
+def check_settings(config: Config, world: World) -> None:
+    """Raise ConfigError and UserError for settings of the algorithm, rewards, trackers and splits."""
     algorithm = algorithm_of(config)
     check_roles(algorithm, world)
     control_of(config, algorithm)
@@ -133,7 +138,6 @@ def check(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
     check_evaluation(config, world)
     task_order(config, world)
     check_reward_settings(config, world)
-    check_plays(config, world, watch)
 
 
 def check_plays(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
