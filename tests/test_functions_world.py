@@ -272,6 +272,9 @@ def test_where_nothing_fits_nothing_that_looks_like_it_is_on_offer(everything):
         (None, None, True),
         (None, "", False),
         (-1, 1, False),
+        (10**400, 1.5, False),
+        (10**400, 10**400, True),
+        (10**400, 10**400 + 1, False),
     ],
 )
 def test_values_are_compared_by_type(given, wanted, is_equal):

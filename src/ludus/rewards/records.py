@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import string
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Final
 
 from ludus.rewards import choices, maths, numbers, structures
@@ -109,7 +110,16 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | Answers:
         return Expression(answer)
     if value is None:
         raise ValueError(f"{answer[:60]!r} is no number")
-    return Quantity(float(value), relative=0.0 if float(value).is_integer() else _CLOSE)
+    return _quantity(value)
+
+
+def _quantity(value: Fraction) -> Quantity:
+    if value.denominator == 1:
+        return Quantity(int(value), relative=0.0)
+    try:
+        return Quantity(float(value), relative=_CLOSE)
+    except OverflowError as error:
+        raise ValueError("the number is too large") from error
 
 
 def _choice(answer: JSON, options: JSON) -> Choice:

@@ -41,11 +41,12 @@ def make_truth(question: Question) -> SqlTruth:
     value: Answers | Quantity | None = None
     if question.kind == "value":
         cell = question.rows[0][0]
-        exact = not isinstance(cell, float)
         if isinstance(cell, str) or cell is None:
             value = Answers((str(cell),))
         else:
-            value = Quantity(float(cell), absolute=0.0 if exact else CENT + TOLERANCE, relative=0.0)
+            value = Quantity(
+                cell, absolute=CENT + TOLERANCE if isinstance(cell, float) else 0.0, relative=0.0
+            )
     return SqlTruth(question.sql, rows, hidden, value, question.pair.image, question.pair.hidden)
 
 
@@ -78,7 +79,8 @@ def other_words(truth: SqlTruth) -> tuple[str, ...]:
     """The right answer in other words: another query with the same rows, or the value in another writing."""
     if isinstance(truth.value, Quantity):
         number = truth.value.value
-        return (f"The answer is {number:,.0f}" if number.is_integer() else f"It is \\boxed{{{number:.2f}}}",)
+        whole = number == int(number)
+        return (f"The answer is {number:,.0f}" if whole else f"It is \\boxed{{{number:.2f}}}",)
     if truth.value is not None:
         return (f" {truth.value.accepted[0].upper()}.",)
     query = truth.query.rstrip().rstrip(";")
