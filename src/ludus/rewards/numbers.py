@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
@@ -22,7 +23,18 @@ _LOST_OF_WHOLE = Fraction(1, 10**9)
 """What a truth that was computed may be off, relatively, and absolutely where it is whole."""
 _POINT = r"(?:\d{1,3}(?:[, _]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
 _COMMA = r"(?:\d{1,3}(?:[. _]\d{3})+(?:,\d*)?|\d+,?\d*|,\d+)"
-_POWER = r"(?:[eE]|\s*(?:[x×*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*))\s*\{?(?P<power>[+-]?\d{1,4})\}?"
+_POWER = r"(?:[eE]|\s*(?:[x×·*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*))\s*\{?(?P<power>[+-]?\d{1,4})\}?"
+_FRACTIONS = tuple(
+    re.compile(form, re.ASCII)
+    for form in (
+        r"(?P<sign>[+-]?)(?:(?P<whole>\d+)\s+)?(?P<up>\d+)\s*/\s*(?P<down>\d+)",
+        r"(?P<sign>[+-]?)(?P<whole>\d*)\s*\\[dtc]?frac\{(?P<up>\d+)\}\{(?P<down>\d+)\}",
+        r"(?P<sign>[+-]?)(?P<whole>\d*)\s*\\[dtc]?frac(?P<up>\d)(?P<down>\d)",
+        r"(?P<whole>)\\[dtc]?frac\{(?P<sign>-)(?P<up>\d+)\}\{(?P<down>\d+)\}",
+    )
+)
+_RAISED = re.compile(r"(?<=\b10)([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
+"""The power of a ten in raised digits."""
 _LEAD = re.compile(r"(?i)^(?:it\s+is|about|approximately|approx\.?|roughly|[a-z]\s*(?:=|≈)|≈|~|=)\s*")
 
 
@@ -46,11 +58,13 @@ class Quantity:
 
 def read_quantity(text: str, truth: Quantity) -> Fraction | None:
     """The number that the whole text is, exactly, in the unit of `truth`; None where it is anything else."""
-    plain = _LEAD.sub("", _without_latex(plain_signs(text)).strip())
+    plain = _LEAD.sub("", _without_latex(plain_signs(_with_powers(text))).strip())
     sizes = {"%": 0.01, "percent": truth.units.get("%", 0.01)} | dict(truth.units)
     unit, size, rest = _unit(plain, sizes)
     if truth.needs_unit and not unit:
         return None
+    if rest.startswith("(") and rest.endswith(")"):
+        rest = rest[1:-1].strip()
     value = _number(rest, truth.decimal_comma)
     return None if value is None else value * _as_written(size)
 
@@ -80,6 +94,11 @@ def is_close(answer: str, truth: Quantity) -> bool:
 def number_close(task: Task, trajectory: Trajectory) -> float:
     """1 if the final answer is the number of the truth within its tolerance, else 0."""
     return float(is_close(trajectory.answer, truth_of(task, Quantity)))
+
+
+def _with_powers(text: str) -> str:
+    """With `^` before what is raised behind a ten."""
+    return _RAISED.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[1]), text)
 
 
 def _without_latex(text: str) -> str:
@@ -120,10 +139,8 @@ def _number(text: str, decimal_comma: bool) -> Fraction | None:
 
 
 def _fraction(text: str) -> Fraction | None:
-    """`a/b`, `a b/c` and `\\frac{a}{b}` of whole numbers."""
-    latex = r"(?P<sign>[+-]?)(?P<whole>)\\[dt]?frac\{(?P<up>\d+)\}\{(?P<down>\d+)\}"
-    plain = r"(?P<sign>[+-]?)(?:(?P<whole>\d+)\s+)?(?P<up>\d+)\s*/\s*(?P<down>\d+)"
-    match = re.fullmatch(latex, text, re.ASCII) or re.fullmatch(plain, text, re.ASCII)
+    """`a/b`, `a b/c`, `\\frac{a}{b}`, `\\frac{-a}{b}` and `\\frac12` of whole numbers."""
+    match = next((found for form in _FRACTIONS if (found := form.fullmatch(text))), None)
     if match is None or int(match["down"]) == 0:
         return None
     value = int(match["whole"] or 0) + Fraction(int(match["up"]), int(match["down"]))

@@ -19,7 +19,7 @@ from fractions import Fraction
 from typing import Final
 
 from ludus.rewards import choices, maths, numbers, structures
-from ludus.rewards.answers import Answers, matches
+from ludus.rewards.answers import Answers, matches, normalise
 from ludus.rewards.choices import Choice
 from ludus.rewards.final import candidates
 from ludus.rewards.maths import Expression
@@ -103,6 +103,8 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | Answers:
         raise ValueError('"answer" holds no single answer')
     (answer,) = found
     value = read_quantity(answer, Quantity(0.0))
+    if type_ == "text" and not normalise(answer):
+        raise ValueError(f"{answer[:60]!r} has no words to compare")
     if type_ == "text":
         return Answers((answer,))
     if type_ == "expression" or (type_ is None and value is None):

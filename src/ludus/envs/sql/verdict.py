@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ludus.envs.sql.tasks import TOLERANCE, Question
-from ludus.rewards.answers import Answers, matches
+from ludus.rewards import records
+from ludus.rewards.answers import Answers
 from ludus.rewards.base import truth_of
 from ludus.rewards.evidence import fenced
-from ludus.rewards.numbers import Quantity, is_close
+from ludus.rewards.numbers import Quantity
 from ludus.rewards.rows import Rows, same_rows
 from ludus.tools.sql import Database, Row, SqlError, SqlLimits
 from ludus.types import Task, ToolStatus, Trajectory
@@ -52,10 +53,8 @@ def make_truth(question: Question) -> SqlTruth:
 
 def is_right(answer: str, truth: SqlTruth) -> bool:
     """Whether the answer is right; a query has to be so on both databases."""
-    if isinstance(truth.value, Quantity):
-        return is_close(answer, truth.value)
     if truth.value is not None:
-        return matches(answer, truth.value)
+        return records.is_right(answer, truth.value)
     return gives(answer, truth.image, truth.rows) and gives(answer, truth.hidden, truth.hidden_rows)
 
 
@@ -82,7 +81,8 @@ def other_words(truth: SqlTruth) -> tuple[str, ...]:
         whole = number == int(number)
         return (f"The answer is {number:,.0f}" if whole else f"It is \\boxed{{{number:.2f}}}",)
     if truth.value is not None:
-        return (f" {truth.value.accepted[0].upper()}.",)
+        text = truth.value.accepted[0]
+        return f" {text.upper()}.", f"The answer is {text}.", f"It is \\boxed{{{text}}}."
     query = truth.query.rstrip().rstrip(";")
     fenced_query = f"```sql\n{query};\n```"
     if truth.rows.ordered:
