@@ -532,6 +532,18 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
             '"weight" is no number',
         ),
         (
+            "own",
+            '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": NaN}]}',
+            '"weight" is no number',
+        ),
+        (
+            "own",
+            '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 1e999}]}',
+            '"weight" is no number',
+        ),
+        ("own", '{"prompt": "a", "entry": "", "tests": [{"args": [], "result": 1}]}', '"entry" is no name'),
+        ("own", '{"prompt": "a", "entry": 5, "tests": [{"args": [], "result": 1}]}', '"entry" is no name'),
+        (
             "humaneval",
             '{"prompt": "def f(:", "entry_point": "f", "test": "", "task_id": "a"}',
             "is no Python",

@@ -13,6 +13,7 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Mapping
 from fractions import Fraction
@@ -56,6 +57,8 @@ def read_truth(record: Mapping[str, JSON]) -> Truth:
             return State(answer, _ignored(record), _tolerance(record))
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError('"answer" is neither a text nor a number')
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise ValueError('"answer" is no finite number')
     return _short(str(answer), type_)
 
 
