@@ -125,7 +125,7 @@ def make_search(passages: Sequence[str]) -> Search:
 def normalise(text: str) -> str:
     """Lower case, without accents, punctuation, articles and surplus blanks."""
     bare = "".join(c for c in plain(text).casefold() if unicodedata.category(c)[0] not in "PS")
-    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split())
+    return " ".join(re.sub(r"\b(a|an|the)\b", " ", bare).split()) or bare.strip()
 
 
 @dataclass

@@ -326,6 +326,17 @@ FLAWED = {
     "no syntax": ("def add(a, b:\n    return a + b", [False] * 4),
     "it fails on its way": ("1 / 0\ndef add(a, b):\n    return a + b", [False] * 4),
     "memory": ("def add(a, b):\n    return len(bytearray(10 ** 11))", [False] * 4),
+    "records that are none": (
+        (
+            "import sys, os\n"
+            "def add(a, b):\n"
+            "    results = sys._getframe(2).f_locals['results']\n"
+            "    for said in ([1], {}, None, True, 1e999, 10 ** 400):\n"
+            "        results.tell({'number': said, 'value': 1})\n"
+            "    os._exit(0)"
+        ),
+        [False] * 4,
+    ),
     "a patched sum": ("import builtins\nbuiltins.sum = print\ndef add(a, b):\n    return a + b", [True] * 4),
 }
 
@@ -520,6 +531,18 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
             '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 0}]}',
             '"weight" is no number',
         ),
+        (
+            "own",
+            '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": NaN}]}',
+            '"weight" is no number',
+        ),
+        (
+            "own",
+            '{"prompt": "a", "tests": [{"stdin": "", "stdout": "", "weight": 1e999}]}',
+            '"weight" is no number',
+        ),
+        ("own", '{"prompt": "a", "entry": "", "tests": [{"args": [], "result": 1}]}', '"entry" is no name'),
+        ("own", '{"prompt": "a", "entry": 5, "tests": [{"args": [], "result": 1}]}', '"entry" is no name'),
         (
             "humaneval",
             '{"prompt": "def f(:", "entry_point": "f", "test": "", "task_id": "a"}',

@@ -272,6 +272,9 @@ def test_where_nothing_fits_nothing_that_looks_like_it_is_on_offer(everything):
         (None, None, True),
         (None, "", False),
         (-1, 1, False),
+        (10**400, 1.5, False),
+        (10**400, 10**400, True),
+        (10**400, 10**400 + 1, False),
     ],
 )
 def test_values_are_compared_by_type(given, wanted, is_equal):
@@ -697,6 +700,8 @@ def test_a_file_may_have_tasks_without_a_call_and_its_answers_elsewhere(tmp_path
         (record("b", ground_truth=[{"weather.get": {"town": ["Rome"]}}]), "no argument 'town'"),
         (record("b", ground_truth=[{"weather.get": {"city": "Rome"}}]), "are not a list"),
         (record("b", ground_truth=[{"weather.get": {"at": [{"lat": [*range(2000)]}]}}]), "more than 1000"),
+        (record("b", ground_truth=[{"weather.get": {"city": [5]}}]), "no value of 'city' is of its type"),
+        (record("b", ground_truth=[{"weather.get": {"days": [3]}}]), "requires 'city'"),
     ],
 )
 def test_a_broken_record_is_named_by_its_line(tmp_path, broken, said):

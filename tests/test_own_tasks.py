@@ -91,7 +91,11 @@ def test_without_a_type_a_number_is_one():
         ({"type": "schema", "answer": {"type": "nothing"}}, "no JSON schema"),
         ({"type": "json", "answer": 1, "tolerance": -1}, '"tolerance" is -1'),
         ({"type": "state", "answer": 1, "ignored": "at"}, '"ignored" is not a list'),
+        ({"type": "number", "answer": float("inf")}, "it is no JSON"),
+        ({"answer": float("nan")}, "it is no JSON"),
         ({"type": "letter", "answer": "A"}, "choice, json, schema, state"),
+        ({"type": "text", "answer": "!!!"}, "no words to compare"),
+        ({"type": "schema", "answer": {"$ref": "http://x/y"}}, "http://x/y, which is not in it"),
     ],
 )
 def test_a_broken_record_says_what_is_wrong(tmp_path, record, reason):

@@ -30,7 +30,7 @@ from ludus.envs.sql.tasks import (
     shape_of,
     weakened,
 )
-from ludus.envs.sql.verdict import gives, is_right, make_truth
+from ludus.envs.sql.verdict import gives, is_right, make_truth, other_words
 from ludus.envs.sql.world import SqlSettings, SqlWorld, make_sql_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.envs.variety import variety
@@ -263,6 +263,15 @@ def test_other_ways_to_write_a_query_are_right_too(questions):
     order = replace(ordered.plan.order, descending=not ordered.plan.order.descending)
     turned = replace(ordered.plan, order=order)
     assert not is_right(to_sql(turned, ordered.pair.naming), make_truth(ordered))
+
+
+def test_a_text_may_stand_in_a_sentence_or_a_box_and_alone_there(questions):
+    asked = next(q for q in questions if q.kind == "value" and isinstance(q.rows[0][0], str))
+    truth, text = make_truth(asked), asked.rows[0][0]
+    for right in (text, f"The answer is {text}.", f"It is \\boxed{{{text}}}.", *other_words(truth)):
+        assert is_right(right, truth)
+    for wrong in (f"The answer is not {text}", f"It is {text}.", f"\\boxed{{{text}}} or \\boxed{{none}}"):
+        assert not is_right(wrong, truth)
 
 
 def test_a_value_is_right_to_two_decimals(questions):

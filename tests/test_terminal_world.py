@@ -277,6 +277,38 @@ def test_cheats_at_services_earn_nothing(world):
     assert won[0].rewards["solved"] == 1.0
 
 
+START_CHEATS = {
+    "prints what the service prints": "echo 'up in REGION' > ROOT/log/NAME.log",
+    "copies what the program would print": "grep -o 'up in.*' ROOT/NAME.py > ROOT/log/NAME.log",
+    "starts a program of its own": "echo 'print(\"up in REGION\")' | python3 - > ROOT/log/NAME.log",
+}
+
+
+def test_a_script_that_starts_nothing_earns_nothing(world):
+    """The service itself is started by hand, as it should be; the script alone is a sham."""
+    task = task_of(world, "processes/start_script")
+    found = re.search(
+        r"`bash (\S+)/start.sh`, called in /box, shall start (\w+) .*REGION=(\w+)", task.prompt[-1]["content"]
+    )
+    root, name, region = found.groups()
+    start = (
+        "REGION=REGION_ setsid python3 ROOT/NAME.py < /dev/null > ROOT/log/NAME.log 2>&1 & "
+        "until [ -s ROOT/run/NAME.pid ]; do sleep 0.05; done"
+    )
+
+    def filled(text):
+        told = text.replace("REGION_", region).replace("in REGION", f"in {region}")
+        return told.replace("ROOT", root).replace("NAME", name)
+
+    shams = [f"cat > {root}/start.sh <<'END'\n{filled(cheat)}\nEND" for cheat in START_CHEATS.values()]
+    *lost, won = played(
+        world, *((task, [sham, filled(start)]) for sham in shams), (task, steps_of(world, task))
+    )
+    for cheat, (lived, said) in zip(START_CHEATS, lost, strict=True):
+        assert lived.rewards["solved"] == 0.0, (cheat, said)
+    assert won[0].rewards["solved"] == 1.0
+
+
 def test_a_reload_is_seen_in_the_process_and_not_in_what_it_leaves(world):
     task = task_of(world, "processes/reload")
     edit, reload = steps_of(world, task)

@@ -101,7 +101,15 @@ def test_many_rows_and_many_columns_alike_are_compared_in_time():
     assert not same_rows([*same[:-1], (1,) * 12], Rows(same, columns_free=True))
 
 
-@pytest.mark.parametrize("schema", [{"type": "nonsense"}, {"$ref": "http://example.com/person.json"}])
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "nonsense"},
+        {"$ref": "http://example.com/person.json"},
+        {"properties": {"a": {"items": {"$ref": "#/$defs/none"}}}},
+        {"$ref": "#"},
+    ],
+)
 def test_a_schema_that_is_none_is_the_worlds_fault(schema):
     with pytest.raises(ConfigError):
         json_schema(task(Schema(schema)), episode("{}"))

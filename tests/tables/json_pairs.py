@@ -19,6 +19,11 @@ LIST = Schema({"type": "array", "items": {"type": "number"}, "minItems": 2, "max
 KIND = Schema({"enum": ["a", 1, None]})
 TREE = Schema({"type": "array", "items": {"$ref": "#"}})
 CONST = Schema({"const": {"a": [1, True]}})
+TENTHS, CENTS, ANY_OF = Schema({"multipleOf": 0.1}), Schema({"multipleOf": 0.01}), Schema({"multipleOf": 3})
+ONE_A = Schema({"pattern": "^a$"})
+PRICE = Schema({"pattern": r"^[$]\d+\.[\d$]*\$$"})
+KEYS = Schema({"patternProperties": {"^a$": {}, r"^\d$": {"const": 1}}, "additionalProperties": False})
+NESTED = Schema({"anyOf": [{"type": "null"}, {"allOf": [{"type": "array", "items": {"$ref": "#"}}]}]})
 DEEP = "[" * 50_000 + "]" * 50_000
 
 SCHEMA_ACCEPTED = [
@@ -42,6 +47,19 @@ SCHEMA_ACCEPTED = [
     ("[" * 30 + "]" * 30, TREE),
     ('{"a": [1, true]}', CONST),
     ('{"a": [1.0, true]}', CONST),
+    ('```json\r\n{"name": "Eve", "age": 3}\r\n```', PERSON),
+    ('~~~json\n{"name": "Eve", "age": 3}\n~~~', PERSON),
+    ("0.3", TENTHS),
+    ("19.99", CENTS),
+    ("1" + "0" * 400, TENTHS),
+    ("1e-2", CENTS),
+    ("3" * 400, ANY_OF),
+    ('"a"', ONE_A),
+    ("true", TENTHS),
+    ('"$7.5$$"', PRICE),
+    ('{"a": null, "7": 1}', KEYS),
+    ('{"pattern": "a$"}', Schema({"const": {"pattern": "a$"}})),
+    ("[" * 60 + "]" * 60, NESTED),
 ]
 SCHEMA_REJECTED = [
     ("[" + ", ".join(f'{{"x": {i}}}' for i in range(3_000)) + "]", Schema({"uniqueItems": True})),
@@ -81,6 +99,16 @@ SCHEMA_REJECTED = [
     ("[" + "9" * 5_000 + ", 1]", LIST),
     ('{"a": [true, true]}', CONST),
     ('{"a": [1, 1]}', CONST),
+    ('```json\n{"name": "Eve", "age": 3}\n```\n~~~\n{"name": "Bo", "age": 3}\n~~~', PERSON),
+    ("0.35", TENTHS),
+    ("19.999", CENTS),
+    ("1e-320", TENTHS),
+    ("1" + "0" * 400, ANY_OF),
+    ('"a\\n"', ONE_A),
+    ('"$7.5$$\\n"', PRICE),
+    ('"$\N{ARABIC-INDIC DIGIT SEVEN}.5$"', PRICE),
+    ('{"a\\n": 1}', KEYS),
+    ('{"7": 2}', KEYS),
 ]
 
 OBJECT = Value({"a": 1, "b": [1, 2, {"c": None}], "d": "x"})

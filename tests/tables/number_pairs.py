@@ -7,6 +7,7 @@ METRES = Quantity(2.5, units={"m": 1, "cm": 0.01, "km": 1000, "metres": 1})
 PRICE = Quantity(1200, units={"$": 1, "USD": 1}, needs_unit=True)
 PERCENT = Quantity(40, units={"%": 1})
 LOOSE, NEAR = Quantity(3.14159, absolute=0.01), Quantity(200, relative=0.05)
+LONG = Quantity(12345678901234567)
 COMMA = Quantity(1234.5, decimal_comma=True)
 
 ACCEPTED = [
@@ -67,6 +68,17 @@ ACCEPTED = [
     ("210", NEAR),
     ("1.234,5", COMMA),
     ("1234,50", COMMA),
+    ("12345678901234567", LONG),
+    ("12,345,678,901,234,567.0", LONG),
+    ("3 ft", Quantity(1, units={"ft": 1 / 3})),
+    ("0.3", Quantity(0.1 + 0.2, relative=0.0)),
+    ("(7)", SEVEN),
+    ("5×10²", Quantity(500)),
+    ("7 · 10⁻¹", Quantity(0.7)),
+    (r"\frac12", HALF),
+    (r"-\frac{1}{2}", Quantity(-0.5)),
+    (r"\frac{-1}{2}", Quantity(-0.5)),
+    (r"2\frac{1}{2}", METRES),
 ]
 REJECTED = [
     ("1234568", BIG),
@@ -135,4 +147,21 @@ REJECTED = [
     ("211", NEAR),
     ("1234.5", COMMA),
     ("7 __import__('os')", SEVEN),
+    ("7" * 320 + "/9", SEVEN),
+    ("1/" + "9" * 350, SEVEN),
+    (rf"\frac{{{'1' * 330}}}{{3}}", SEVEN),
+    ("9" * 310 + " 1/2", HALF),
+    ("1e-9999", Quantity(0)),
+    ("12345678901234569", LONG),
+    ("4503599627370502", Quantity(4503599627370499)),
+    ("4503599627370499.5", Quantity(4503599627370499)),
+    ("2500000000000002", Quantity(2500000000000001)),
+    ("10²", Quantity(102)),
+    ("5×10²", Quantity(5102)),
+    (r"\frac123", Quantity(1 / 23)),
+    (r"\frac{1}{-2}", HALF),
+    (r"-\frac{-1}{2}", HALF),
+    ("(7", SEVEN),
+    ("(7) (8)", SEVEN),
+    ("((7))", SEVEN),
 ]

@@ -119,6 +119,7 @@ THRIFT = [
     (_BOTH_PASS + ', "seconds": 9.999, "memory_bytes": 100}', CHEAP, 0.00005),
     (_BOTH_PASS + ', "seconds": 20, "memory_bytes": 25}', CHEAP, 0.375),
     (_BOTH_PASS + ', "seconds": 1e9, "memory_bytes": 1e9}', CHEAP, 0.0),
+    (_BOTH_PASS + ', "seconds": 5, "memory_bytes": 1' + "0" * 400 + "}", CHEAP, 0.25),
     (_BOTH_PASS + ', "seconds": 5}', CHEAP, 0.25),
     (_BOTH_PASS + ', "memory_bytes": 25}', CHEAP, 0.375),
     (_BOTH_PASS + "}", CHEAP, 0.0),

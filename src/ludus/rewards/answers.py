@@ -21,6 +21,10 @@ _KEPT = re.compile(
     r"|(?<=\d),(?=\d)(?!(?<=\d,)\d{3}(?!\d))"  # a comma that groups no thousands
     r"|(?<=[^\W\d])[+#]+(?!\w)"  # C++
 )
+_RAISED = re.compile(r"(?<=\d)[⁺⁻]?[⁰¹²³⁴-⁹]+")
+"""A power, which is no further digit."""
+_VULGAR = re.compile(r"(?<=\d)[¼-¾⅐-⅞↉]")
+"""The fraction of a mixed number."""
 _DASH = re.compile(r"[\u2010-\u2015\u2212]")
 
 
@@ -35,14 +39,19 @@ def normalise(text: str) -> str:
     """Lower case without punctuation, English articles and surplus blanks, as SQuAD does it.
 
     Beyond that, accents go, punctuation is that of Unicode, and signs stay where they make another answer:
-    within numbers and dates (3.5, 3/4, 10:45, 1990-91; but 1,234 is 1234), and behind a letter (C++).
+    within numbers and dates (3.5, 3/4, 10:45, 1990-91, 10⁵ as 10^5; but 1,234 is 1234), and behind a letter
+    (C++). Articles alone stay, too: "A" is an answer.
     """
-    return " ".join(re.sub(r"\b(a|an|the)\b(?![+#])", " ", plain_words(text)).split())
+    plain = plain_words(text)
+    return " ".join(re.sub(r"\b(a|an|the)\b(?![+#])", " ", plain).split()) or plain
 
 
 def plain_words(text: str) -> str:
     """As `normalise`, with the articles left in."""
-    folded = _DASH.sub("-", unicodedata.normalize("NFKD", text).casefold().replace("\N{FRACTION SLASH}", "/"))
+    spelt = _VULGAR.sub(r" \g<0>", _RAISED.sub(r"^\g<0>", text))
+    folded = _DASH.sub(
+        "-", unicodedata.normalize("NFKD", spelt).casefold().replace("\N{FRACTION SLASH}", "/")
+    )
     plain = "".join(c for c in folded if not unicodedata.combining(c))
     kept = {i for match in _KEPT.finditer(plain) for i in range(*match.span())}
     return " ".join("".join(c for i, c in enumerate(plain) if i in kept or not _is_punctuation(c)).split())

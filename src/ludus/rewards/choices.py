@@ -12,18 +12,27 @@ from ludus.rewards.final import candidates
 from ludus.types import Task, Trajectory
 
 _LEAD = re.compile(
-    r"(?i)^(?:(?:it\s+is|it's|i\s+choose|the\s+correct|correct|my)\s+)?(?:option|choice|answer)?\s*:?\s*"
+    r"(?i)^(?:(?:it\s+is|it's|i\s+choose|the(?:\s+(?:right|correct))?|correct|my)\s+)?"
+    r"(?:(?:option|choice|answer)(?:\s+is\b)?)?\s*:?\s*"
 )
 _TEXT = re.compile(r"\\(?:text|textbf|mathrm)\s*\{([^{}]*)\}")
-_HEAD = re.compile(
-    r"[\s*_]*[(\[]?\s*([A-Za-z])\s*(?:[)\].:,;*_]+|$|(?=\s+(?:because|since|as|is\s+(?:right|correct))\b))"
+_IS_RIGHT = (
+    r"is\s+(?:right|correct|the\s+(?:(?:right|correct)\s+)?(?:answer|option|choice)"
+    r"(?=\s*(?:[.,;!]|$)|\s+(?:because|since)\b))"
 )
+_HEAD = re.compile(
+    r"[\s*_'\"‘“]*[(\[]?\s*([A-Za-z])\s*"
+    rf"(?:[)\].:,;!*_'\"’”]+|\s[-–—]\s|$|(?=\s+(?:because|since|as|{_IS_RIGHT})\b))"
+)
+_TAIL = re.compile(r"(.*\S)\s*[(\[]([A-Za-z])[)\]][\s.!*_]*", re.S)
+"""The text of an option, and its letter in brackets behind it."""
 _DENIAL = re.compile(
     r"(?i)\b(?:not|no|never|neither|nor|none|wrong|incorrect|false|except|or|but|maybe|perhaps|unless|both|all|"
     r"eliminat\w*|exclud\w*|reject\w*|discard\w*|distract\w*|rul(?:e|ed|es|ing)\s+(?:it\s+)?out)\b|n't\b"
 )
 _REASON = re.compile(
-    r"(?i)(?:,|[-\u2013\u2014])?\s*(?:because|since|as\s+(?:it|this|that|they|there|we)|is\s+(?:right|correct))\b"
+    r"(?i)(?:,|[-\u2013\u2014])?\s*"
+    rf"(?:because|since|as\s+(?:it|this|that|they|there|we)|{_IS_RIGHT})\b"
 )
 
 
@@ -47,6 +56,9 @@ def chosen(text: str, options: Mapping[str, str]) -> str | None:
     same = [letter for letter, words in options.items() if plain_words(words) == given]
     if same:
         return same[0] if len(same) == 1 else None
+    tail = _TAIL.fullmatch(text)
+    if tail is not None and plain_words(tail[1]) == plain_words(options.get(tail[2].upper(), "")) != "":
+        return tail[2].upper()
     plain = _LEAD.sub("", _TEXT.sub(r"\1", text).replace("$", ""), count=1)
     head = _HEAD.match(plain)
     if head is None or head[1].upper() not in options:
@@ -66,7 +78,7 @@ def _names(text: str, options: Mapping[str, str]) -> bool:
     """Whether the text names one of the options, by its letter standing alone or by its text."""
     words = f" {plain_words(text)} "
     for letter, option in options.items():
-        article = r"(?!\s+[a-z])" if letter in "AI" else ""
+        article = r"(?!\s+(?!(?:is|was|has|and|or)\b)[a-z])" if letter in "AI" else ""
         if re.search(
             rf"\({letter}\)|(?<!\w){letter}(?!\w){article}", text, re.IGNORECASE * (letter not in "AI")
         ):

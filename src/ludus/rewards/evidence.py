@@ -20,7 +20,7 @@ Evidence = Callable[[Trajectory], str]
 
 MAX_CHARACTERS = 4_000_000
 MAX_DEPTH = 64
-_FENCE = re.compile(r"```[a-zA-Z]*[ \t]*\n(.*?)```", re.S)
+_FENCE = re.compile(r"(```|~~~)[a-zA-Z]*[ \t]*\r?\n(.*?)\1", re.S)
 
 
 def final_answer(trajectory: Trajectory) -> str:
@@ -41,10 +41,10 @@ def last_output(tool: str) -> Evidence:
 
 def fenced(text: str) -> str:
     """The content of the only fenced block, the whole text without one, empty with several."""
-    blocks = _FENCE.findall(text)
+    blocks = [match[2].strip() for match in _FENCE.finditer(text)]
     if not blocks:
         return text.strip()
-    return str(blocks[0]).strip() if len(blocks) == 1 else ""
+    return blocks[0] if len(blocks) == 1 else ""
 
 
 class NotJson(ValueError):

@@ -75,8 +75,25 @@ _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
 _NUMERAL = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+", re.ASCII)
 _EQUALS = re.compile(r"(?<![\\<>!:])=(?!=)")
 _FRACTION = re.compile(r"(\d{1,400})\s*(?:/|\}\s*\{)\s*(\d{1,400})", re.ASCII)
-_TEN = re.compile(r"\d+(?:\.\d+)?\s*\\(?:cdot|times)\s*10\s*\^\s*(?:\{-?\d+\}|\d)", re.ASCII)
-"""A number with its power of ten."""
+_TEN = re.compile(r"(?:\d+(?:\.\d+)?\s*\\(?:cdot|times)\s*|(?<![\w.}]))10\s*\^\s*(?:\{-?\d+\}|\d)", re.ASCII)
+"""A power of ten, with or without its number."""
+_RELATION = re.compile(r"[<>]|\\(?:lt|gt|leq?|geq?|leqslant|geqslant)(?![a-zA-Z])")
+_COMPARED = re.compile(r"(^|[<,])\s*[a-zA-Z]\s*(?=[<,]|$)")
+"""The variable of an inequality, whose signs are `<` by then."""
+_MEMBER = re.compile(r"^[a-zA-Z]\s*\\in(?![a-z])\s*")
+_NOTHING = re.compile(r"\\(?:[dtc]?frac|cdot|times|left|right|[lr]?vert|circ)(?![a-zA-Z])|\\[{}]")
+"""What is neither number nor letter."""
+_UNFINISHED = tuple(map(re.compile, (r"!", r"\||\\[lr]?vert(?![a-zA-Z])", r"-\s*[({]*\s*-")))
+"""Factorials, absolute values and double signs."""
+_POLYNOMIAL = re.compile(
+    r"(?:[\da-zA-Z.+\s-]|\^(?:\d|\{\d+\})|\\(?:cdot|times)(?![a-zA-Z])|\\frac\{\d+\}\{\d+\})+", re.ASCII
+)
+_SUM = re.compile(r"[\w}]\s*[+-]")
+_PRODUCT = re.compile(
+    r"(?:[\da-zA-Z)}]|\\cdot|\\times)\s*\([^()]*[+-][^()]*\)"
+    r"|\([^()]*[+-][^()]*\)[\s}]*(?:\^|[\da-zA-Z(]|\\(?:cdot|times|frac))"
+)
+"""A sum in brackets that is multiplied or raised."""
 _MIXED = re.compile(r"\(?\b\d+\s*\+?\s*(\\frac\{\d+\}\{\d+\})\)?", re.ASCII)
 """A mixed number; its fraction counts."""
 _LEAF = re.compile(r"\d+(?:\.\d+)?|\.\d+|\\?[a-zA-Z]+?(?![a-z])|[a-zA-Z]", re.ASCII)
@@ -84,6 +101,8 @@ _PASSED_OVER = re.compile(r"(?<=\d)_\{?(\w+)\}?|('|\\[lc]?dots|\\[bp]?mod|\\prim
 """The base of a numeral and other signs that math-verify passes over: they have to agree."""
 _WITH_LETTER = re.compile(r"-?[\d.]+\s*[a-zA-Z]")
 """A number and a letter, which math-verify may take for a unit."""
+_UNIT = re.compile(r"-?[\d.]+\s*([a-zA-Z]+(?:/[a-zA-Z]+)*(?:\^\{?\d\}?)?)")
+"""A number and what may be its unit."""
 _NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-zA-Z](?:,\s*[a-zA-Z])*\))?|")
 
 
@@ -92,8 +111,9 @@ class Expression:
     """The truth of a question of mathematics: LaTeX or plain signs; `units` may stand behind an answer.
 
     With `evaluated` an answer that is equal but left to be worked out is wrong: it may have no more numbers
-    and letters than the gold expression has, and its fractions are in lowest terms. So the question's own
-    formula is no answer to it.
+    and letters than the gold expression has, its fractions are in lowest terms, and it has factorials,
+    absolute values, double signs and (where the gold one is a polynomial's sum) products of sums only where
+    the gold one has them too. So the question's own formula is no answer to it.
     """
 
     gold: str
@@ -122,20 +142,38 @@ def is_evaluated(answer: str, truth: Expression) -> bool:
     """
     gold, units = truth.gold, truth.units
     room = 2 if _NUMERAL.fullmatch(gold) and "." in gold else _num_leaves(gold, units)  # 0.75 is 3/4 too
-    return is_reduced(answer) and _num_leaves(answer, units) <= room
+    if len(answer) > MAX_CHARACTERS or not is_reduced(answer) or _num_leaves(answer, units) > room:
+        return False
+    given, due = _last_side(answer, units), _last_side(gold, units)
+    if _POLYNOMIAL.fullmatch(due) and _SUM.search(due) and _PRODUCT.search(given):
+        return False
+    return all(sign.search(due) or not sign.search(given) for sign in _UNFINISHED)
 
 
 def is_reduced(answer: str) -> bool:
     """Whether all fractions of whole numbers are in lowest terms: 435/15 is a problem, no answer to one."""
-    found = [(int(up), int(down)) for up, down in _FRACTION.findall(plain_signs(answer))]
+    plain = re.sub(r"(\\[dtc]?frac)\s*(\d)", r"\1{\2}", plain_signs(answer), flags=re.ASCII)
+    plain = re.sub(r"(\\[dtc]?frac\{\d+\})\s*(\d)", r"\1{\2}", plain, flags=re.ASCII)
+    found = [(int(up), int(down)) for up, down in _FRACTION.findall(plain)]
     return all(down > 1 and math.gcd(up, down) == 1 for up, down in found)
 
 
 def _num_leaves(text: str, units: tuple[str, ...]) -> int:
-    """Numbers and letters behind the last equals sign; a function's name is one letter, \\frac is none."""
-    *_, last = _EQUALS.split(_latex(text, units) or text)
+    """Numbers and letters behind the last equals sign; a function's name is one letter, \\frac is none.
+
+    The variable of an inequality or of `x \\in` is none either: an interval says the same without it.
+    """
+    last = _MEMBER.sub("", _last_side(text, units))
     plain = _TEN.sub("1", _MIXED.sub(r"\1", re.sub(r"\\frac\{(.*)\}\{100\}$", r"\1", last)))
-    return len(_LEAF.findall(re.sub(r"\\(?:[dt]?frac|cdot|times|left|right)(?![a-zA-Z])|\\[{}]", " ", plain)))
+    plain = _RELATION.sub("<", plain)
+    if "<" in plain:
+        plain = _COMPARED.sub(r"\1", plain)
+    return len(_LEAF.findall(_NOTHING.sub(" ", plain)))
+
+
+def _last_side(text: str, units: tuple[str, ...]) -> str:
+    """What stands behind the last equals sign."""
+    return _EQUALS.split(_latex(text, units) or text)[-1].strip()
 
 
 def mathematics(task: Task, trajectory: Trajectory) -> float:
@@ -170,16 +208,32 @@ def _is_right(text: str, gold: str, truth: Expression) -> bool:
 
 def _same(gold: str, answer: str) -> bool:
     """Whether one expression without a loose end is the other; plain numerals are compared exactly."""
-    gold, answer = (re.sub(r"^[a-zA-Z]\s*\\in(?![a-z])\s*", "", side) for side in (gold, answer))
+    gold, answer = (_MEMBER.sub("", side) for side in (gold, answer))
     if not answer or not _shapes_agree(gold, answer):
         return False
     if _PASSED_OVER.findall(gold) != _PASSED_OVER.findall(answer):
+        return False
+    if not _cases_agree(gold, answer) or not _units_agree(gold, answer):
         return False
     if _NUMERAL.fullmatch(gold) and _WITH_LETTER.fullmatch(answer):
         return False
     if _NUMERAL.fullmatch(gold) and _NUMERAL.fullmatch(answer):
         return Fraction(gold) == Fraction(answer)
     return gold == answer or _compared(gold, answer)
+
+
+def _cases_agree(gold: str, answer: str) -> bool:
+    """Whether the answer has no letter that the gold expression has in the other case only."""
+    due, given = (set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", side))) for side in (gold, answer))
+    return not any(letter.swapcase() in due for letter in given - due)
+
+
+def _units_agree(gold: str, answer: str) -> bool:
+    """Whether two numbers with units have the same; that of the gold one may be shortened (h for hours)."""
+    due, given = (_UNIT.fullmatch(re.sub(r"[{}]", "", side)) for side in (gold, answer))
+    if due is None or given is None or due[1] == given[1]:
+        return True
+    return len(due[1]) > 3 and given[1] == due[1][0]
 
 
 def _latex(text: str, units: tuple[str, ...]) -> str | None:

@@ -4,21 +4,37 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fractions import Fraction
 
 from ludus.rewards.base import truth_of
 from ludus.rewards.final import candidates, plain_signs
 from ludus.types import Task, Trajectory
 
 MAX_DIGITS = 400
-"""A longer numeral is none: a float ends at 309 digits."""
+"""A numeral of more digits, or with a larger power of ten, is none: a float ends at 309 digits."""
 
 _RELATIVE = 1e-6
 """The room of a truth that is no whole number and says nothing else."""
+_LOST = Fraction(1, 2**50)
+_LOST_OF_WHOLE = Fraction(1, 10**9)
+"""What a truth that was computed may be off, relatively, and absolutely where it is whole."""
 _POINT = r"(?:\d{1,3}(?:[, _]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
 _COMMA = r"(?:\d{1,3}(?:[. _]\d{3})+(?:,\d*)?|\d+,?\d*|,\d+)"
-_POWER = r"(?:[eE]|\s*(?:[x×*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*))\s*\{?(?P<power>[+-]?\d{1,4})\}?"
+_POWER = r"(?:[eE]|\s*(?:[x×·*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*))\s*\{?(?P<power>[+-]?\d{1,4})\}?"
+_FRACTIONS = tuple(
+    re.compile(form, re.ASCII)
+    for form in (
+        r"(?P<sign>[+-]?)(?:(?P<whole>\d+)\s+)?(?P<up>\d+)\s*/\s*(?P<down>\d+)",
+        r"(?P<sign>[+-]?)(?P<whole>\d*)\s*\\[dtc]?frac\{(?P<up>\d+)\}\{(?P<down>\d+)\}",
+        r"(?P<sign>[+-]?)(?P<whole>\d*)\s*\\[dtc]?frac(?P<up>\d)(?P<down>\d)",
+        r"(?P<whole>)\\[dtc]?frac\{(?P<sign>-)(?P<up>\d+)\}\{(?P<down>\d+)\}",
+    )
+)
+_RAISED = re.compile(r"(?<=\b10)([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
+"""The power of a ten in raised digits."""
 _LEAD = re.compile(r"(?i)^(?:it\s+is|about|approximately|approx\.?|roughly|[a-z]\s*(?:=|≈)|≈|~|=)\s*")
 
 
@@ -40,24 +56,33 @@ class Quantity:
     decimal_comma: bool = False
 
 
-def read_quantity(text: str, truth: Quantity) -> float | None:
-    """The number that the whole text is, in the unit of `truth`; None where it is anything else."""
-    plain = _LEAD.sub("", _without_latex(plain_signs(text)).strip())
+def read_quantity(text: str, truth: Quantity) -> Fraction | None:
+    """The number that the whole text is, exactly, in the unit of `truth`; None where it is anything else."""
+    plain = _LEAD.sub("", _without_latex(plain_signs(_with_powers(text))).strip())
     sizes = {"%": 0.01, "percent": truth.units.get("%", 0.01)} | dict(truth.units)
     unit, size, rest = _unit(plain, sizes)
     if truth.needs_unit and not unit:
         return None
+    if rest.startswith("(") and rest.endswith(")"):
+        rest = rest[1:-1].strip()
     value = _number(rest, truth.decimal_comma)
-    return None if value is None or not math.isfinite(value * size) else value * size
+    return None if value is None else value * _as_written(size)
 
 
-def close(value: float, truth: Quantity) -> bool:
-    """Whether the value is within the tolerance; NaN and infinities never are."""
-    whole = float(truth.value).is_integer()
+def close(value: Fraction, truth: Quantity) -> bool:
+    """Whether the value is within the tolerance; to a truth that is NaN or infinite none is.
+
+    What the arithmetic of floats may have lost is let pass: four units in the last place, and of a whole
+    number, whose neighbours are other answers, a billionth at most.
+    """
+    if isinstance(truth.value, float) and not math.isfinite(truth.value):
+        return False
+    due = _as_written(truth.value)
+    whole = due.denominator == 1
     relative = truth.relative if truth.relative is not None else 0.0 if whole else _RELATIVE
-    reach = max(truth.absolute, relative * abs(truth.value))
-    slack = 4 * math.ulp(max(abs(value), abs(truth.value))) if math.isfinite(value) else 0.0
-    return math.isfinite(value) and abs(value - truth.value) <= reach + slack
+    reach = max(_as_written(truth.absolute), _as_written(relative) * abs(due))
+    lost = abs(due) * _LOST
+    return abs(value - due) <= reach + (min(lost, _LOST_OF_WHOLE) if whole else lost)
 
 
 def is_close(answer: str, truth: Quantity) -> bool:
@@ -71,6 +96,11 @@ def number_close(task: Task, trajectory: Trajectory) -> float:
     return float(is_close(trajectory.answer, truth_of(task, Quantity)))
 
 
+def _with_powers(text: str) -> str:
+    """With `^` before what is raised behind a ten."""
+    return _RAISED.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[1]), text)
+
+
 def _without_latex(text: str) -> str:
     bare = text.strip().removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
     if len(bare) > 1 and bare[0] == bare[-1] == "$":
@@ -78,6 +108,11 @@ def _without_latex(text: str) -> str:
     bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", bare)
     bare = re.sub(r"\\[,;:! ]|\{,\}", lambda m: "," if m[0] == "{,}" else " ", bare)
     return bare.replace("\\%", "%").replace("\\$", "$").replace("\\approx", "≈")
+
+
+def _as_written(number: float) -> Fraction:
+    """The number that stands there: 0.01 is a hundredth, not the float next to it."""
+    return Fraction(str(number)) if isinstance(number, float) else Fraction(number)
 
 
 def _unit(text: str, sizes: Mapping[str, float]) -> tuple[str, float, str]:
@@ -90,25 +125,23 @@ def _unit(text: str, sizes: Mapping[str, float]) -> tuple[str, float, str]:
     return "", 1.0, text
 
 
-def _number(text: str, decimal_comma: bool) -> float | None:
+def _number(text: str, decimal_comma: bool) -> Fraction | None:
     if sum(c.isdigit() for c in text) > MAX_DIGITS:
         return None
     body = _COMMA if decimal_comma else _POINT
     match = re.fullmatch(rf"(?P<sign>[+-]?)\s*(?P<body>{body})(?:{_POWER})?", text, re.ASCII)
-    if match is not None:
-        sign = -1.0 if match["sign"] == "-" else 1.0
-        separators, point = (". _", ",") if decimal_comma else (", _", ".")
-        digits = match["body"].translate({ord(c): None for c in separators}).replace(point, ".")
-        return sign * float(f"{digits}e{match['power'] or 0}")
-    return _fraction(text)
+    if match is None:
+        return _fraction(text)
+    separators, point = (". _", ",") if decimal_comma else (", _", ".")
+    digits = match["body"].translate({ord(c): None for c in separators}).replace(point, ".")
+    power = int(match["power"] or 0)
+    return Fraction(f"{match['sign']}{digits}e{power}") if abs(power) <= MAX_DIGITS else None
 
 
-def _fraction(text: str) -> float | None:
-    """`a/b`, `a b/c` and `\\frac{a}{b}` of whole numbers."""
-    latex = r"(?P<sign>[+-]?)(?P<whole>)\\[dt]?frac\{(?P<up>\d+)\}\{(?P<down>\d+)\}"
-    plain = r"(?P<sign>[+-]?)(?:(?P<whole>\d+)\s+)?(?P<up>\d+)\s*/\s*(?P<down>\d+)"
-    match = re.fullmatch(latex, text, re.ASCII) or re.fullmatch(plain, text, re.ASCII)
-    if match is None or float(match["down"]) == 0:
+def _fraction(text: str) -> Fraction | None:
+    """`a/b`, `a b/c`, `\\frac{a}{b}`, `\\frac{-a}{b}` and `\\frac12` of whole numbers."""
+    match = next((found for form in _FRACTIONS if (found := form.fullmatch(text))), None)
+    if match is None or int(match["down"]) == 0:
         return None
-    value = float(match["whole"] or 0) + int(match["up"]) / int(match["down"])
+    value = int(match["whole"] or 0) + Fraction(int(match["up"]), int(match["down"]))
     return -value if match["sign"] == "-" else value

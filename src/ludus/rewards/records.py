@@ -13,12 +13,14 @@
 
 from __future__ import annotations
 
+import math
 import string
 from collections.abc import Mapping
+from fractions import Fraction
 from typing import Final
 
 from ludus.rewards import choices, maths, numbers, structures
-from ludus.rewards.answers import Answers, matches
+from ludus.rewards.answers import Answers, matches, normalise
 from ludus.rewards.choices import Choice
 from ludus.rewards.final import candidates
 from ludus.rewards.maths import Expression
@@ -55,6 +57,8 @@ def read_truth(record: Mapping[str, JSON]) -> Truth:
             return State(answer, _ignored(record), _tolerance(record))
     if isinstance(answer, bool) or not isinstance(answer, str | int | float):
         raise ValueError('"answer" is neither a text nor a number')
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise ValueError('"answer" is no finite number')
     return _short(str(answer), type_)
 
 
@@ -102,6 +106,8 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | Answers:
         raise ValueError('"answer" holds no single answer')
     (answer,) = found
     value = read_quantity(answer, Quantity(0.0))
+    if type_ == "text" and not normalise(answer):
+        raise ValueError(f"{answer[:60]!r} has no words to compare")
     if type_ == "text":
         return Answers((answer,))
     if type_ == "expression" or (type_ is None and value is None):
@@ -109,7 +115,16 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | Answers:
         return Expression(answer)
     if value is None:
         raise ValueError(f"{answer[:60]!r} is no number")
-    return Quantity(float(value), relative=0.0 if float(value).is_integer() else _CLOSE)
+    return _quantity(value)
+
+
+def _quantity(value: Fraction) -> Quantity:
+    if value.denominator == 1:
+        return Quantity(int(value), relative=0.0)
+    try:
+        return Quantity(float(value), relative=_CLOSE)
+    except OverflowError as error:
+        raise ValueError("the number is too large") from error
 
 
 def _choice(answer: JSON, options: JSON) -> Choice:

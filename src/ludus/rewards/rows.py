@@ -31,7 +31,8 @@ class Rows:
     """The result that is due.
 
     `ordered`: the question asks for this order of rows. `columns_free`: columns may stand in another order,
-    the same in all rows. Numbers may differ by `tolerance` (absolute, or relative where they are above 1).
+    the same in all rows. Numbers of which one has a point may differ by `tolerance` (absolute, or relative
+    where they are above 1); whole ones, such as identifiers and cents, are equal or not.
     """
 
     rows: tuple[Row, ...]
@@ -143,6 +144,11 @@ def _cells(key: _Key) -> Row:
 
 def _same(one: Row, other: Row, tolerance: float) -> bool:
     return len(one) == len(other) and all(
-        same_number(a, b, tolerance) if is_number(a) and is_number(b) else type(a) is type(b) and a == b
+        same_number(a, b, tolerance) if _are_close(a, b) else type(a) is type(b) and a == b
         for a, b in zip(one, other, strict=True)
     )
+
+
+def _are_close(one: Cell, other: Cell) -> bool:
+    """Whether both are numbers, and one of them a float: nearness is enough."""
+    return is_number(one) and is_number(other) and (isinstance(one, float) or isinstance(other, float))

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import RewardFunction, truth_of
 from ludus.rewards.evidence import Evidence, NotJson, fenced, final_answer, read_json
+from ludus.rewards.schemas import OddSchema, check_schema, fits
 from ludus.types import JSON, Task, Trajectory
 
 MAX_CHARACTERS = 20_000
@@ -77,40 +78,27 @@ def same_number(one: object, other: object, tolerance: float) -> bool:
 
 
 def require_schema(schema: Mapping[str, JSON]) -> None:
-    """Raise UserError without jsonschema, and ValueError for a schema that is none."""
+    """Raise UserError without jsonschema, and ValueError for a schema that cannot be used."""
     if importlib.util.find_spec("jsonschema") is None:
         raise UserError("JSON schemas need jsonschema.", "Install it with: pip install 'ludus[schema]'")
-    import jsonschema
-
-    try:
-        jsonschema.Draft202012Validator.check_schema(schema)
-    except jsonschema.SchemaError as error:
-        raise ValueError(f"it is no JSON schema: {error.message}") from error
+    check_schema(schema)
 
 
 def fits_schema(text: str, truth: Schema) -> bool:
     """Whether the text, or its only fenced block, is one JSON value that fits the schema.
-    Raises UserError without jsonschema, ConfigError for a schema that is none. References lead nowhere but
-    into the schema itself.
+
+    Raises UserError without jsonschema, ConfigError for a schema that cannot be used.
     """
     try:
         require_schema(truth.schema)
-    except ValueError as error:
+    except OddSchema as error:
         raise ConfigError(f"A task's schema cannot be used: {error}.", "Mend the task.") from error
-    import jsonschema
-    import referencing
-
     if len(text) > MAX_CHARACTERS:
         return False
     try:
-        judge = jsonschema.Draft202012Validator(truth.schema, registry=referencing.Registry())
-        return bool(judge.is_valid(read_json(fenced(text))))
-    except NotJson:
+        return fits(read_json(fenced(text)), truth.schema)
+    except (NotJson, RecursionError):
         return False
-    except referencing.exceptions.Unresolvable as error:
-        raise ConfigError(
-            f"A task's schema refers to {error}, which is not in it.", "Mend the task."
-        ) from error
 
 
 def json_schema(task: Task, trajectory: Trajectory) -> float:

@@ -71,7 +71,13 @@ def _passed(tests: Mapping[str, JSON]) -> frozenset[str]:
 
 
 def _measure(value: JSON) -> float:
-    return float(value) if isinstance(value, int | float) and is_number(value) and value >= 0 else math.inf
+    """What was used; infinitely much where the report says nothing of the kind, or beyond all floats."""
+    if not isinstance(value, int | float) or not is_number(value) or value < 0:
+        return math.inf
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
 
 
 def all_passed(suite: Suite, passed: Collection[str]) -> bool:

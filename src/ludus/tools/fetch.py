@@ -13,6 +13,7 @@ from urllib.parse import unquote, urldefrag
 
 from ludus.errors import UserError
 from ludus.tools.base import Tool, ToolError, Traits, tool
+from ludus.tools.lines import json_lines
 
 PAGE: Final = 1500
 """Characters of one page of a text; with its header it stays below `rollout.max_tool_output`."""
@@ -70,11 +71,13 @@ def load_corpus(path: Path) -> dict[str, str]:
         files = sorted(file for file in path.rglob("*") if file.suffix in _TEXTS and file.is_file())
         return {file.relative_to(path).as_posix(): _read(file) for file in files}
     corpus: dict[str, str] = {}
-    for number, line in enumerate(_read(path).splitlines(), start=1):
+    for number, line in enumerate(json_lines(_read(path)), start=1):
+        if not line.strip():
+            continue
         try:
             entry = json.loads(line)
             url, text = entry["url"], entry["text"]
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
                 f"{path}, line {number} is no page of a corpus.", 'Each line is {"url": ..., "text": ...}.'
             ) from error

@@ -157,7 +157,7 @@ class Judge:
             use.add(outcome)
             records = _records(outcome, nonce)
             use.broken = next((str(one["broken"]) for one in records if "broken" in one), "")
-            done = {one.get("number"): one for one in records if "number" in one}
+            done = {one["number"]: one for one in records if type(one.get("number")) is int}
             for number in range(len(calls) - len(results)):
                 if number not in done:
                     if not any("loaded" in one for one in records) and not use.broken:

@@ -21,12 +21,14 @@ from typing import Final, Literal
 
 from ludus.envs.code.grading import Case, CodeTruth
 from ludus.errors import UserError
+from ludus.tools.lines import json_lines
 from ludus.types import JSON, Message, Task
 
 Format = Literal["own", "humaneval", "mbpp", "apps", "livecodebench"]
 SPLITS: Final = ("train", "validation", "test")
 _SHOWN: Final = 2
 _LONGEST: Final = 100_000_000
+_HEAVIEST: Final = 1e9
 Record = Mapping[str, JSON]
 
 
@@ -77,7 +79,7 @@ def _lines(path: Path) -> list[str]:
     try:
         data = path.read_bytes()
         text = gzip.decompress(data) if path.suffix == ".gz" else data
-        return text.decode("utf-8").splitlines()
+        return json_lines(text.decode("utf-8"))
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.", "Check env.settings.data.") from error
 
@@ -103,6 +105,8 @@ def _own(record: Record, line: int) -> _Draft:
     if not isinstance(tests, list) or not tests:
         raise _Fault('"tests" is no list of tests')
     entry = record.get("entry")
+    if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
+        raise _Fault('"entry" is no name of a function')
     shown = record.get("shown", min(_SHOWN, len(tests) - 1))
     if not isinstance(shown, int) or not 0 <= shown <= len(tests):
         raise _Fault('"shown" is no number of tests')
@@ -199,7 +203,7 @@ def _live_code_bench(record: Record, line: int) -> _Draft:
     for test in shown + hidden:
         given, due = _text(test, "input"), _text(test, "output")
         if isinstance(entry, str):
-            lines = [one for one in given.splitlines() if one.strip()]
+            lines = [one for one in given.split("\n") if one.strip()]
             pairs.append((tuple(_json(one) for one in lines), _json(due)))
         else:
             pairs.append((given, due))
@@ -336,8 +340,8 @@ def _arguments(test: Record) -> tuple[JSON, ...]:
 
 def _weight(test: Record) -> float:
     weight = test.get("weight", 1)
-    if isinstance(weight, bool) or not isinstance(weight, int | float) or weight <= 0:
-        raise _Fault('"weight" is no number above 0')
+    if isinstance(weight, bool) or not isinstance(weight, int | float) or not 0 < weight < _HEAVIEST:
+        raise _Fault(f'"weight" is no number above 0 and below {_HEAVIEST:g}')
     return float(weight)
 
 

@@ -23,6 +23,8 @@ from ludus.rewards.shaping import either, only_if
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 
 _MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
+_CLOSE = 1e-9
+"""How far off a number may be, absolutely."""
 Right = Literal["call", "ask", "answer", "decline"]
 """What is right: to call, or without a call to ask back, to answer, or to say anything."""
 
@@ -98,7 +100,7 @@ def equal(given: JSON, wanted: JSON) -> bool:
     if isinstance(given, bool) or isinstance(wanted, bool):
         return given is wanted
     if isinstance(given, int | float) and isinstance(wanted, int | float):
-        return abs(given - wanted) < 1e-9
+        return _same_number(given, wanted)
     if isinstance(given, str) and isinstance(wanted, str):
         return " ".join(given.casefold().split()) == " ".join(wanted.casefold().split())
     if isinstance(given, list) and isinstance(wanted, list):
@@ -106,6 +108,13 @@ def equal(given: JSON, wanted: JSON) -> bool:
     if isinstance(given, dict) and isinstance(wanted, dict):
         return given.keys() == wanted.keys() and all(equal(given[key], wanted[key]) for key in given)
     return given is None and wanted is None
+
+
+def _same_number(given: float, wanted: float) -> bool:
+    try:
+        return abs(given - wanted) < _CLOSE
+    except OverflowError:  # a whole number beyond all floats
+        return False
 
 
 def made_well(trajectory: Trajectory) -> list[ExpectedCall]:

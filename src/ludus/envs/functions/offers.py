@@ -125,7 +125,7 @@ class SchemaTool(DescribedTool):
         for name, value in arguments.items():
             if name not in properties:
                 faults.append(f"there is no argument {name!r}")
-            elif not _fits(value, properties[name]):
+            elif not fits(value, properties[name]):
                 faults.append(f"the argument {name!r} is wrong: it takes {_what(properties[name])}")
         if faults:
             raise ArgumentError("; ".join(faults))
@@ -215,7 +215,8 @@ def _property(one: OfferedParam) -> dict[str, JSON]:
     return found
 
 
-def _fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
+def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
+    """Whether an argument is of the type that its description asks for."""
     wanted = _CHECKS.get(str(schema.get("type")))
     if wanted is None:
         return True
@@ -225,7 +226,7 @@ def _fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
     if isinstance(choices, list) and value not in choices:
         return False
     items = schema.get("items")
-    return not isinstance(value, list) or not isinstance(items, dict) or all(_fits(v, items) for v in value)
+    return not isinstance(value, list) or not isinstance(items, dict) or all(fits(v, items) for v in value)
 
 
 def _what(schema: Mapping[str, JSON]) -> str:

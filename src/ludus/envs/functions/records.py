@@ -13,7 +13,6 @@ Nothing is executed: every call that fits its description is answered with `ok`.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,9 +20,11 @@ from typing import TypeVar
 
 from ludus.envs.functions.generate import SYSTEM
 from ludus.envs.functions.gold import GoldCall, Truth
-from ludus.envs.functions.offers import Listed
+from ludus.envs.functions.offers import Listed, fits
 from ludus.errors import UserError
+from ludus.rewards.evidence import NotJson, read_json
 from ludus.tools.base import FunctionSchema, ToolSchema
+from ludus.tools.lines import json_lines
 from ludus.types import JSON, Message, Task
 
 T = TypeVar("T")
@@ -67,15 +68,15 @@ def _answers(path: Path) -> Iterator[tuple[str, JSON]]:
 
 def _records(path: Path) -> Iterator[tuple[int, dict[str, JSON]]]:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = json_lines(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.", "Check env.settings.data.") from error
     for number, text in enumerate(lines, 1):
         if not text.strip():
             continue
         try:
-            record = json.loads(text)
-        except ValueError as error:
+            record = read_json(text)
+        except NotJson as error:
             raise _error(path, number, _Fault(f"it is no JSON ({error})")) from None
         if not isinstance(record, dict):
             raise _error(path, number, _Fault("it is no JSON object"))
@@ -185,7 +186,8 @@ def _call(given: JSON, schemas: Mapping[str, ToolSchema]) -> GoldCall:
     ((name, arguments),) = given.items()
     if name not in schemas:
         raise _Fault(f'"ground_truth" calls {name!r}, which is no function of the task')
-    known = schemas[name]["function"]["parameters"]["properties"]
+    parameters = schemas[name]["function"]["parameters"]
+    known = parameters["properties"]
     if not isinstance(arguments, dict):
         raise _Fault(f"the arguments of {name!r} are no object")
     accepted: dict[str, tuple[JSON, ...]] = {}
@@ -199,6 +201,10 @@ def _call(given: JSON, schemas: Mapping[str, ToolSchema]) -> GoldCall:
             optional.add(argument)
         found = [choice for value in values if value != "" or len(values) == 1 for choice in _choices(value)]
         accepted[argument] = tuple(found)
+        if argument not in optional and not any(fits(one, known[argument]) for one in found):
+            raise _Fault(f"no value of {argument!r} is of its type, so that no call of {name!r} is right")
+    if lacking := [argument for argument in parameters["required"] if argument not in accepted]:
+        raise _Fault(f"{name!r} requires {lacking[0]!r}, which has no value")
     return GoldCall(name, accepted, frozenset(optional))
 
 

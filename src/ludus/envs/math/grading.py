@@ -111,8 +111,10 @@ def as_task(problem: Problem, split: str, number: int) -> Task:
 
 def quantity(value: Fraction, problem: Problem | None = None) -> Quantity:
     """A number as a truth: exact where it is whole."""
-    relative = 0.0 if value.denominator == 1 else _CLOSE
-    return Quantity(float(value), relative=relative, units=problem.units if problem else {})
+    units = problem.units if problem else {}
+    if value.denominator == 1:
+        return Quantity(int(value), relative=0.0, units=units)
+    return Quantity(float(value), relative=_CLOSE, units=units)
 
 
 def other_words(problem: Problem) -> tuple[str, ...]:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
 from ludus.envs.math.grading import opening
 from ludus.errors import UserError
+from ludus.rewards.evidence import NotJson, read_json
 from ludus.rewards.records import TYPES, asked, read_truth
+from ludus.tools.lines import json_lines
 from ludus.types import JSON, Task
 
 SPLITS = ("train", "validation", "test")
@@ -29,7 +30,7 @@ def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
     extra that is not installed.
     """
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = json_lines(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.", "Check env.settings.data.") from error
     tasks: dict[str, list[Task]] = {split: [] for split in SPLITS}
@@ -53,8 +54,8 @@ def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
 
 def _record(text: str) -> Mapping[str, JSON]:
     try:
-        record: JSON = json.loads(text)
-    except json.JSONDecodeError as error:
+        record = read_json(text)
+    except NotJson as error:
         raise _Fault(f"it is no JSON ({error})") from None
     if not isinstance(record, dict):
         raise _Fault("it is no JSON object")

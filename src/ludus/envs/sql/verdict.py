@@ -7,10 +7,11 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 from ludus.envs.sql.tasks import TOLERANCE, Question
-from ludus.rewards.answers import Answers, matches
+from ludus.rewards import records
+from ludus.rewards.answers import Answers
 from ludus.rewards.base import truth_of
 from ludus.rewards.evidence import fenced
-from ludus.rewards.numbers import Quantity, is_close
+from ludus.rewards.numbers import Quantity
 from ludus.rewards.rows import Rows, same_rows
 from ludus.tools.sql import Database, Row, SqlError, SqlLimits
 from ludus.types import Task, ToolStatus, Trajectory
@@ -41,20 +42,19 @@ def make_truth(question: Question) -> SqlTruth:
     value: Answers | Quantity | None = None
     if question.kind == "value":
         cell = question.rows[0][0]
-        exact = not isinstance(cell, float)
         if isinstance(cell, str) or cell is None:
             value = Answers((str(cell),))
         else:
-            value = Quantity(float(cell), absolute=0.0 if exact else CENT + TOLERANCE, relative=0.0)
+            value = Quantity(
+                cell, absolute=CENT + TOLERANCE if isinstance(cell, float) else 0.0, relative=0.0
+            )
     return SqlTruth(question.sql, rows, hidden, value, question.pair.image, question.pair.hidden)
 
 
 def is_right(answer: str, truth: SqlTruth) -> bool:
     """Whether the answer is right; a query has to be so on both databases."""
-    if isinstance(truth.value, Quantity):
-        return is_close(answer, truth.value)
     if truth.value is not None:
-        return matches(answer, truth.value)
+        return records.is_right(answer, truth.value)
     return gives(answer, truth.image, truth.rows) and gives(answer, truth.hidden, truth.hidden_rows)
 
 
@@ -78,9 +78,11 @@ def other_words(truth: SqlTruth) -> tuple[str, ...]:
     """The right answer in other words: another query with the same rows, or the value in another writing."""
     if isinstance(truth.value, Quantity):
         number = truth.value.value
-        return (f"The answer is {number:,.0f}" if number.is_integer() else f"It is \\boxed{{{number:.2f}}}",)
+        whole = number == int(number)
+        return (f"The answer is {number:,.0f}" if whole else f"It is \\boxed{{{number:.2f}}}",)
     if truth.value is not None:
-        return (f" {truth.value.accepted[0].upper()}.",)
+        text = truth.value.accepted[0]
+        return f" {text.upper()}.", f"The answer is {text}.", f"It is \\boxed{{{text}}}."
     query = truth.query.rstrip().rstrip(";")
     fenced_query = f"```sql\n{query};\n```"
     if truth.rows.ordered:

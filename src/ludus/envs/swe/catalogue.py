@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from ludus.envs.swe.mutations import Edit
 from ludus.errors import ConfigError
+from ludus.tools.lines import json_lines
 
 T = TypeVar("T")
 
@@ -96,7 +97,8 @@ def _write(path: Path, rows: list[dict[str, object]]) -> None:
 def _lines(path: Path, kind: type[T]) -> list[T]:
     reader = TypeAdapter(kind)
     try:
-        return [reader.validate_json(line) for line in path.read_text("utf-8").splitlines() if line]
+        lines = json_lines(path.read_text("utf-8"))
+        return [reader.validate_json(line) for line in lines if line.strip()]
     except (OSError, ValidationError) as error:
         raise ConfigError(
             f"The catalogue of the world swe cannot be read: {error}.",

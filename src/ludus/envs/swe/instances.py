@@ -26,6 +26,7 @@ from ludus.errors import ConfigError, UserError
 from ludus.rewards.suites import Suite
 from ludus.sandbox.base import Snapshot
 from ludus.tools.base import ToolError
+from ludus.tools.lines import json_lines
 from ludus.tools.patch import patched_files, read_patch
 
 _GIT_S: Final = 60.0
@@ -103,7 +104,7 @@ def load_instances(file: str, folder: str, seconds: float) -> tuple[Reported, ..
 
 def _read(path: Path) -> Iterator[Instance]:
     try:
-        lines = path.read_text("utf-8").splitlines()
+        lines = json_lines(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"env.settings.instances cannot be read: {error}.", "Name a file.") from error
     for number, line in enumerate(lines, 1):

@@ -262,7 +262,7 @@ def _orphans(rng: random.Random) -> Draft:
 
 
 def _start_script(rng: random.Random) -> Draft:
-    """A script that starts a service in the wrong way."""
+    """A script that starts a service in the wrong way; its trial has another program for the service."""
     yard, region = yard_of(rng), rng.choice(TOWNS)
     name, *rest = yard.names
     start, path, log = f"{yard.root}/start.sh", yard.pid_file(name), yard.log(name)
@@ -282,12 +282,14 @@ def _start_script(rng: random.Random) -> Draft:
     runs = Runs((yard.script(name),), 1, {"REGION": region}, path)
     draft = without(of_yard(yard, text, steps, (runs, *others(rest))), [path])
     draft = with_files(with_files(draft, program), {start: broken}, changing=True)
+    number = rng.randrange(10**6)
+    other = yard.program(name, NEEDS.replace('"up in"', f"7 * {number}"))
     trial = Ran(
         f"trial of {start}",
         f"bash {start}; for i in $(seq 200); do [ -s {log} ] && break; sleep 0.05; done; cat {log}",
         (start,),
-        {**program, f"{yard.root}/run/.keep": "", f"{yard.root}/log/.keep": ""},
-        f"up in {region}\n",
+        {**other, f"{yard.root}/run/.keep": "", f"{yard.root}/log/.keep": ""},
+        f"{7 * number} {region}\n",
     )
     return replace(draft, services=tuple(map(yard.service, rest)), runs=(trial,))
 

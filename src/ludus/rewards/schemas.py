@@ -1,0 +1,90 @@
+"""JSON schemas (draft 2020-12), with the arithmetic and the patterns of the standard: jsonschema has others.
+
+A multiple is one exactly, as the numerals say (0.3 of 0.1, which it is not among floats), for numbers of any
+size. Patterns are those of ECMA-262: `$` is the end of the text and not the place before a last line break,
+and digits are ASCII. References lead nowhere but into the schema itself. As in the draft, `format` notes
+something about a value and refuses none.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Iterator, Mapping
+from fractions import Fraction
+
+from ludus.types import JSON
+
+_PIECE = re.compile(r"\\.|\[(?:\\.|[^\]])*\]|\$", re.S)
+"""Of a pattern: an escaped character, a class of characters, or the sign that is replaced."""
+
+
+class OddSchema(ValueError):
+    """It is no schema, leads out of itself, or refers to itself without end."""
+
+
+def check_schema(schema: Mapping[str, JSON]) -> None:
+    """Raise OddSchema for a schema by which no value can be judged. Needs jsonschema, as `fits` does."""
+    import jsonschema
+    import referencing
+    from referencing.jsonschema import DRAFT202012
+
+    try:
+        jsonschema.Draft202012Validator.check_schema(schema)
+        root = DRAFT202012.create_resource(schema)
+        found = [(root, referencing.Registry().resolver_with_root(root))]
+        for resource, resolver in found:
+            if isinstance(resource.contents, dict) and "$ref" in resource.contents:
+                resolver.lookup(resource.contents["$ref"])
+            found += [(inner, resolver.in_subresource(inner)) for inner in resource.subresources()]
+        fits(None, schema)
+    except jsonschema.SchemaError as error:
+        raise OddSchema(f"it is no JSON schema: {error.message}") from error
+    except referencing.exceptions.Unresolvable as error:
+        raise OddSchema(f"it refers to {error.ref}, which is not in it") from error
+    except RecursionError as error:
+        raise OddSchema("it refers to itself without end, or is nested too deep") from error
+
+
+def fits(value: JSON, schema: Mapping[str, JSON]) -> bool:
+    """Whether a value fits a schema that `check_schema` lets pass."""
+    import referencing
+    from jsonschema import Draft202012Validator
+    from jsonschema.validators import extend
+
+    judge = extend(Draft202012Validator, {"multipleOf": _multiple_of})
+    return bool(judge(_with_patterns(schema), registry=referencing.Registry()).is_valid(value))
+
+
+def _multiple_of(judge: object, step: float, value: JSON, schema: object) -> Iterator[Exception]:
+    """The keyword, as jsonschema calls it."""
+    from jsonschema import ValidationError
+
+    del judge, schema
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        share = Fraction(str(value)) / Fraction(str(step))
+        if share.denominator != 1:
+            yield ValidationError(f"it is no multiple of {step}")
+
+
+def _with_patterns(schema: Mapping[str, JSON]) -> Mapping[str, JSON]:
+    """The schema with its patterns as Python writes them."""
+    from referencing.jsonschema import DRAFT202012
+
+    own = copy.deepcopy(dict(schema))
+    found = [DRAFT202012.create_resource(own)]
+    for resource in found:
+        inner = resource.contents
+        if isinstance(inner, dict) and isinstance(inner.get("pattern"), str):
+            inner["pattern"] = _pattern(inner["pattern"])
+        if isinstance(inner, dict) and isinstance(inner.get("patternProperties"), dict):
+            inner["patternProperties"] = {
+                _pattern(key): one for key, one in inner["patternProperties"].items()
+            }
+        found += resource.subresources()
+    return own
+
+
+def _pattern(pattern: str) -> str:
+    plain = _PIECE.sub(lambda piece: r"\Z" if piece[0] == "$" else piece[0], pattern)
+    return f"(?a:{plain})"
