@@ -375,6 +375,23 @@ def test_a_shell_session_keeps_its_folder_and_variables():
     inside(act)
 
 
+def test_a_shell_session_outlives_functions_named_as_what_its_loop_uses():
+    async def act(box):
+        session = await box.session("shell", limits=Limits(wall_s=3))
+        first = await session.run(
+            "X=5; " + "; ".join(f"{n}() {{ echo {n}; }}" for n in ("read", "eval", "printf"))
+        )
+        second = await session.run("read; eval; printf; echo $X; (exit 7)")
+        third = await session.run("enable -n printf; false")
+        assert [(o.text, o.exit) for o in (first, second, third)] == [
+            ("", 0),
+            ("read\neval\nprintf\n5\n", 7),
+            ("", 1),
+        ]
+
+    inside(act)
+
+
 def test_a_call_past_its_time_ends_the_interpreter_and_keeps_the_files():
     async def act(box):
         session = await box.session(limits=Limits(wall_s=1.5))
