@@ -8,6 +8,7 @@ import marshal
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from ludus.sandbox import (
     guard_session,
     namespaces,
 )
+from ludus.sandbox.cell import Wire
 from ludus.sandbox.guest.light import as_json
 from ludus.sandbox.guest.output import Kept
 from ludus.sandbox.guest.wire import pack_answer, pack_order, sizes_of, take_apart
@@ -594,6 +596,19 @@ def test_frames_come_back_whole_and_false_ones_are_refused():
     for header in ({"sizes": [2]}, {"sizes": [4, -1]}, {"sizes": 3}, {}, [3], "sizes"):
         with pytest.raises(ValueError, match="sizes"):
             take_apart(header, b"abc")
+
+
+def test_a_frame_of_nested_brackets_is_one_that_cannot_be_read():
+    async def act():
+        ours, theirs = socket.socketpair()
+        text = b"[" * 100_000
+        ours.setblocking(False)
+        theirs.sendall(struct.pack(">II", len(text), 0) + text)
+        with ours, theirs:
+            await Wire(ours).read(most=0)
+
+    with pytest.raises(WorldError, match="cannot be read"):
+        asyncio.run(act())
 
 
 def test_what_a_guard_says_is_json():
