@@ -120,7 +120,8 @@ class _Matcher(difflib.SequenceMatcher[str]):
     def __init__(self, one: Sequence[str], other: Sequence[str], *, autojunk: bool, left: int) -> None:
         super().__init__(None, one, other, autojunk)
         self.left = left
-        self._pairs = [0, *accumulate(1 + len(self.b2j.get(item, ())) for item in one)]
+        places: dict[str, list[int]] = vars(self)["b2j"]
+        self._pairs = [0, *accumulate(1 + len(places.get(item, ())) for item in one)]
 
     def find_longest_match(
         self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
