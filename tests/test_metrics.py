@@ -43,6 +43,9 @@ def attempt(reward, actions=(2,), stop=StopReason.ANSWERED, outcomes=(), failure
     )
 
 
+VERDICT = ToolOutcome("", "verdict", ToolStatus.OK, "left by the environment")
+
+
 def group(*trajectories):
     return Group(Task("t", (), truth=None), trajectories)
 
@@ -55,7 +58,7 @@ MIXED = group(
         right=1.0,
         brief=0.5,
     ),
-    attempt(0.5, actions=(10,), stop=StopReason.TRUNCATED, right=0.0, brief=0.5),
+    attempt(0.5, actions=(10,), outcomes=[VERDICT], stop=StopReason.TRUNCATED, right=0.0, brief=0.5),
     attempt(0.0, failure=Failure("engine", "gone", 3), stop=StopReason.FAILED),
 )
 SOLVED = group(

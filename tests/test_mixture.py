@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from ludus.config import config_from_toml, load_config, to_toml
 from ludus.diagnostics.metrics import alarms, rollout_metrics
-from ludus.envs.base import Anchored
+from ludus.envs.base import Anchored, GradesAgain
 from ludus.envs.mixture import Member, MixedWorld
 from ludus.envs.registry import build_world
+from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import ToolWorld
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
@@ -29,7 +30,7 @@ from ludus.rollout.setup import Play, engine_scheduler
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.tasks.mixture import MixtureOrder, Pool, Shares
 from ludus.training.combine import check_reward_settings, combiner_of
-from ludus.types import Group, Segment, StopReason, Task, Trajectory
+from ludus.types import Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
 from tiny_run import RECIPE, WORLD, copy_run, ludus, refused
 
@@ -207,6 +208,25 @@ def test_an_episode_is_the_worlds_own(world):
     assert not isinstance(shop, Anchored)
     assert asyncio.run(guess.start(game)) == list(game.prompt)
     assert guess.anchor() == f"{game.tags['low']}-{game.tags['high']}"
+
+
+def test_an_episode_of_a_world_that_grades_again_does_so(world):
+    report = ToolOutcome("", "report", ToolStatus.OK, "1")
+
+    class Judged(ToolEnv):
+        async def grade_again(self):
+            return report
+
+    class JudgedWorld(ToolWorld):
+        def environment(self, task):
+            return Judged(self.tools, self.rewards, self.limits)
+
+    plain = world.members[0].world
+    made = JudgedWorld(plain.name, plain.task_lists, plain.tools, plain.rewards)
+    mixed = MixedWorld((replace(world.members[0], world=made), *world.members[1:]))
+    judged, other = (mixed.environment(task) for task in mixed.tasks("train")[:2])
+    assert asyncio.run(judged.grade_again()) == report
+    assert not isinstance(other, GradesAgain)
 
 
 def solve(task):

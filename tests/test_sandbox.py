@@ -8,6 +8,7 @@ import marshal
 import os
 import shutil
 import signal
+import socket
 import struct
 import subprocess
 import sys
@@ -27,6 +28,7 @@ from ludus.sandbox import (
     guard_session,
     namespaces,
 )
+from ludus.sandbox.cell import Wire
 from ludus.sandbox.guest.light import as_json
 from ludus.sandbox.guest.output import Kept
 from ludus.sandbox.guest.wire import pack_answer, pack_order, sizes_of, take_apart
@@ -375,6 +377,23 @@ def test_a_shell_session_keeps_its_folder_and_variables():
     inside(act)
 
 
+def test_a_shell_session_outlives_functions_named_as_what_its_loop_uses():
+    async def act(box):
+        session = await box.session("shell", limits=Limits(wall_s=3))
+        first = await session.run(
+            "X=5; " + "; ".join(f"{n}() {{ echo {n}; }}" for n in ("read", "eval", "printf"))
+        )
+        second = await session.run("read; eval; printf; echo $X; (exit 7)")
+        third = await session.run("enable -n printf; false")
+        assert [(o.text, o.exit) for o in (first, second, third)] == [
+            ("", 0),
+            ("read\neval\nprintf\n5\n", 7),
+            ("", 1),
+        ]
+
+    inside(act)
+
+
 def test_a_call_past_its_time_ends_the_interpreter_and_keeps_the_files():
     async def act(box):
         session = await box.session(limits=Limits(wall_s=1.5))
@@ -579,6 +598,19 @@ def test_frames_come_back_whole_and_false_ones_are_refused():
             take_apart(header, b"abc")
 
 
+def test_a_frame_of_nested_brackets_is_one_that_cannot_be_read():
+    async def act():
+        ours, theirs = socket.socketpair()
+        text = b"[" * 100_000
+        ours.setblocking(False)
+        theirs.sendall(struct.pack(">II", len(text), 0) + text)
+        with ours, theirs:
+            await Wire(ours).read(most=0)
+
+    with pytest.raises(WorldError, match="cannot be read"):
+        asyncio.run(act())
+
+
 def test_what_a_guard_says_is_json():
     told = {"a": [1, -2.5, True, None], "b": {'\u20ac"\n\x00': "\ud800 \\"}, "c": []}
     assert json.loads(as_json(told)) == told
@@ -626,6 +658,11 @@ ALLOW, KILL, EPERM, EACCES, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x5000D, 0
         ("x86_64", X86, (435,), ENOSYS),
         ("x86_64", X86, (41, 1, 1), ALLOW),
         ("x86_64", X86, (41, 2, 1), EACCES),
+        ("x86_64", X86, (53, 1, 1), ALLOW),
+        ("x86_64", X86, (53, 30, 1), EACCES),
+        ("x86_64", X86, (54, 3, 1, 16), ALLOW),
+        ("x86_64", X86, (54, 3, 1, 7), EPERM),
+        ("x86_64", X86, (54, 3, 1, 33), EPERM),
         ("x86_64", X86, (56, 0x11), ALLOW),
         ("x86_64", X86, (56, 0x10000011), EPERM),
         ("x86_64", X86, (16, 0, 0x5412), EPERM),
@@ -638,6 +675,8 @@ ALLOW, KILL, EPERM, EACCES, ENOSYS = 0x7FFF0000, 0x80000000, 0x50001, 0x5000D, 0
         ("aarch64", ARM, (63,), ALLOW),
         ("aarch64", ARM, (117,), EPERM),
         ("aarch64", ARM, (198, 10, 1), EACCES),
+        ("aarch64", ARM, (199, 30, 1), EACCES),
+        ("aarch64", ARM, (208, 3, 1, 8), EPERM),
         ("aarch64", ARM, (220, 0x20000), EPERM),
         ("aarch64", ARM, (261, 1, 7), EPERM),
         ("aarch64", X86, (63,), KILL),

@@ -7,10 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.rewards.answers import well_formed
+from ludus.rewards.answers import Answers, well_formed
 from ludus.rewards.published import (
     ExpectedCall,
     ExpectedCalls,
+    calls_of_the_wrong,
     format_kept,
     right_argument_names,
     right_argument_values,
@@ -112,6 +113,18 @@ def test_only_one_call_that_went_well_supports():
     assert citation_support(TASK, episode("Paris", [outcome(ToolStatus.RAISED, "Paris")])) == 0
     assert citation_support(TASK, episode("New York", [outcome(output="New"), outcome(output="York")])) == 0
     assert citation_support(TASK, episode("Paris")) == 0
+
+
+def test_what_an_environment_left_is_no_call():
+    verdict = ToolOutcome("", "verdict", ToolStatus.OK, '{"solved": true}')
+    quiet = episode("true", [verdict])
+    assert quiet.call_outcomes == ()
+    assert extra_calls(0, 4)(TASK, quiet) == 0
+    assert citation_support(TASK, quiet) == 0
+    assert valid_calls(TASK, quiet) == 0
+    assert valid_calls(TASK, episode("true", [outcome(STATUS["m"]), verdict])) == 0
+    assert tool_correctness(Task("t", (), ExpectedCalls(())), quiet) == 1
+    assert calls_of_the_wrong(Task("t", (), Answers(("false",))), quiet) == 0
 
 
 @pytest.mark.parametrize(("text", "script", "share"), shaping_pairs.SCRIPTS)

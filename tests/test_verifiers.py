@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import time
 
 import pytest
 from hypothesis import given, settings
@@ -140,6 +141,22 @@ def test_patches_that_take_long_to_compare_are_compared_by_lines():
 
     oracle = Patch(patch(["+" + "a" * 20] * 5_000))
     assert patch_similarity()(task(oracle), episode(patch(["+" + "a" * 19] * 5_000))) < 0.01
+
+
+def added(texts):
+    """A patch that adds each text as a file of one line."""
+    return "\n".join(f"--- a/{n}\n+++ b/{n}\n@@ -0,0 +1 @@\n+{text}" for n, text in enumerate(texts))
+
+
+SIGNS = [chr(0x4E00 + n) for n in range(1400)]
+
+
+def test_patches_that_agree_in_many_short_pieces_are_compared_in_time():
+    given = "".join("a" + sign for sign in SIGNS)
+    oracle = "".join("aa" + sign for sign in SIGNS[:700])
+    begin = time.process_time()
+    assert 0 < patch_similarity()(task(Patch(added([oracle]))), episode(added([given]))) < 1
+    assert time.process_time() - begin < 5
 
 
 def test_an_oracle_that_is_no_patch_is_the_worlds_fault():

@@ -140,7 +140,7 @@ class ToolOutcome:
 
     `output` is what the model saw. `cost` is what the tool's traits ask for it, for both tries where the call
     was `retried`, and 0 where the tool was never begun. Two outcomes that differ in `seconds` (wall-clock)
-    alone are equal.
+    alone are equal. `call_id` is empty for what an environment leaves unasked (`ludus.rewards.evidence`).
     """
 
     call_id: str
@@ -351,6 +351,11 @@ class Trajectory:
     def num_turns(self) -> int:
         """Assistant turns that were sampled."""
         return sum(s.kind == "action" for s in self.segments)
+
+    @property
+    def call_outcomes(self) -> tuple[ToolOutcome, ...]:
+        """The outcomes of the model's calls: those with a `call_id`, so without what the environment left."""
+        return tuple(outcome for outcome in self.outcomes if outcome.call_id)
 
     @property
     def tool_cost(self) -> float:

@@ -122,7 +122,7 @@ def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
-    calls = [outcome for t in finished for outcome in t.outcomes]
+    calls = [outcome for t in finished for outcome in t.call_outcomes]
     statuses = Counter(call.status for call in calls)
     by_tool = Counter(call.tool for call in calls if call.status not in _NO_TOOL)
     metrics = {

@@ -21,6 +21,7 @@ from ludus.envs.base import (
     Demonstrates,
     Demonstration,
     Environment,
+    GradesAgain,
     HoldsSessions,
     OffersOtherWays,
     OffersParaphrases,
@@ -35,7 +36,7 @@ from ludus.rewards.base import Reward
 from ludus.sandbox.base import Sandbox
 from ludus.tasks.mixture import MixtureOrder, Pool, Shares
 from ludus.tools.base import Tool
-from ludus.types import WORLD_TAG, Action, Message, StepResult, Task, Trajectory
+from ludus.types import WORLD_TAG, Action, Message, StepResult, Task, ToolOutcome, Trajectory
 
 SOLVED = "solved"
 """The part of the reward that all worlds of a mixture share: 1 where the task is solved."""
@@ -116,6 +117,28 @@ class AnchoredEnvironment(MemberEnvironment):
         return named.anchor() if isinstance(named, Anchored) else ""
 
 
+class GradedEnvironment(MemberEnvironment):
+    """An episode in a world whose verdict can be given once more."""
+
+    async def grade_again(self) -> ToolOutcome | None:
+        """The world's verdict once more."""
+        judge = self._environment
+        return await judge.grade_again() if isinstance(judge, GradesAgain) else None
+
+
+class AnchoredGradedEnvironment(AnchoredEnvironment, GradedEnvironment):
+    """An episode in a world that does both."""
+
+
+_KINDS: dict[tuple[bool, bool], type[MemberEnvironment]] = {
+    (False, False): MemberEnvironment,
+    (True, False): AnchoredEnvironment,
+    (False, True): GradedEnvironment,
+    (True, True): AnchoredGradedEnvironment,
+}
+"""By whether the world's environment names its states, and whether it grades again."""
+
+
 @dataclass(frozen=True)
 class MixedWorld:
     """Several worlds as one. Splits are those of any of them, tasks of a split in turns."""
@@ -153,7 +176,7 @@ class MixedWorld:
         member = self.member_of(task)
         own = member.own(task)
         environment = member.world.environment(own)
-        kind = AnchoredEnvironment if isinstance(environment, Anchored) else MemberEnvironment
+        kind = _KINDS[isinstance(environment, Anchored), isinstance(environment, GradesAgain)]
         return kind(environment, own, self.rewards)
 
     def member_of(self, task: Task) -> Member:

@@ -2,8 +2,8 @@
 
 An environment leaves something that is not shown to the model, such as its last state, by giving an outcome
 with its last `StepResult`: `ToolOutcome("", "state", ToolStatus.OK, json.dumps(state))`. It is stored with
-the rollout, so that rewards can be replayed. A model that calls a tool of that name where there is none
-leaves an outcome that is not OK, and is not believed.
+the rollout, so that rewards can be replayed, and counts as no call (`Trajectory.call_outcomes`). A model that
+calls a tool of that name where there is none leaves an outcome that is not OK, and is not believed.
 """
 
 from __future__ import annotations

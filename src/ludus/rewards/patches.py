@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from ludus.rewards.base import RewardFunction, truth_of
 from ludus.rewards.evidence import Evidence, fenced, final_answer
@@ -18,8 +18,9 @@ from ludus.types import Task, Trajectory
 
 MAX_CHARACTERS = 400_000
 """A longer patch is of the wrong format."""
-MAX_PAIRS = 2_000_000
-"""Pairs of equal characters above which changes are compared line by line: by characters takes seconds."""
+MAX_PAIRS = 10_000_000
+"""Pairs of equal characters that are looked at, over all files. Files for which that is too few are compared
+line by line, with as many pairs of equal lines: together a second or two."""
 
 _HUNK = re.compile(r"@@ -\d{1,9}(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@.*")
 _SECTION = re.compile(r"(@@ [^@]* @@).*")
@@ -86,17 +87,50 @@ def _hunk(lines: Sequence[str], start: int, old: int, new: int) -> list[str] | N
 def similarity(given: Mapping[str, str], oracle: Mapping[str, str]) -> float:
     """Mean over the files of both of the ratio of their changes, in [0, 1]."""
     files = given.keys() | oracle.keys()
-    ratios = [_ratio(given[file], oracle[file]) for file in sorted(files) if file in given and file in oracle]
+    work = _Work()
+    ratios = [work.ratio(given[file], oracle[file]) for file in sorted(given.keys() & oracle.keys())]
     return sum(ratios) / len(files)
 
 
-def _ratio(one: str, other: str) -> float:
-    if one == other:
-        return 1.0
-    first, second = Counter(one), Counter(other)
-    if sum(count * second[sign] for sign, count in first.items()) > MAX_PAIRS:
-        return difflib.SequenceMatcher(None, one.splitlines(), other.splitlines()).ratio()
-    return difflib.SequenceMatcher(None, one, other, autojunk=False).ratio()
+@dataclass(slots=True)
+class _Work:
+    """How many pairs may still be looked at."""
+
+    of_characters: int = MAX_PAIRS
+    of_lines: int = MAX_PAIRS
+
+    def ratio(self, one: str, other: str) -> float:
+        """difflib's ratio: of the characters as long as there are pairs left, then of the lines."""
+        if one == other:
+            return 1.0
+        matcher = _Matcher(one, other, autojunk=False, left=self.of_characters)
+        ratio, self.of_characters = matcher.ratio(), max(matcher.left, 0)
+        if matcher.left < 0:
+            matcher = _Matcher(one.splitlines(), other.splitlines(), autojunk=True, left=self.of_lines)
+            ratio, self.of_lines = matcher.ratio(), max(matcher.left, 0)
+        return ratio
+
+
+class _Matcher(difflib.SequenceMatcher[str]):
+    """difflib's, but that it finds nothing more once it looked at `left` pairs: `left` is negative then.
+
+    Its time is with the cube of the length for texts that agree in many short pieces.
+    """
+
+    def __init__(self, one: Sequence[str], other: Sequence[str], *, autojunk: bool, left: int) -> None:
+        super().__init__(None, one, other, autojunk)
+        self.left = left
+        places: dict[str, list[int]] = vars(self)["b2j"]
+        self._pairs = [0, *accumulate(1 + len(places.get(item, ())) for item in one)]
+
+    def find_longest_match(
+        self, alo: int = 0, ahi: int | None = None, blo: int = 0, bhi: int | None = None
+    ) -> difflib.Match:
+        """The longest run that both ranges have; an empty one where nothing is left."""
+        self.left -= self._pairs[-1 if ahi is None else ahi] - self._pairs[alo]
+        return (
+            super().find_longest_match(alo, ahi, blo, bhi) if self.left >= 0 else difflib.Match(alo, blo, 0)
+        )
 
 
 def patch_value(text: str, truth: Patch) -> float:

@@ -105,7 +105,7 @@ def format_kept(task: Task, trajectory: Trajectory) -> float:
     0), for whatever rendering the run has.
     """
     del task
-    malformed = any(outcome.status is ToolStatus.MALFORMED for outcome in trajectory.outcomes)
+    malformed = any(outcome.status is ToolStatus.MALFORMED for outcome in trajectory.call_outcomes)
     return float(trajectory.stop_reason is StopReason.ANSWERED and not malformed)
 
 
@@ -118,7 +118,7 @@ def tool_correctness(task: Task, trajectory: Trajectory) -> float:
     """
     truth = truth_of(task, ExpectedCalls)
     if not truth.calls:
-        quiet = trajectory.stop_reason is StopReason.ANSWERED and not trajectory.outcomes
+        quiet = trajectory.stop_reason is StopReason.ANSWERED and not trajectory.call_outcomes
         right = quiet and not calls_made(trajectory) and truth.is_said(trajectory.answer)
         return 1.0 if right else -1.0
     return 2 * _match(task, trajectory).share - 1
@@ -128,7 +128,7 @@ def valid_calls(task: Task, trajectory: Trajectory) -> float:
     """The share of the calls that named a tool there is, with arguments that fit it; 0 without a call."""
     del task
     bad = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
-    statuses = [outcome.status for outcome in trajectory.outcomes]
+    statuses = [outcome.status for outcome in trajectory.call_outcomes]
     return sum(status not in bad for status in statuses) / len(statuses) if statuses else 0.0
 
 
@@ -168,7 +168,7 @@ def calls_of_the_wrong(task: Task, trajectory: Trajectory) -> float:
 
     There a wrong answer earns `min(-0.6, -1 + 0.1 calls)`: this part with the weight 0.4.
     """
-    return min(1.0, len(trajectory.outcomes) / 4) if exact_match(task, trajectory) < 1 else 0.0
+    return min(1.0, len(trajectory.call_outcomes) / 4) if exact_match(task, trajectory) < 1 else 0.0
 
 
 def toolrl() -> tuple[Reward, ...]:

@@ -44,7 +44,7 @@ def extra_calls(free: int, limit: int) -> RewardFunction:
 
     def call_count(task: Task, trajectory: Trajectory) -> float:
         del task
-        return -_held((len(trajectory.outcomes) - free) / (limit - free))
+        return -_held((len(trajectory.call_outcomes) - free) / (limit - free))
 
     return call_count
 
@@ -77,7 +77,7 @@ def invalid_calls(cap: int = 4) -> RewardFunction:
 
     def invalid(task: Task, trajectory: Trajectory) -> float:
         del task
-        return -_held(sum(outcome.status in _INVALID for outcome in trajectory.outcomes) / cap)
+        return -_held(sum(outcome.status in _INVALID for outcome in trajectory.call_outcomes) / cap)
 
     return invalid
 
@@ -144,7 +144,7 @@ def citation_support(task: Task, trajectory: Trajectory) -> float:
     No sign that it is right: a page may name the answer for another reason, or name all that could be asked.
     """
     del task
-    fine = (outcome.output for outcome in trajectory.outcomes if outcome.status is ToolStatus.OK)
+    fine = (outcome.output for outcome in trajectory.call_outcomes if outcome.status is ToolStatus.OK)
     return float(any(is_supported(trajectory.answer, output) for output in fine))
 
 

@@ -102,7 +102,7 @@ class Wire:
         try:
             told, sent = await self._exactly(text), await self._exactly(body)
             header, blobs = take_apart(json.loads(told), sent)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise WorldError("The sandbox sent a frame that cannot be read.") from error
         if "error" in header:
             raise WorldError(f"The sandbox failed: {header['error']}.")

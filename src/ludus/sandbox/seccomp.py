@@ -22,6 +22,8 @@ _NEW_NAMESPACES = 0x7E020080
 """CLONE_NEWUSER, NEWPID, NEWNET, NEWNS, NEWIPC, NEWUTS, NEWCGROUP, NEWTIME."""
 _TIOCSTI, _TIOCLINUX = 0x5412, 0x541C
 _AF_UNIX = 1
+_BUFFERS = (7, 8, 32, 33)
+"""SO_SNDBUF, SO_RCVBUF and their forms that pass the system's bound; local sockets know one level."""
 _OWN = 0
 """The caller itself: limits are no business between processes, least of all those of the guard."""
 
@@ -33,6 +35,8 @@ class _Machine:
     audit: int
     clone: int
     socket: int
+    socketpair: int
+    setsockopt: int
     ioctl: int
     prlimit64: int
     denied: tuple[int, ...]
@@ -47,6 +51,8 @@ _MACHINES = {
         audit=0xC000003E,
         clone=56,
         socket=41,
+        socketpair=53,
+        setsockopt=54,
         ioctl=16,
         prlimit64=302,
         denied=(
@@ -76,6 +82,8 @@ _MACHINES = {
         audit=0xC00000B7,
         clone=220,
         socket=198,
+        socketpair=199,
+        setsockopt=208,
         ioctl=29,
         prlimit64=261,
         denied=(
@@ -114,7 +122,10 @@ def system_call_filter(machine: str | None = None) -> bytes:
         code += [_step(_EQUAL, number, 0, 1), _refuse(errno.EPERM)]
     code += [_step(_EQUAL, _CLONE3, 0, 1), _refuse(errno.ENOSYS)]
     code += _with_argument(known.clone, 0, [_step(_ANY_BIT, _NEW_NAMESPACES, 0, 1), _refuse(errno.EPERM)])
-    code += _with_argument(known.socket, 0, [_step(_EQUAL, _AF_UNIX, 1, 0), _refuse(errno.EACCES)])
+    for number in (known.socket, known.socketpair):
+        code += _with_argument(number, 0, [_step(_EQUAL, _AF_UNIX, 1, 0), _refuse(errno.EACCES)])
+    for option in _BUFFERS:
+        code += _with_argument(known.setsockopt, 2, [_step(_EQUAL, option, 0, 1), _refuse(errno.EPERM)])
     code += _with_argument(known.prlimit64, 0, [_step(_EQUAL, _OWN, 1, 0), _refuse(errno.EPERM)])
     for request in (_TIOCSTI, _TIOCLINUX):
         code += _with_argument(known.ioctl, 1, [_step(_EQUAL, request, 0, 1), _refuse(errno.EPERM)])

@@ -174,8 +174,9 @@ def _read_counted(fd: int) -> bytes | None:
 
 
 SHELL = r"""
-while IFS= read -r -d '' __call <&3; do
-  eval "$__call" </dev/null 3<&- 4>&-
-  printf "\\x$(printf %x $?)" >&4
+while IFS= command read -r -d '' __call <&3; do
+  command eval "$__call" </dev/null 3<&- 4>&-
+  command printf "\\x$(command printf %x $?)" >&4
 done
 """
+"""The loop of a session of bash. `command` passes by functions, which a call may name as it likes."""
