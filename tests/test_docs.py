@@ -292,7 +292,7 @@ def first_cells(page: str) -> list[str]:
 
 
 OF_ENGINES_ELSEWHERE = {"sync/engines", "sync/transfer_s"}
-"""Metrics of engines in other processes, which no command of these pages starts; their own tests look at them."""
+"""Metrics of engines in other processes, which no command of these pages starts."""
 
 
 def test_every_metric_of_a_run_is_explained_and_no_other(finished):
