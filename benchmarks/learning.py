@@ -25,7 +25,14 @@ from ludus.evaluation.stats import Estimate, PairedDifference, paired_difference
 
 SEEDS = (0, 1, 2)
 RATES = ("1e-4", "3e-4", "1e-3")
-MODES = ("sync", "one_step", "async")
+STREAMED = ("--training.mode", "async", "--staleness.in_flight", "128", "--staleness.max_staleness")
+MODES = {
+    "sync": ("--training.mode", "sync"),
+    "one_step": ("--training.mode", "one_step"),
+    "async-2": (*STREAMED, "2"),
+    "async-8": (*STREAMED, "8"),
+}
+"""Those of `modes`: `async` with the bound of the defaults, and with one that its episodes in flight fill."""
 BELOW = 5.0
 """Points of held-out success that a mode may lose against `sync`."""
 
@@ -212,8 +219,7 @@ def main() -> None:
         return
     if args.what == "modes":
         common = ("--training.steps", str(args.steps)) if args.steps else ()
-        streamed = ("--staleness.max_staleness", "8", "--staleness.in_flight", "128")
-        arms = [Arm(m, ("--training.mode", m, *(streamed if m == "async" else ()))) for m in MODES]
+        arms = [Arm(name, settings) for name, settings in MODES.items()]
         report_modes(run_all(args.folder, arms, common, args.parallel))
         return
     arms = [
