@@ -7,6 +7,7 @@ import importlib
 import json
 import subprocess
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,6 +113,14 @@ def test_episodes_go_to_the_engine_that_has_the_fewest():
     pool.leave(1)
     pool.leave(0)
     assert sorted(pool.join() for _ in range(2)) == [0, 1]
+
+
+def test_a_simulation_starts_no_thread_whose_time_its_clock_would_pass_over(monkeypatch):
+    begun = []
+    monkeypatch.setattr(threading.Thread, "start", begun.append)
+    simulate(EXACT, Setup(mode="sync", groups=2, members=4, steps=2))
+    simulate(EXACT, Setup(mode="async", groups=2, members=4, steps=2))
+    assert begun == []
 
 
 @pytest.mark.parametrize("engines", [1, 2, 4])

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from ludus.envs.base import Environment, World
 from ludus.planning.costs import EpisodeShape, ToolCost
 from ludus.planning.devices import Pool
 from ludus.rewards.base import Reward
@@ -90,6 +91,17 @@ class SimConversation:
         """Leave the engine."""
         if self.engine >= 0:
             self.pool.leave(self.engine)
+
+
+class Unjudged:
+    """As `ludus.rollout.scoring.Scoring`: nothing is judged, and on no thread, for which a clock that jumps
+    would not wait."""
+
+    async def scored(
+        self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
+    ) -> Trajectory:
+        """The trajectory as it is."""
+        return trajectory
 
 
 @dataclass

@@ -16,7 +16,7 @@ from functools import partial
 from ludus.planning.clock import run_virtual
 from ludus.planning.costs import Costs, Setup
 from ludus.planning.devices import Overlap, Pool, SimEngine, SimLearner
-from ludus.planning.episodes import Draws, SimWorld, ages, sampled
+from ludus.planning.episodes import Draws, SimWorld, Unjudged, ages, sampled
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.in_flight import InFlight, Load, Passes, first_in_flight
@@ -185,6 +185,7 @@ class _Run:
             episode_limits=EpisodeLimits(max_turns=10**9, environment_timeout_s=_NO_LIMIT_S),
             limits=SchedulerLimits(setup.most),
             ledger=ledger,
+            scoring=Unjudged(),
         )
         source = _Source(world, setup)
         return cls(costs, setup, pool, SimLearner(overlap), source, scheduler, ledger)
