@@ -563,6 +563,7 @@ class Order:
 ORDER = Order()
 
 
+@pytest.mark.cluster
 def test_a_run_with_two_engines_serves_two_versions_and_learns_beside_a_slow_episode(tiny_run, tmp_path):
     world, folder = tmp_path / "slow.py", tmp_path / "run"
     world.write_text(SLOW)

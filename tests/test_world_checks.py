@@ -71,7 +71,7 @@ def test_a_world_with_programs_or_many_tasks_pays_no_cheat(case):
 
 @pytest.mark.parametrize("name", ["math", "sql"])
 def test_right_answers_in_other_words_are_right(name):
-    config = load_config(name)
+    config = load_config(name, {"sql": ["--env.settings.tasks", "300"]}.get(name, []))
     world = build_world(config.env, config.rollout, config.sandbox)
     tasks = world.tasks("test")[:60]
     refused, num = [], 0

@@ -71,7 +71,7 @@ def test_who_surveys_its_tasks_is_in_the_list():
 
 @pytest.mark.parametrize("name", sorted(WORLDS.keys() - PREPARED))
 def test_a_world_has_tasks_environments_tools_and_rewards(name):
-    config = load_config(name)
+    config = load_config(name, {"sql": ["--env.settings.tasks", "60"]}.get(name, []))
     world = build_world(config.env, config.rollout, config.sandbox)
     task = world.tasks("train")[0]
     environment = world.environment(task)
