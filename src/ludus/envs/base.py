@@ -78,10 +78,22 @@ class World(Protocol):
         ...
 
 
-def check_ids(split: str, tasks: Sequence[Task]) -> None:
-    """Raise UserError where two tasks of a split share an id: results are kept by id."""
+def check_tasks(split: str, tasks: Sequence[Task]) -> None:
+    """Raise UserError where two tasks of a split share an id, by which results are kept, or one has a prompt
+    that is no messages or a tag that is no text."""
     seen: set[str] = set()
     for task in tasks:
+        if not (isinstance(task.prompt, tuple | list) and all(isinstance(m, dict) for m in task.prompt)):
+            raise UserError(
+                f"The prompt of the task {task.id!r} of the split {split!r} is no tuple of messages.",
+                "Write prompt=(Message(role='user', content=...),).",
+            )
+        wrong = {name: tag for name, tag in task.tags.items() if not isinstance(tag, str)}
+        for name, tag in wrong.items():
+            raise UserError(
+                f"The tag {name!r} of the task {task.id!r} of the split {split!r} is {tag!r}, not text.",
+                f"Write {str(tag)!r}.",
+            )
         if task.id in seen:
             raise UserError(
                 f"Two tasks of the split {split!r} share the id {task.id!r}.",

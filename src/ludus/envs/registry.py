@@ -58,6 +58,8 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
     with _blaming(Path(name)) if name.endswith(".py") else nullcontext():
         world = _factory(name)(settings, limits)
+    if world is None:
+        raise ConfigError(f"{name}: make_world returned nothing.", "Have it return the world.")
     check_rewards(world.rewards)
     return world
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
-from ludus.envs.base import Demonstrates, GradesAgain, ShowsTasks, World
+from ludus.envs.base import Demonstrates, GradesAgain, ShowsTasks, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.agents import (
     Agent,
@@ -261,6 +261,7 @@ def some_tasks(world: World, plan: CheckPlan) -> list[Task]:
     tasks = world.tasks(plan.split)
     if not tasks:
         raise UserError(f"The split {plan.split!r} of the world {world.name!r} is empty.", "Name another.")
+    check_tasks(plan.split, tasks)
     chosen = random.Random(plan.seed).sample(range(len(tasks)), min(plan.num_tasks, len(tasks)))
     return [tasks[i] for i in sorted(chosen)]
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ludus.config.schema import Config, EnvConfig
-from ludus.envs.base import World, check_ids
+from ludus.envs.base import World, check_tasks
 from ludus.errors import UserError
 from ludus.evaluation.stats import Interval, bootstrap_mean, pass_at_k, pass_hat_k, wilson
 from ludus.rewards.base import Reward, success
@@ -224,13 +224,13 @@ def check_evaluation(config: Config, world: World) -> None:
     for split in settings.splits:
         check_size(world, split, settings.tasks)
     check_size(world, settings.split_during, settings.tasks_during, "evaluation.tasks_during")
-    check_ids("train", world.tasks("train"))
+    check_tasks("train", world.tasks("train"))
 
 
 def check_size(world: World, split: str, num: int, key: str = "evaluation.tasks") -> None:
     """Raise UserError where a split has fewer tasks than the setting `key` asks for, or an id twice."""
     tasks = world.tasks(split)
-    check_ids(split, tasks)
+    check_tasks(split, tasks)
     if len(tasks) < num:
         sizes = ", ".join(f"{name} {len(world.tasks(name))}" for name in world.splits)
         raise UserError(
