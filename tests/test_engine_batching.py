@@ -279,6 +279,11 @@ def test_what_was_cancelled_aborted_or_updated_leaves_nothing_behind(recompute):
                 await engine.load_weights(version, dict(build(version).named_parameters()))
 
         await asyncio.gather(update(), *map(play, varied_requests(50)))
+        for again in range(20):  # how full the cache gets is a matter of time
+            if engine.stats().evicted_pages:
+                break
+            requests = (replace(r, episode=f"{r.episode}-{again}") for r in varied_requests(50))
+            await asyncio.gather(*map(play, requests))
         await engine.fingerprint()  # what was posted before has been done
         left, evicted = what_is_left(engine), engine.stats().evicted_pages
         await engine.close()
