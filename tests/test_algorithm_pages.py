@@ -26,7 +26,8 @@ from ludus.algorithms.presets import PRESETS
 from tiny_run import ludus
 
 ROOT = Path(__file__).parent.parent
-PAGE = (ROOT / "docs" / "algorithms.md").read_text("utf-8")
+PAGES = (ROOT / "docs" / "algorithms.md", *sorted((ROOT / "docs" / "algorithms").glob("*.md")))
+PAGE = "\n".join(page.read_text("utf-8") for page in PAGES)
 
 
 def test_every_option_has_a_default_within_its_bounds_and_no_other():

@@ -35,7 +35,7 @@ from ludus.training.session import model_path
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(
     file.relative_to(ROOT).as_posix()
-    for pattern in ("docs/*.md", "README.md", "src/ludus/recipes/*/README.md")
+    for pattern in ("docs/**/*.md", "README.md", "src/ludus/recipes/*/README.md")
     for file in ROOT.glob(pattern)
 )
 LONGER = "algorithm environment learner mixtures quick_start reproducibility rewards scaling server stages"
@@ -266,7 +266,7 @@ def test_links_and_pointers_lead_somewhere(page):
 
 def test_pages_that_the_package_names_exist():
     for file in sorted((ROOT / "src").rglob("*.py")):
-        for page in re.findall(r"docs/\w+\.md", file.read_text("utf-8")):
+        for page in re.findall(r"docs/[\w/]+\.md", file.read_text("utf-8")):
             assert (ROOT / page).is_file(), f"{file.relative_to(ROOT)} names {page}"
 
 
