@@ -68,6 +68,19 @@ def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     return load_config(folder.config, overrides)
 
 
+def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
+    """As `run_config`. Raises UserError for a run that trained no policy."""
+    from ludus.training.run import kind_of
+
+    config = run_config(folder, overrides)
+    if kind_of(folder) == "reward-model":
+        raise UserError(
+            f"{folder.path} trained a reward model, which judges and does not act.",
+            "`ludus train` takes it as --rewards.model.",
+        )
+    return config
+
+
 def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:
     """The configuration of a recipe; `shortcuts` come before `overrides`."""
     if not recipe:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import run_config
+from ludus.cli.arguments import policy_config
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.errors import UserError
@@ -90,7 +90,7 @@ def target_config(
     path = Path(target)
     if (path / "config.toml").is_file():
         chosen = ["--env.name", world] if world else []
-        return RunFolder(path), run_config(RunFolder(path), [*chosen, *overrides])
+        return RunFolder(path), policy_config(RunFolder(path), [*chosen, *overrides])
     if not path.exists() and _is_path(target):
         raise UserError(f"There is no run and no model at {target}.", "Check the path.")
     model = ["--model.path", target]

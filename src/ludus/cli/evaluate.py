@@ -20,7 +20,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import recipe_config, run_config
+from ludus.cli.arguments import policy_config, recipe_config
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LudusError, UserError
 
@@ -94,7 +94,7 @@ def job_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     from ludus.training.run import RunFolder
 
     if args.run is not None:
-        config = run_config(RunFolder(args.run), overrides)
+        config = policy_config(RunFolder(args.run), overrides)
     else:
         model = ["--model.path", args.model] if args.model and not args.endpoint else []
         config = recipe_config(args.recipe, model, overrides)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import run_config
+from ludus.cli.arguments import policy_config
 from ludus.cli.terminal import make_console, say, silence_libraries
 from ludus.config.load import load_config
 from ludus.config.schema import Config
@@ -112,7 +112,7 @@ def _config(target: str, overrides: Sequence[str]) -> Config:
     from ludus.training.run import RunFolder
 
     if (Path(target) / "config.toml").is_file():
-        return run_config(RunFolder(Path(target)), overrides)
+        return policy_config(RunFolder(Path(target)), overrides)
     return load_config(None, ["--model.path", target, *overrides])
 
 
