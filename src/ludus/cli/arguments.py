@@ -73,7 +73,7 @@ def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     from ludus.training.run import kind_of
 
     config = run_config(folder, overrides)
-    if kind_of(folder) == "reward-model":
+    if (folder.path / "run.json").is_file() and kind_of(folder) == "reward-model":
         raise UserError(
             f"{folder.path} trained a reward model, which judges and does not act.",
             "`ludus train` takes it as --rewards.model.",
