@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ludus.diagnostics.metrics import MEAN_AGE
 from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import Engine, Measured, RollingUpdate, Rolls, counted
 from ludus.rollout.admission import Admission, Pace
@@ -31,7 +30,7 @@ from ludus.training.learner_thread import LearnerThread
 from ludus.training.replay import REPLAY_FILE, ReplayBuffer
 from ludus.training.rl import RlLoop, Texts, proof_metrics, task_order
 from ludus.training.sampling import Sampler, max_action_tokens
-from ludus.training.staleness import mean_age, staleness_metrics
+from ludus.training.staleness import staleness_metrics
 from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof
 from ludus.training.task_stream import TaskStream
@@ -78,7 +77,7 @@ async def run_one_step(loop: RlLoop, done: int) -> None:
             clock.engine = (await counted(loop.engine)).metrics()
             with clock.phase("sync"):
                 proof = await loop.sync.publish(step)
-            learned |= proof_metrics(proof) | {MEAN_AGE: mean_age(credits, step)}
+            learned |= proof_metrics(proof)
             metrics = await loop.report(step, credits, learned, clock)
             await loop.end_step(step, metrics)
             credits, sampling = following, None

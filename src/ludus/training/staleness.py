@@ -39,13 +39,6 @@ def on_policy(credits: Sequence[Credit], step: int) -> list[Credit]:
     return [credit for credit in trained if not any(ages(credit.episode.trajectory, step))]
 
 
-def mean_age(credits: Sequence[Credit], step: int) -> float:
-    """The mean age of the tokens that train, 0 where none does."""
-    trained = (c for c in credits if c.outcome is Outcome.TRAINED and not c.expert)
-    every = [age for credit in trained for age in ages(credit.episode.trajectory, step)]
-    return sum(every) / len(every) if every else 0.0
-
-
 def age_metrics(credits: Sequence[Credit], step: int) -> dict[str, float]:
     """The ages of the tokens that train: their mean, the largest, and the share of each."""
     counted: Counter[int] = Counter()
