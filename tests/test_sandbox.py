@@ -292,21 +292,31 @@ def test_random_numbers_differ_between_runs(shared_box):
     assert len({shared_box(program).stdout for _ in range(3)}) == 3
 
 
+async def processes_once(session, holds):
+    """The processes of a session once `holds` of them, or what they are after 20 s."""
+    for _ in range(400):
+        found = await session.processes()
+        if holds(found):
+            break
+        await asyncio.sleep(0.05)
+    return found
+
+
 def test_a_session_tells_what_runs_in_it_as_the_kernel_knows_it():
     async def act(box):
         session = await box.session("shell")
-        rename = (
-            "import signal; open('/proc/self/comm', 'w').write('b) S 1'); open('up', 'w'); signal.pause()"
+        rename = "import signal; open('/proc/self/comm', 'w').write('b) S 1'); signal.pause()"
+        await session.run(f'(A=1 setsid python3 -c "{rename}" > /dev/null 2>&1 &)')
+        shell, inner = await processes_once(
+            session, lambda all: (all[-1].title, all[-1].state) == ("b) S 1", "S")
         )
-        wait = "until [ -e up ]; do sleep 0.05; done"
-        await session.run(f'(A=1 setsid python3 -c "{rename}" > /dev/null 2>&1 &); {wait}; sleep 0.1')
-        shell, inner = await session.processes()
         again = await session.processes()
-        wait = f"until grep -q '^State:.T' /proc/{inner.pid}/status; do sleep 0.05; done"
-        await session.run(f"kill -STOP {inner.pid}; {wait}; mkdir -p x; (cd x; exec -a other sleep 60 &)")
-        _, stopped, other = await session.processes()
-        await session.run(f"kill -9 {inner.pid} {other.pid}; sleep 0.3")
-        left = await session.processes()
+        await session.run(f"kill -STOP {inner.pid}; mkdir -p x; (cd x; exec -a other sleep 60 &)")
+        _, stopped, other = await processes_once(
+            session, lambda all: all[1].state == "T" and all[-1].title == "sleep"
+        )
+        await session.run(f"kill -9 {inner.pid} {other.pid}")
+        left = await processes_once(session, lambda all: len(all) == 1)
         await session.close()
         return shell, inner, again, stopped, other, left
 
