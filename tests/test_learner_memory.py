@@ -28,6 +28,7 @@ from ludus.training.token_budget import out_of_memory
 from small_runs import SMALLEST, Silent, config, lasting_files
 from test_forest import families, in_double
 from test_learner import gradients, largest_difference, learner, random_rows, tiny_model
+from tiny_run import make_recipe, refused
 
 ERRORS = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB."),
@@ -141,6 +142,27 @@ def test_activations_are_measured():
     command = [sys.executable, "-c", _MEASURE]  # a process of its own has no freed memory to take again
     said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
     assert int(said.stdout) > 20 * 2**20
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["sft", "--sft.steps", "1"],
+        ["train", "--algorithm.preset", "ppo", "--training.learner.dry_run", "never"],
+    ],
+)
+@pytest.mark.parametrize("error", ERRORS)
+def test_a_stage_that_runs_out_of_memory_says_what_to_change(words, error, tmp_path, monkeypatch):
+    def full(*arguments, **options):
+        raise error
+
+    monkeypatch.setattr(Optimiser, "step", full)
+    stage, *more = words
+    begun = (stage, make_recipe(tmp_path), "--from-scratch", "--run.folder", tmp_path / "run", *more)
+    said = refused(*begun, "--training.learner.halve_on_oom", "false", code=LearnerError.exit_code)
+    assert f"Memory ran out: {str(error).splitlines()[0]}" in said
+    assert "Lower microbatch_tokens" in said
+    assert "The run goes on with:" in said or "is removed" in said
 
 
 def test_too_little_memory_is_refused_with_the_numbers(monkeypatch):

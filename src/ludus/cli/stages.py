@@ -73,17 +73,19 @@ class TrainingStage:
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Train in a new folder, once everything that can be checked before it is."""
         from ludus.training.run import locked, new_run
+        from ludus.training.token_budget import naming_what_to_change
 
         silence_libraries()
         train = self.ready(config, True)
         folder = new_run(config, name, self.kind, recipe)
-        with locked(folder), HowToResume(folder, new=True):
+        with locked(folder), HowToResume(folder, new=True), naming_what_to_change():
             train(folder)
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
         """Go on with a run, unless it is complete."""
         from ludus.training.resume import check_kind, check_resume, is_complete, place_of
         from ludus.training.run import locked
+        from ludus.training.token_budget import naming_what_to_change
 
         silence_libraries()
         check_kind(folder, self.kind)
@@ -95,7 +97,7 @@ class TrainingStage:
                 return 0
             train = self.ready(config, False)
             say(make_console(), place_of(folder, config, self.kind))
-            with HowToResume(folder):
+            with HowToResume(folder), naming_what_to_change():
                 train(folder)
         return 0
 

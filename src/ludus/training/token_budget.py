@@ -7,7 +7,8 @@ ones, from its beginning: only time is lost.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +24,20 @@ REMEDY = "Set model.activation_checkpointing, lower rollout.max_tokens, or train
 def out_of_memory(error: RuntimeError) -> bool:
     """Whether an error of torch means that there is no memory left, on a GPU or on the CPU."""
     return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def naming_what_to_change() -> Iterator[None]:
+    """Around a whole stage: memory that runs out where nothing is made again is told with what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise LearnerError(
+            f"Memory ran out: {str(error).splitlines()[0]}",
+            f"Lower microbatch_tokens in the section of the stage. {REMEDY}",
+        ) from error
 
 
 @dataclass
