@@ -7,7 +7,7 @@ async with the engine in a process of its own, behind `ludus serve` (engine.url)
 engine and episodes in processes of their own (`--cluster local`). The median latency of the tool is what one
 turn's generation takes, 5 % of the calls take 20 times as long. The ideal is
 the larger of pure engine time (the same episodes with tools that take no time, nothing else running) and pure
-learner time (its work on batches that are there), each on one thread. Speeds are taken over the steps in the
+learner time (its work on batches that are there), each on one thread, measured again in each repetition. Speeds are taken over the steps in the
 middle of a run, without those in which the stream fills and empties; the whole run's stand beside them.
 
 The last column compares the processor time of a step with that of a synchronous step without tools: what the
@@ -25,7 +25,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -174,6 +174,11 @@ def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
     return Pure(seconds / args.pure_steps, arm.phases["learn"], turn_s, arm.cpu_s)
 
 
+def middle_of(measured: Sequence[Pure]) -> Pure:
+    """The median of each number over the repetitions."""
+    return Pure(*(median(values) for values in zip(*map(astuple, measured), strict=True)))
+
+
 def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> str:
     """The table, as Markdown."""
     per_step = args.groups * args.members
@@ -208,11 +213,11 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="small")
+    parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="medium")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=60, help="of an asynchronous run")
-    parser.add_argument("--sync-steps", type=int, default=8, help="of the other modes")
+    parser.add_argument("--steps", type=int, default=30, help="of an asynchronous run")
+    parser.add_argument("--sync-steps", type=int, default=6, help="of the other modes")
     parser.add_argument("--pure-steps", type=int, default=3)
     parser.add_argument("--groups", type=int, default=4, help="a step")
     parser.add_argument("--members", type=int, default=8)
@@ -228,19 +233,23 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Measure, print, and fill the page."""
     args = parse(arguments)
     sizes = Sizes(turns=args.turns, new=args.new, most=max(160, 4 * args.new))
-    alone = pure(args, sizes)
+    measured = [pure(args, sizes)]
+    alone = measured[0]
     print(alone, file=sys.stderr, flush=True)
     if not args.bound:
         args.bound = math.ceil(3 * 20 * alone.turn_s / max(alone.engine_s, alone.learner_s))
     work = Work(sizes, Latency(alone.turn_s))
     arms: list[list[Arm]] = [[] for _ in args.modes]
     for repeat in range(args.repeats):
+        if repeat:
+            measured.append(pure(args, sizes))
+            print(measured[-1], file=sys.stderr, flush=True)
         for found, mode in list(zip(arms, args.modes, strict=True))[:: -1 if repeat % 2 else 1]:
             steps = args.sync_steps if mode not in STREAMS else args.steps
             few = argparse.Namespace(**vars(args) | {"steps": steps})
             found.append(run_arm(few, mode, work))
             print(found[-1], file=sys.stderr, flush=True)
-    text = report(arms, alone, args)
+    text = report(arms, middle_of(measured), args)
     print(text)
     if args.page:
         fill(args.page, "async", text)

@@ -31,5 +31,18 @@ def test_one_of_them_is_shown_with_what_its_parts_take():
     assert "loss.share = 0.0002 (above 0 and at most 1)" in ludus("algorithms", "kl_cov").out
 
 
+def test_a_part_that_no_preset_has_says_which_setting_takes_it():
+    said = ludus("algorithms", "tis").out
+    assert "tis is no preset, but a part of one: --algorithm.correction tis" in said
+    assert "algorithm.options.correction." in said
+    assert "--algorithm.advantage vtrace" in ludus("algorithms", "vtrace").out
+
+
+def test_values_are_shown_as_the_command_line_takes_them():
+    said = ludus("algorithms", "ppo").out
+    assert "= false" in said
+    assert "False" not in said
+
+
 def test_an_unknown_one_names_the_nearest():
     assert "'gspo'" in refused("algorithms", "gspoo")

@@ -148,6 +148,13 @@ def test_what_is_wrong_is_said_with_its_line(tmp_path, said, record):
     assert problem.text.encode()
 
 
+def test_a_list_over_several_lines_is_one_problem(tmp_path):
+    path = tmp_path / "list.json"
+    path.write_text(json.dumps([GOOD, GOOD], indent=1))
+    (problem,) = check_file(path).problems
+    assert "a list over several lines begins" in problem.text
+
+
 def test_a_file_of_two_kinds_is_wrong_and_a_file_of_rollouts_is_right(tmp_path, tiny_run):
     report = check_file(write(tmp_path / "f.jsonl", GOOD, PAIR, GOOD))
     assert [(p.line, p.text) for p in report.problems] == [
@@ -256,12 +263,15 @@ def test_only_flagged_messages_train_and_the_prompt_shows_the_tools(renderer):
     assert "4" in last
 
 
-def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_path, tiny_run):
+def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_path, tiny_run, caplog):
     recipe, model = make_recipe(tmp_path), sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     base = ("sft", recipe, "--model", model, "--sft.steps", "2", "--sft.batch_size", "2")
-    good = write(tmp_path / "good.jsonl", GOOD, messages(ASK, SAY))
+    good = write(
+        tmp_path / "good.jsonl", GOOD, messages(ASK, {**SAY, "content": "4 " * 4000}), messages(ASK, SAY)
+    )
     said = ludus(*base, "--run.folder", tmp_path / "a", "--sft.dialogues", good)
     assert said.code == 0, said
+    assert caplog.text.count("tokens is left out, and so is each of more than rollout.max_tokens") == 1
     bad = write(tmp_path / "bad.jsonl", GOOD, messages(ASK))
     said = refused(*base, "--run.folder", tmp_path / "b", "--sft.dialogues", bad)
     assert f"{bad}, line 2, is not a dialogue: it has no assistant message" in said

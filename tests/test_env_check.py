@@ -486,6 +486,8 @@ def test_show_says_no_such_thing_of_a_world_with_an_expert():
 def test_show_prints_how_many_tasks_differ_and_what_baselines_solve():
     settings = ("--env.settings", "{tasks = 40, levels = [1, 2]}")
     shown = ludus("env", "show", "sql", *settings).out
+    assert "Settings of sql and the command line: " in shown
+    assert "levels = [1, 2]" in shown
     told = shown.partition("what baselines solve:\n")[2].splitlines()
     assert told[0].split() == ["level", "tasks", "shapes", "no", "tool", "majority"]
     assert [line.split()[0] for line in told[1:3]] == ["1", "2"]

@@ -183,6 +183,13 @@ def test_vapo_without_a_warm_up_of_its_critic_is_doubted():
     assert doubts(Config.model_validate({"algorithm": {"preset": "vapo"}})) == []
 
 
+def test_a_critic_that_learns_alone_in_all_steps_is_doubted():
+    short = {"algorithm": {"preset": "vapo"}, "training": {"steps": 1}}
+    assert any("The policy learns nothing" in text for text in doubts(Config.model_validate(short)))
+    short["training"]["steps"] = 2
+    assert doubts(Config.model_validate(short)) == []
+
+
 def run(folder, reporter=None, **changes):
     reporter = reporter or Silent()
     settings = config(folder, **(SMALLEST | {"evaluation__tasks": "1"} | changes))

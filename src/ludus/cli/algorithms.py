@@ -1,12 +1,12 @@
 """List the algorithms: what `--algorithm.preset` takes, each with one line, its source and its settings.
 
-NAME shows one of them whole: its parts, and the numbers that each part has to itself.
+NAME shows one of them whole, its parts and the numbers that each part has to itself; or a part alone.
 """
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 
 from rich.table import Table
@@ -27,11 +27,12 @@ from ludus.algorithms.resolve import resolve
 from ludus.cli.arguments import no_settings
 from ludus.cli.terminal import make_console, say
 from ludus.config.schema import AlgorithmConfig
+from ludus.config.toml import value_text
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="show this one whole")
+    parser.add_argument("name", nargs="?", metavar="NAME", help="show this one whole, or this part of one")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -39,7 +40,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     no_settings(overrides, "algorithms")
     console = make_console()
     if args.name is not None:
-        for line in describe(resolve(AlgorithmConfig(preset=args.name))):
+        parts = [] if args.name in PRESETS else list(describe_part(args.name))
+        for line in parts or describe(resolve(AlgorithmConfig(preset=args.name))):
             say(console, line)
         return 0
     table = Table()
@@ -74,7 +76,7 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
     yield f"{algorithm.name}: {algorithm.summary} ({algorithm.source})"
     for name, value in asdict(algorithm).items():
         if name not in ("name", "summary", "source", "options"):
-            yield f"  algorithm.{name} = {value}"
+            yield f"  algorithm.{name} = {value if isinstance(value, str) else value_text(value)}"
     parts = (
         ("advantage", algorithm.advantage, ADVANTAGE_OPTIONS, algorithm.options.advantage),
         ("loss", algorithm.loss, LOSS_OPTIONS, algorithm.options.loss),
@@ -83,7 +85,29 @@ def describe(algorithm: Algorithm) -> Iterator[str]:
         ("terms", "", {"": TERM_NAMES}, algorithm.options.terms),
     )
     for part, name, known, given in parts:
-        for option in known[name]:
-            value = given.get(option, default_of(part, name, option))
-            shown = value if isinstance(value, str) else f"{value:g} ({BOUNDS[part][option]})"
-            yield f"  algorithm.options.{part}.{option} = {shown}"
+        yield from _options(part, name, known, given)
+
+
+def describe_part(name: str) -> Iterator[str]:
+    """The settings that take a name which is no preset, and what may be set of each."""
+    with_options: dict[str, Mapping[str, Sequence[str]]] = {
+        "advantage": ADVANTAGE_OPTIONS,
+        "loss": LOSS_OPTIONS,
+        "correction": CORRECTION_OPTIONS,
+        "kl": KL_OPTIONS,
+        "aggregation": dict.fromkeys(AGGREGATION_NAMES, ()),
+    }
+    for part, known in with_options.items():
+        if name in known:
+            yield f"{name} is no preset, but a part of one: --algorithm.{part} {name}"
+            yield from _options(part, name, known, {})
+
+
+def _options(
+    part: str, name: str, known: Mapping[str, Sequence[str]], given: Mapping[str, float | str]
+) -> Iterator[str]:
+    """The settings of a part, a line each: those `given`, and the defaults of the others."""
+    for option in known[name]:
+        value = given.get(option, default_of(part, name, option))
+        shown = value if isinstance(value, str) else f"{value:g} ({BOUNDS[part][option]})"
+        yield f"  algorithm.options.{part}.{option} = {shown}"

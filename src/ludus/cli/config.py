@@ -23,7 +23,7 @@ from ludus.algorithms.resolve import algorithm_of
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import Setting, is_section, list_settings, suggestion
-from ludus.config.toml import to_toml, toml_value
+from ludus.config.toml import to_toml, value_text
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, LudusError
 from ludus.rewards.named import added_parts, check_names, parts_that_train
@@ -122,10 +122,3 @@ def setting_lines(setting: Setting, value: object) -> Iterator[str]:
     other = f"; the default is {default}" if shown != default else ""
     yield f"{setting.key} = {shown}   # {setting.type_text}{limits}{why}{other}"
     yield from (f"    {line}" for line in setting.doc.splitlines())
-
-
-def value_text(value: object) -> str:
-    """A value as TOML, none where it is None."""
-    if isinstance(value, dict):
-        value = {name: inner for name, inner in value.items() if inner is not None}
-    return "none" if value is None else toml_value(value)

@@ -17,13 +17,14 @@ from ludus.cli.terminal import bars, make_console, say
 from ludus.cli.transcripts import print_transcript
 from ludus.config.load import load_config
 from ludus.config.schema import Config
+from ludus.config.toml import value_text
 from ludus.engines.base import Engine, EngineStats
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.checkpoint import list_checkpoints
-from ludus.training.resume import changes, steps_done, value_text
+from ludus.training.resume import changes, steps_done
 from ludus.training.run import RunFolder, kind_of, recipe_of, resume_command, save_config
 from ludus.training.session import Session, open_session
 from ludus.training.sft import FineTuning, make_session, open_fine_tuning, run_sft

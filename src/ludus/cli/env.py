@@ -62,6 +62,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     world = build_world(config.env, config.rollout, config.sandbox)
     if args.act != "prepare":
         check_sandbox(config.sandbox, world)
+        tell_settings(console, args.name, config)
     broken = []
     for one, own in worlds_in(world, config):
         try:
@@ -115,9 +116,22 @@ def prepare(console: Console, world: World) -> None:
 
 def config_of(name: str, overrides: Sequence[str]) -> Config:
     """The configuration in which an environment is looked at. Raises ConfigError for an unknown name."""
-    if name.endswith(".toml") or name in (recipe.name for recipe in list_recipes()):
+    if name.endswith(".toml") or is_recipe(name):
         return load_config(name, overrides)
     return load_config(None, ["--env.name", name, *overrides])
+
+
+def tell_settings(console: Console, name: str, config: Config) -> None:
+    """Which settings of the world hold, since a recipe narrows its world down."""
+    if config.env.settings:
+        file = name.endswith(".toml") or is_recipe(name)
+        told = ", ".join(f"{key} = {value!r}" for key, value in config.env.settings.items())
+        say(console, f"Settings{f' of {name} and the command line' if file else ''}: {told}")
+
+
+def is_recipe(name: str) -> bool:
+    """Whether a recipe has this name."""
+    return any(name == recipe.name for recipe in list_recipes())
 
 
 def worlds_table() -> Table:

@@ -50,12 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Run the stages that are not complete."""
     from ludus.cli.terminal import make_console, say
+    from ludus.training.run import RunFolder
 
     stages = load_pipeline(args.file)
     folder = args.folder or Path("runs") / args.file.stem
     check_stages(stages, overrides)
     check_ahead(stages, folder, overrides)
     open_folder(folder, stages, args.file)
+    for stage in stages:
+        own = RunFolder(folder / stage.name)
+        if own.config.is_file():
+            check_same(stage, own, stage_config(stage, stages, folder, overrides))
     console = make_console()
     words = ["ludus", "pipeline", str(args.file), *(["--folder", str(folder)] if args.folder else [])]
     with HowToResume(shlex.join([*words, *overrides])):
@@ -187,7 +192,6 @@ def run_stage(stage: Stage, stages: Sequence[Stage], folder: Path, overrides: Se
     if not own.config.is_file():
         STAGES[stage.kind].start(config, recipe_stem(stage.recipe), stage.recipe)
         return
-    check_same(stage, own, config)
     STAGES[stage.kind].resume(own, ())
 
 
@@ -210,7 +214,8 @@ def stage_config(stage: Stage, stages: Sequence[Stage], folder: Path, overrides:
 
 def check_same(stage: Stage, own: RunFolder, config: Config) -> None:
     """Raise UserError where a stage was started with other settings: those after it were trained on them."""
-    from ludus.training.resume import changes, value_text
+    from ludus.config.toml import value_text
+    from ludus.training.resume import changes
 
     found = [change for change in changes(own.load_config(), config) if change.key not in _FREE]
     if found:

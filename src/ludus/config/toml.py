@@ -43,6 +43,13 @@ def toml_value(value: object) -> str:
     raise ValueError(f"TOML has no way to write {value!r}")
 
 
+def value_text(value: object) -> str:
+    """A setting's value as the command line takes it: TOML, and `none` where it is None."""
+    if isinstance(value, Mapping):
+        value = {name: inner for name, inner in value.items() if inner is not None}
+    return "none" if value is None else toml_value(value)
+
+
 def _section(path: str, section: Section) -> Iterator[str]:
     """The lines of a section: its own values first, then the tables in it."""
     yield f"[{path}]"

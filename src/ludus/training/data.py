@@ -240,6 +240,12 @@ def _lines(path: Path) -> Iterator[tuple[int, object]]:
     try:
         with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
+                if line.strip() == b"[":  # each further line would be told as a fault of its own
+                    yield (
+                        number,
+                        Problem(number, "a list over several lines begins, and a record has one line"),
+                    )
+                    return
                 if line.strip():
                     yield number, _value(line, number)
     except FileNotFoundError:

@@ -112,13 +112,15 @@ def warmup_steps(judge: Judge | None, config: Config, started: int | None = None
 
     A resumed run keeps those that it `started` with, so that more steps do not stop the policy once more.
     """
-    given = config.critic.warmup_steps
-    if not isinstance(judge, Critic | OutcomeCritic):
-        return 0
-    if given is None:
-        wanted = resolve(config.algorithm).advantage == "vapo"
-        return (started or math.ceil(config.training.steps / 10)) if wanted else 0
-    return given
+    return planned_warmup(config, started) if isinstance(judge, Critic | OutcomeCritic) else 0
+
+
+def planned_warmup(config: Config, started: int | None = None) -> int:
+    """First steps in which a critic alone would learn, as in `warmup_steps`."""
+    if config.critic.warmup_steps is not None:
+        return config.critic.warmup_steps
+    wanted = resolve(config.algorithm).advantage == "vapo"
+    return (started or math.ceil(config.training.steps / 10)) if wanted else 0
 
 
 def judged(judge: Judge, credits: Sequence[Credit], rows: Sequence[Row], learner: Learner) -> Estimates:

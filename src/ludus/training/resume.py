@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from ludus.config.schema import Config
-from ludus.config.toml import toml_value
+from ludus.config.toml import value_text
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import plans
@@ -146,15 +146,6 @@ def _planned(folder: RunFolder, config: Config, kind: Kind) -> tuple[str, int]:
         case "reward-model":
             return "reward_model.steps", planned_steps(folder, config) or steps_done(folder) + 1
     return "training.steps", config.training.steps
-
-
-def value_text(value: object) -> str:
-    """A setting's value as the command line takes it."""
-    if value is None:
-        return "none"
-    if isinstance(value, Mapping):
-        return toml_value({key: inner for key, inner in value.items() if inner is not None})
-    return toml_value(value)
 
 
 def _changes(old: Mapping[str, object], new: Mapping[str, object], prefix: str) -> Iterator[Change]:

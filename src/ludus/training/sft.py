@@ -160,11 +160,19 @@ def batches(session: Session, settings: SftConfig) -> Iterator[list[Row]]:
 
 
 def _rows(dialogues: Iterator[Demonstration], renderer: Renderer, budget: int) -> Iterator[Row]:
-    """Rows of the dialogues that fit into the token budget of a trajectory."""
+    """Rows of the dialogues that fit into the token budget of a trajectory; warns of the first longer one."""
+    told = False
     for dialogue in dialogues:
         row = dialogue_row(renderer, dialogue)
         if len(row.tokens) <= budget:
             yield row
+        elif not told:
+            told = True
+            log.warning(
+                "A dialogue of %d tokens is left out, and so is each of more than rollout.max_tokens = %d.",
+                len(row.tokens),
+                budget,
+            )
 
 
 def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:

@@ -45,7 +45,7 @@ from ludus.training.dry_run import dry_run_of
 from ludus.training.experts import check_experts, make_experts
 from ludus.training.full_kl import States
 from ludus.training.head import Entropy
-from ludus.training.judges import Judge, check_critic, make_judge, part_name, warmup_steps
+from ludus.training.judges import Judge, check_critic, make_judge, part_name, planned_warmup, warmup_steps
 from ludus.training.learner import Learner, LearnerSettings
 from ludus.training.learning import Learning
 from ludus.training.memory import Memory
@@ -254,6 +254,10 @@ def doubts(config: Config) -> list[str]:
         found.append("Observations are in the loss (training.mask_observations is off): for comparison only.")
     if config.algorithm.preset == "vapo" and config.critic.warmup_steps == 0:
         found.append("VAPO pre-trains its critic on a fixed policy, and critic.warmup_steps is 0.")
+    if (alone := planned_warmup(config)) >= config.training.steps:
+        found.append(
+            f"The policy learns nothing: in the first {alone} steps (critic.warmup_steps) the critic does."
+        )
     if config.training.mode == "async" and config.rollout.reproducible:
         found.append(
             "An asynchronous run does not repeat bit for bit (training.mode = async): rollout.reproducible "
