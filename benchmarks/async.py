@@ -7,8 +7,9 @@ async with the engine in a process of its own, behind `ludus serve` (engine.url)
 engine and episodes in processes of their own (`--cluster local`). The median latency of the tool is what one
 turn's generation takes, 5 % of the calls take 20 times as long. The ideal is
 the larger of pure engine time (the same episodes with tools that take no time, nothing else running) and pure
-learner time (its work on batches that are there), each on one thread, measured again in each repetition. Speeds are taken over the steps in the
-middle of a run, without those in which the stream fills and empties; the whole run's stand beside them.
+learner time (its work on batches that are there), each on one thread, measured again in each repetition.
+Speeds are taken over the steps in the middle of a run, without those in which the stream fills and empties;
+the whole run's stand beside them.
 
 The last column compares the processor time of a step with that of a synchronous step without tools: what the
 threads cost each other, whatever else the machine does.
