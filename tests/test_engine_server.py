@@ -434,8 +434,12 @@ def test_a_server_that_someone_else_updates_is_refused():
             ask(engine, "e")
 
 
+def digests_of(weights):
+    return {f"dp0:tp0:{name}": tensor_digest(tensor) for name, tensor in weights.items()}
+
+
 def test_digests_that_are_not_those_of_the_weights_stop_the_run():
-    right = {f"dp0:tp0:{name}": tensor_digest(tensor) for name, tensor in WEIGHTS.items()}
+    right = digests_of(WEIGHTS)
     fake = Fake(digests=right)
     with serving(fake) as engine:
         load(engine, 1)
@@ -444,6 +448,17 @@ def test_digests_that_are_not_those_of_the_weights_stop_the_run():
             SyncError, match=r"version 2 that it was sent: 1 tensors differ, model\.norm\.weight"
         ):
             load(engine, 2)
+
+
+def test_a_server_that_proves_nothing_of_its_weights_is_told_once(caplog):
+    said = "gives no digest of its weights"
+    with serving(Fake(digests=digests_of(WEIGHTS))) as engine:
+        load(engine, 1)
+    assert said not in caplog.text
+    with serving(Fake()) as engine:
+        load(engine, 1)
+        load(engine, 2)
+    assert caplog.text.count(said) == 1
 
 
 def test_a_digest_proves_fused_padded_and_cast_tensors_and_nothing_by_nothing():

@@ -71,6 +71,7 @@ class SentWeights:
         self._name = name
         self._tells_versions = tells_versions
         self._follows = False
+        self._unproved: set[str] = set()
         self._sent = _Sent()
         self._shelf = WeightShelf(settings.weights_folder)
         self.adapters = SentAdapters(dialect, replicas, self._shelf, name)
@@ -280,8 +281,11 @@ class SentWeights:
         """Hold the digests of a replica's tensors against `state`."""
         version, digests = self._sent.version, await self._dialect.digests(replica)
         if digests is None:
+            self._say_unproved(replica)
             return
         proof = await asyncio.to_thread(compare_digests, digests, state)
+        if not proof.proved:
+            self._say_unproved(replica)
         if proof.wrong:
             raise SyncError(
                 f"{replica.url} does not hold the weights of version {version} that it was sent: "
@@ -289,3 +293,9 @@ class SentWeights:
                 "The rollouts would come from another policy; nothing was trained on them.",
             )
         log.info("%s: %d tensors proved, %d say nothing", replica.url, proof.proved, proof.silent)
+
+    def _say_unproved(self, replica: Replica) -> None:
+        """Say once of each server that nothing but the probe shows which weights it holds."""
+        if replica.url not in self._unproved:
+            self._unproved.add(replica.url)
+            log.warning("%s gives no digest of its weights: the probe alone proves them", replica.url)
