@@ -525,6 +525,20 @@ def test_an_answer_that_cannot_be_sent_comes_back_as_the_error_that_says_so():
         pack(Call(7, Local(1.0)))
 
 
+class Sour:
+    """Pickles, and cannot be read again."""
+
+    def __reduce__(self):
+        return int, ("not a number",)
+
+
+def test_an_answer_that_cannot_be_read_is_the_error_that_says_so():
+    reply = unpack(pack(Reply(7, Answer(Sour())))[LENGTH_BYTES:])
+    assert reply.number == 7
+    with pytest.raises(UserError, match="cannot be read: ValueError"):
+        reply.answer.take()
+
+
 def test_statistics_of_engines_are_sums_of_tokens_and_means_of_seconds():
     now = {0: EngineStats(steps=4, decode_tokens=30, model_s=3.0), 2: EngineStats(steps=2, model_s=1.0)}
     found = combined(now, {0: EngineStats(steps=1, decode_tokens=10, model_s=1.0)})

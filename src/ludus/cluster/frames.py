@@ -12,6 +12,7 @@ from ludus.errors import UserError
 
 _LENGTH = struct.Struct("!Q")
 LENGTH_BYTES = _LENGTH.size
+_CARRIED = "What an episode and its rewards carry must pickle, and be read again from what it pickles to."
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,21 +48,37 @@ class Reply:
 Frame = Hello | Call | Cancel | Reply
 
 
+@dataclass(frozen=True, slots=True)
+class _Sealed:
+    """A reply on its way: its number can be read where its answer cannot."""
+
+    number: int
+    answer: bytes
+
+    def opened(self) -> Reply:
+        try:
+            return Reply(self.number, pickle.loads(self.answer))
+        except Exception as error:  # boundary: foreign types, which may raise anything
+            words = f"What another process answered cannot be read: {type(error).__name__}: {error}."
+            return Reply(self.number, failed(UserError(words, _CARRIED)))
+
+
 def pack(frame: Frame) -> bytes:
     """A frame as bytes, its length first. An answer that does not pickle goes as the error that says so."""
-    try:
-        body = pickle.dumps(frame)
-    except Exception as error:  # boundary: foreign types, which may raise anything
-        if not isinstance(frame, Reply):
-            raise
-        body = pickle.dumps(Reply(frame.number, _unsent(frame.answer, error)))
+    body = pickle.dumps(_sealed(frame) if isinstance(frame, Reply) else frame)
     return _LENGTH.pack(len(body)) + body
+
+
+def _sealed(reply: Reply) -> _Sealed:
+    try:
+        return _Sealed(reply.number, pickle.dumps(reply.answer))
+    except Exception as error:  # boundary: foreign types, which may raise anything
+        return _Sealed(reply.number, pickle.dumps(_unsent(reply.answer, error)))
 
 
 def _unsent(answer: Answer, error: Exception) -> Answer:
     words = f"A {type(answer.value).__name__} cannot be sent from another process: {error}."
-    hint = "What an episode and its rewards carry must pickle."
-    return replace(failed(UserError(words, hint)), said=answer.said)
+    return replace(failed(UserError(words, _CARRIED)), said=answer.said)
 
 
 def length_of(head: bytes) -> int:
@@ -71,9 +88,9 @@ def length_of(head: bytes) -> int:
 
 
 def unpack(body: bytes) -> Frame:
-    """The frame in what follows its length."""
-    frame: Frame = pickle.loads(body)
-    return frame
+    """The frame in what follows its length. An answer that cannot be read is the error that says so."""
+    frame: Frame | _Sealed = pickle.loads(body)
+    return frame.opened() if isinstance(frame, _Sealed) else frame
 
 
 def read_frame(line: socket.socket) -> Frame | None:
