@@ -38,7 +38,7 @@ from fault_runs import (
 )
 from ludus.diagnostics.trackers import read_metrics
 
-TRIES = 6
+TRIES = 20
 """Runs for one trial: some end before they are struck."""
 
 
@@ -176,7 +176,9 @@ def trials(fault: Fault, moments: int, seed: int, modes: Sequence[str]) -> Itera
             if trial is not None:
                 break
         else:
-            raise SystemExit(f"{fault.name}: {TRIES} runs ended before they were struck")
+            raise SystemExit(
+                f"{fault.name}: {TRIES} runs had not begun or had ended when they were to be struck"
+            )
         print(f"{fault.name} {number + 1}/{moments}: {json.dumps(asdict(trial))}", flush=True)
         yield trial
 
