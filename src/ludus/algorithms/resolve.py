@@ -176,9 +176,10 @@ def _refuse_idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> None
     if algorithm.correction != "tis":
         _refuse("tis_cap", config.tis_cap, f"algorithm.correction is {algorithm.correction}")
     if algorithm.kl_coef == 0 and config.kl_coef is None:
-        _refuse("kl", config.kl, "algorithm.kl_coef is 0")
-        _refuse("kl_placement", config.kl_placement, "algorithm.kl_coef is 0")
-        _refuse("options.kl.granularity", config.options.kl.get("granularity"), "algorithm.kl_coef is 0")
+        reason = "algorithm.kl_coef is 0 (write it where kl_control raises it, also as 0)"
+        _refuse("kl", config.kl, reason)
+        _refuse("kl_placement", config.kl_placement, reason)
+        _refuse("options.kl.granularity", config.options.kl.get("granularity"), reason)
     if algorithm.kl_placement == "reward":
         reason = "a KL in the reward adds up over the trajectory by itself"
         _refuse("options.kl.granularity", config.options.kl.get("granularity"), reason)
