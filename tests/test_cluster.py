@@ -584,8 +584,12 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
             os.kill(started.pid, signal.SIGKILL)
             with pytest.raises(RoleLost, match=r"has ended \(-9\)"):
                 await waits
-            with pytest.raises(RoleLost, match="has ended"):
+            said = remote.said.read_text()
+            await remote.kill()
+            assert not remote.said.exists()
+            with pytest.raises(RoleLost, match="has ended") as lost:
                 await remote.call(Ping(), 60)
+            assert said.strip() in str(lost.value)
         finally:
             await launcher.close()
         assert all_gone({started.pid})

@@ -26,7 +26,7 @@ _END_S = 10.0
 
 @dataclass
 class LocalRemote:
-    """A child process. What it prints goes into the file `said`."""
+    """A child process. What it prints goes into the file `said`, which goes when the child is ended."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -36,6 +36,12 @@ class LocalRemote:
     _number: int = 0
     _waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
     _reading: asyncio.Task[None] | None = None
+    _words: str | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it was killed, and nothing of it is left."""
+        return self._words is not None
 
     def listen(self) -> None:
         """Take answers from now on."""
@@ -72,6 +78,8 @@ class LocalRemote:
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.wait({self._reading})
+        self._words = self._last_words()
+        self.said.unlink(missing_ok=True)
 
     async def _read(self) -> None:
         try:
@@ -92,12 +100,15 @@ class LocalRemote:
                     future.set_exception(self._lost())
 
     def _lost(self) -> RoleLost:
-        code = self.process.poll()
-        words = ""
-        with suppress(OSError):
-            words = self.said.read_text("utf-8", "replace").strip()[-_LAST_WORDS:]
+        code, words = self.process.poll(), self._last_words()
         how = "is gone" if code is None else f"has ended ({code})"
         return RoleLost(f"{self.name} {how}{': ' + words if words else '.'}")
+
+    def _last_words(self) -> str:
+        if self._words is None:
+            with suppress(OSError):
+                return self.said.read_text("utf-8", "replace").strip()[-_LAST_WORDS:]
+        return self._words or ""
 
 
 @dataclass
@@ -127,7 +138,7 @@ class LocalLauncher:
             )
         reader, writer = await asyncio.open_connection(sock=ours)
         remote = LocalRemote(name, process, said, reader, writer)
-        self._started.append(remote)
+        self._started = [*(other for other in self._started if not other.is_ended), remote]
         remote.listen()
         writer.write(pack(Hello(spec)))
         return remote
