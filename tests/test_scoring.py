@@ -6,6 +6,7 @@ import pickle
 import socket
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 
@@ -95,19 +96,19 @@ def test_the_event_loop_goes_on_while_a_slow_reward_works(scoring, slow):
             await asyncio.sleep(0.005)
             longest = max(longest, time.perf_counter() - last)
             last = time.perf_counter()
-        return longest, last - begin, (await work).reward
+        assert (await work).reward == 1.0
+        return longest, last - begin
 
-    longest, took, reward = asyncio.run(scenario())
-    assert reward == 1.0
-    assert longest < 0.5 * took
+    tries = (asyncio.run(scenario()) for _ in range(5))  # the machine itself may stall
+    assert any(longest < 0.5 * took for longest, took in tries)
 
 
 def test_a_reward_that_hangs_ends_at_its_deadline_and_is_named(scoring):
-    made, world = scoring(reward_timeout_s=0.3)
+    made, world = scoring(reward_timeout_s=1.5)
 
     async def scenario():
         with pytest.raises(
-            RewardFault, match=r"task hangs took longer than 0\.3 s: verdict, at .*judged\.py, line 1[56]"
+            RewardFault, match=r"task hangs took longer than 1\.5 s: verdict, at .*judged\.py, line 1[56]"
         ) as late:
             await score(made, world, "hangs")
         return late.value, (await score(made, world)).reward
@@ -119,7 +120,7 @@ def test_a_reward_that_hangs_ends_at_its_deadline_and_is_named(scoring):
 
 
 def test_a_late_reward_is_named_also_where_more_has_been_asked_meanwhile(scoring):
-    made, world = scoring(reward_timeout_s=0.5)
+    made, world = scoring(reward_timeout_s=2)
     long = replace(PLAYED, messages=(Message(role="assistant", content="x" * 300_000), *PLAYED.messages))
 
     async def one(name):
@@ -164,7 +165,7 @@ def test_a_line_that_is_closed_wakes_whoever_writes_or_reads_and_frees_its_socke
             waits = asyncio.create_task(line.ask(b"short", 30))
             await asyncio.sleep(0.05)
             line.close()
-            found = await asyncio.wait_for(asyncio.gather(reads, writes, waits, return_exceptions=True), 5)
+            found = await asyncio.wait_for(asyncio.gather(reads, writes, waits, return_exceptions=True), 20)
         assert [type(one) for one in found] == [_Gone] * 3
         assert ours.fileno() == -1
 
@@ -179,7 +180,7 @@ def test_what_a_process_does_not_take_in_is_late_too():
             await _Line(ours).ask(b"x" * 4_000_000, 0.05)
         assert isinstance(lost.value.__cause__, TimeoutError)
 
-    asyncio.run(asyncio.wait_for(scenario(), 5))
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_what_a_reward_raises_or_ends_is_a_failure_with_its_words(scoring):
@@ -212,12 +213,15 @@ def test_what_another_process_cannot_know_is_scored_here_aloud(scoring, caplog):
 
 
 def test_a_reward_on_a_thread_has_its_deadline_too():
+    over = threading.Event()
+
     async def scenario(made, environment):
         with pytest.raises(RewardFault, match=r"took longer than 0\.05 s"):
             await made.scored(None, environment, task(), PLAYED)
+        over.set()
 
     class Own:
-        rewards = (Reward("slow", lambda task, trajectory: time.sleep(0.3) or 1.0, outcome=True),)
+        rewards = (Reward("slow", lambda task, trajectory: float(over.wait(20)), outcome=True),)
 
     asyncio.run(scenario(ThreadScoring(0.05), Own()))
 
@@ -236,7 +240,7 @@ def test_processes_end_with_whoever_asks_them(scoring):
     pid = int(asyncio.run(score(made, world, "where")).reward)
     os.kill(pid, 0)
     del made
-    for _ in range(500):
+    for _ in range(6000):
         try:
             os.kill(pid, 0)
         except ProcessLookupError:
