@@ -383,18 +383,17 @@ def test_the_bound_on_a_tool_holds_over_all_episodes():
 
 def test_a_call_past_its_deadline_gives_its_place_back():
     stuck = threading.Event()
-    first = True
 
-    def hang_once() -> str:
-        nonlocal first
-        if first:
-            first = False
+    def may_hang(hangs: bool) -> str:
+        if hangs:
             stuck.wait(10)
         return "done"
 
     async def one_after_the_other():
-        box = Toolbox([tool_of(hang_once, concurrency=1, timeout_s=0.5)], PATIENT)
-        return [(await box.run(action(ask())))[0].status for _ in range(2)]
+        made = tool_of(may_hang, concurrency=1)
+        given = [(True, ToolLimits(timeout_s=0.5)), (False, PATIENT)]
+        runs = [Toolbox([made], limits).run(action(ask(hangs=hangs))) for hangs, limits in given]
+        return [(await run)[0].status for run in runs]
 
     assert asyncio.run(one_after_the_other()) == [ToolStatus.TIMED_OUT, ToolStatus.OK]
     stuck.set()
