@@ -13,6 +13,7 @@ from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import SchedulerLimits
 from ludus.tools.base import Traits, tool
 from ludus.types import Action, Group, Message, ToolCall, ToolStatus
+from waiting import until
 from worlds import WatchedWorld, make_jobs, make_scheduler, make_task, play, scripted, tool_of
 from worlds import call as write
 
@@ -231,22 +232,26 @@ def test_second_tries_are_counted():
 
 @pytest.mark.parametrize("is_async", [False, True], ids=["plain", "async"])
 def test_the_bound_of_a_tool_holds_over_the_episodes_of_a_scheduler(is_async):
-    lock, running, most = threading.Lock(), 0, 0
+    lock, running, most, full = threading.Lock(), 0, 0, threading.Event()
 
     def enter(change):
         nonlocal running, most
         with lock:
             running += change
             most = max(most, running)
+            if most >= 3:
+                full.set()
 
     async def coroutine() -> str:
         enter(1)
+        await until(full.is_set)
         await asyncio.sleep(0.005)
         enter(-1)
         return "done"
 
     def plain() -> str:
         enter(1)
+        full.wait(60)
         threading.Event().wait(0.005)
         enter(-1)
         return "done"
