@@ -18,7 +18,7 @@ from ludus.tools.workspace import Workspace
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus
 from worlds import call, converse, is_right, make_task, play, scripted
 
-QUICK = Limits(wall_s=0.4, files_out=200)
+QUICK = Limits(wall_s=2, files_out=200)
 
 
 def inside(act, **options):
@@ -66,7 +66,7 @@ def test_a_stateless_program_prints_and_fails_as_text_and_leaves_nothing():
     assert "NameError: name 'x' is not defined" in texts[1]
     assert texts[2] == "[no output: print what you want to see]"
     assert texts[3] == "out\n[stderr]\nerr\n[exit code 3]"
-    assert texts[4] == "[stopped: it took longer than 0.4 s]"
+    assert texts[4] == "[stopped: it took longer than 2 s]"
 
 
 def test_the_end_of_a_flood_reaches_the_model_with_the_true_count():
@@ -89,7 +89,7 @@ def test_a_python_session_keeps_variables_and_says_when_they_are_lost():
     assert said[:2] == ["[no output]", "21"]
     assert "ZeroDivisionError" in said[2]
     assert said[3:5] == ["20", "4"]
-    assert said[5] == "[stopped: it took longer than 0.4 s; variables are lost, files stay]"
+    assert said[5] == "[stopped: it took longer than 2 s; variables are lost, files stay]"
     assert "NameError" in said[6]
     assert said[7] == "kept"
 
@@ -129,7 +129,7 @@ def test_a_call_whose_deadline_fires_does_not_tear_the_session():
     async def act(_, workspace):
         await workspace.run("x = 7")
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(workspace.run("import time; time.sleep(0.2); x = 8"), 0.05)
+            await asyncio.wait_for(workspace.run("import time; time.sleep(1.5); x = 8"), 0.05)
         return (await workspace.run("x")).text
 
     assert inside(act) == "8\n"
@@ -307,25 +307,28 @@ def test_the_calculator_refuses_at_once_and_says_why(expression, words):
 
 def test_waiting_for_a_place_of_the_sandbox_is_neither_the_tools_time_nor_the_environments():
     async def act(sandbox, _):
-        @tool(timeout_s=1.5)
+        @tool(timeout_s=3)
         async def nap() -> str:
-            """Sleep in the sandbox."""
-            return (await sandbox.run("import time; time.sleep(0.4); print('woke')")).text
+            """Wake up in the sandbox."""
+            return (await sandbox.run("print('woke')")).text
 
         await sandbox.warm(2)
         rewards = (Reward("right", is_right, outcome=True),)
-        limits = EpisodeLimits(max_turns=2, environment_timeout_s=2.0)
+        limits = EpisodeLimits(max_turns=2, environment_timeout_s=3)
+        before = [asyncio.create_task(sandbox.run("import time; time.sleep(3.5)")) for _ in range(2)]
 
         async def episode(number):
             said = scripted([call("nap"), "Paris"])
             environment = ToolEnv((nap,), rewards)
             return await run_episode(make_task(), number, environment, converse(said), limits)
 
-        return await asyncio.gather(*map(episode, range(14)))
+        episodes = await asyncio.gather(*map(episode, range(6)))
+        await asyncio.gather(*before)
+        return episodes
 
     episodes = inside(act)
-    assert [outcome.output for one in episodes for outcome in one.outcomes] == ["woke\n"] * 14
-    assert max(outcome.seconds for one in episodes for outcome in one.outcomes) > 2.0
+    assert [outcome.output for one in episodes for outcome in one.outcomes] == ["woke\n"] * 6
+    assert min(outcome.seconds for one in episodes for outcome in one.outcomes) > 3
 
 
 def test_a_program_that_had_its_place_is_late_as_before():
