@@ -225,13 +225,13 @@ def test_a_pool_with_a_member_left_goes_on_and_tries_again_ever_more_seldom(capl
         await pool.full()
         room.clear()
         await pool.lose(pool.members[1], RoleLost("Its machine is gone."))
-        await until(lambda: len(tries) >= 8, 10)
+        await until(lambda: len(tries) >= 8)
         await pool.some()
         assert (list(pool.members), pool.failed) == ([0], None)
         waits = [after - before for before, after in itertools.pairwise(tries[2:])]
         assert all(wait > 0.9 * least for wait, least in zip(waits, (0.02, 0.04, 0.08, 0.08), strict=False))
         room.append(True)
-        await until(lambda: len(pool.members) == 2, 10)
+        await until(lambda: len(pool.members) == 2)
         await pool.close()
 
     asyncio.run(scenario())
@@ -309,15 +309,16 @@ def test_what_leaves_a_pool_ends_its_work_first():
         await pool.give_back(other)
         pool.target = 1
         pool.keep()
-        await asyncio.sleep(0.01)
+        await until(lambda: left)
         assert left == [other.number]
         pool.target = 0
         pool.keep()
+        await until(lambda: len(left) == 2)
         await asyncio.sleep(0.4)
         assert sorted(left) == [0, 1]
         assert not member.remote.killed
         await pool.give_back(member)
-        await until(lambda: member.remote.killed, 5)
+        await until(lambda: member.remote.killed)
         assert any(isinstance(message, Stop) for message in member.remote.said)
         await pool.close()
 
@@ -655,6 +656,7 @@ def test_each_worker_makes_its_share_of_the_calls_that_a_tool_allows_at_once(bou
     async def searches() -> str:
         nonlocal running, most
         running, most = running + 1, max(most, running + 1)
+        await until(lambda: most >= share)
         await asyncio.sleep(0.005)
         running -= 1
         return "found"

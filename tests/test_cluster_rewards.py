@@ -118,7 +118,7 @@ def test_a_late_scoring_is_a_failure_at_once_and_no_loss_of_its_worker(caplog):
                 await rewards.scored(TASK, PLAYED)
             assert isinstance(late.value.__cause__, TimeoutError)  # the ledger notes the clock
         assert (await rewards.scored(replace(TASK, id="another"), PLAYED)).reward == 1.0
-        await until(lambda: all(one.killed for one in made[:2]), 5)
+        await until(lambda: all(one.killed for one in made[:2]))
         assert rewards.pool.num_lost == 0
         await rewards.pool.close()
 
@@ -142,7 +142,7 @@ def test_what_is_scored_beside_a_late_one_ends_before_its_worker_goes():
         assert not made[0].killed
         made[0].go.set()
         assert (await beside).reward == 1.0
-        await until(lambda: made[0].killed, 5)
+        await until(lambda: made[0].killed)
         await rewards.pool.close()
 
     made = [Judging(0, late="t"), Judging(1)]
