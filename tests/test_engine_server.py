@@ -226,6 +226,7 @@ def test_a_server_is_told_to_end_a_request_until_it_does(timeout_s):
         if timeout_s is None:
             engine.abort("e")
         done = await running
+        await asyncio.sleep(0.1)  # what was on its way when the answer came
         told = fake.paths().count("/abort_requests")
         await asyncio.sleep(0.3)  # longer than the next wait
         assert fake.paths().count("/abort_requests") == told
