@@ -169,7 +169,7 @@ class SmallWorld:
 
 def evaluated(script, rollout):
     async def run(server):
-        where = EndpointSettings(server.url, "m", concurrency=2, retries=0, timeout_s=5)
+        where = EndpointSettings(server.url, "m", concurrency=2, retries=0, timeout_s=60)
         async with httpx.AsyncClient() as client, Endpoint(where, client) as endpoint:
             converse = endpoint_conversations(endpoint, rollout, Play("eval", 0.5, seed=3))
             world = SmallWorld()
@@ -270,8 +270,8 @@ def test_nobody_listens():
 
 @pytest.mark.parametrize("slow", [Reply(say("late"), delay_s=20.0), Reply(say("x" * 2000), drip=True)])
 def test_a_slow_server_is_not_asked_twice(slow):
-    failed, server = fails([slow] * 3, timeout_s=0.2)
-    assert "within 0.2 s" in str(failed)
+    failed, server = fails([slow] * 3, timeout_s=1)
+    assert "within 1 s" in str(failed)
     assert len(server.requests) == 1
 
 
