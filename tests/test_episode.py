@@ -333,8 +333,8 @@ def test_what_an_environment_raises_is_a_failure_in_its_own_words(what, error):
 
 @pytest.mark.parametrize("what", ["start", "step", "close"])
 def test_an_environment_that_hangs_is_a_failure_after_its_limit(what):
-    failure = breaks({what: hang}, limits=EpisodeLimits(environment_timeout_s=0.4))
-    assert str(failure).startswith(f"The environment's {what} took longer than 0.4 s.")
+    failure = breaks({what: hang}, limits=EpisodeLimits(environment_timeout_s=1))
+    assert str(failure).startswith(f"The environment's {what} took longer than 1 s.")
     assert "rollout.environment_timeout_s" in failure.hint
 
 
@@ -432,7 +432,7 @@ def test_cancelling_closes_environment_and_conversation(what):
 
 def test_a_wall_clock_limit_keeps_what_was_said_so_far():
     t = play(
-        scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=EpisodeLimits(max_turns=9, timeout_s=1.0)
+        scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=EpisodeLimits(max_turns=9, timeout_s=2.0)
     )
     assert t.stop_reason is StopReason.TIMEOUT
     assert [s.kind for s in t.segments] == ["prompt", "action", "observation", "action", "observation"]
