@@ -150,8 +150,8 @@ def test_calls_run_at_once_and_come_back_to_their_own_callers(server):
 
 
 def test_a_call_that_hangs_is_late_and_the_next_one_is_answered():
-    made = small(timeout_s=0.5)
-    assert say(made, "hang") == (ToolStatus.TIMED_OUT, "Error: hang took longer than 0.5 s.")
+    made = small(timeout_s=2)
+    assert say(made, "hang") == (ToolStatus.TIMED_OUT, "Error: hang took longer than 2 s.")
     assert say(made, "echo", text="here") == (ToolStatus.OK, "here")
     assert made.starts == 1
     made.disconnect()
@@ -166,7 +166,7 @@ def test_a_server_that_died_is_started_again_by_the_next_call():
     parent.kill()
     parent.wait(10)
     life = made._life
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not life.ended.is_set() and time.monotonic() < deadline:
         time.sleep(0.01)
     assert say(made, "count") == (ToolStatus.OK, "1")
