@@ -121,7 +121,7 @@ RECORDS = st.builds(
 )
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50, deadline=None)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=50)
 @given(records=st.lists(RECORDS, max_size=3))
 def test_what_is_written_comes_back(tmp_path, records):
     path = tmp_path / "x.jsonl.gz"
