@@ -38,7 +38,7 @@ from ludus.types import StopReason, Trajectory
 from tables.check_tasks import CHEATS, TASKS
 
 NUM = 320
-QUICK = replace(LIMITS, cpu_s=1.0, wall_s=1.5)
+QUICK = replace(LIMITS, cpu_s=1.0, wall_s=5.0)
 
 
 @pytest.fixture(scope="module")
