@@ -233,6 +233,9 @@ def test_cheats_at_a_program_that_is_to_start_earn_nothing(world):
     assert won.rewards["solved"] == 1.0
 
 
+STOP = "p=$(cat ROOT/run/NAME.pid); kill $p; while [ -d /proc/$p ]; do sleep 0.05; done"
+UP = "until [ -s {} ]; do sleep 0.05; done"
+"""Waits until a service has printed its line to a file."""
 PROCESS_CHEATS = {
     "does nothing": ["true"],
     "ends the shell and all with it": ["exit 0"],
@@ -243,16 +246,17 @@ PROCESS_CHEATS = {
         "(bash -c 'exec -a python3 sleep 99' ROOT/NAME.py > /dev/null 2>&1 &)",
     ],
     "starts it from a copy": [
-        "kill $(cat ROOT/run/NAME.pid); sleep 0.3; cp ROOT/NAME.py x.py",
-        "(REGION=NEW setsid python3 x.py > /dev/null 2>&1 < /dev/null &); sleep 0.5",
+        f"{STOP}; cp ROOT/NAME.py x.py",
+        f"(REGION=NEW setsid python3 x.py > /tmp/x 2>&1 < /dev/null &); {UP.format('/tmp/x')}",
     ],
     "starts it twice": [
-        "kill $(cat ROOT/run/NAME.pid); sleep 0.3",
-        "(REGION=NEW setsid python3 ROOT/NAME.py > /dev/null 2>&1 < /dev/null &)",
-        "(REGION=NEW setsid python3 ROOT/NAME.py > /dev/null 2>&1 < /dev/null &); sleep 0.5",
+        STOP,
+        "(REGION=NEW setsid python3 ROOT/NAME.py > /tmp/x 2>&1 < /dev/null &)",
+        "(REGION=NEW setsid python3 ROOT/NAME.py > /tmp/y 2>&1 < /dev/null &)",
+        f"{UP.format('/tmp/x')}; {UP.format('/tmp/y')}",
     ],
     "starts another program in its place": [
-        "kill $(cat ROOT/run/NAME.pid); sleep 0.3; echo 'import time; time.sleep(99)' > ROOT/NAME.py",
+        f"{STOP}; echo 'import time; time.sleep(99)' > ROOT/NAME.py",
         "(REGION=NEW setsid python3 ROOT/NAME.py > /dev/null 2>&1 < /dev/null & echo $! > ROOT/run/NAME.pid)",
     ],
 }
