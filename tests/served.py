@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+
+import httpx
 
 from ludus.config import load_config
 from ludus.training.session import model_path
@@ -49,6 +53,19 @@ def start_server(*arguments: str, model: Path = COLD_START, port: str = "0") -> 
             errors.seek(0)
             raise AssertionError(errors.read())
     return Served(process, said)
+
+
+def counted(metrics: str) -> dict[str, float]:
+    """What a server says that it has counted, by names without their prefix."""
+    lines = [line.split() for line in metrics.splitlines() if not line.startswith("#")]
+    return {name.removeprefix("ludus_"): float(value) for name, value in lines}
+
+
+async def until_counts(client: httpx.AsyncClient, hold: Callable[[dict[str, float]], bool]) -> None:
+    """Return when they hold of the counts of a server. Raises TimeoutError after a minute."""
+    async with asyncio.timeout(60):
+        while not hold(counted((await client.get("/metrics")).text)):
+            await asyncio.sleep(0.005)
 
 
 @contextmanager
