@@ -27,7 +27,7 @@ from ludus.engines.shelf import WeightShelf, read_weights
 from ludus.engines.transport import ServerSettings
 from ludus.errors import EngineError, StorageError
 from ludus.types import SamplingParams
-from served import COLD_START, serving_model, start_server
+from served import COLD_START, counted, serving_model, start_server, until_counts
 from small_runs import words
 from test_engine_server import Fake, serving
 
@@ -91,10 +91,11 @@ def test_a_version_taken_in_place_reaches_the_next_token(served, base, folder, t
         async def run():
             async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
                 body = {"model": "mine", "prompt": list(PROMPT), "max_tokens": 300, "ignore_eos": True}
+                before = counted((await client.get("/metrics")).text)["decode_tokens_total"]
                 running = asyncio.create_task(
                     client.post("/v1/completions", json=body | {"return_token_ids": True})
                 )
-                await asyncio.sleep(0.2)
+                await until_counts(client, lambda now: now["decode_tokens_total"] > before)
                 again = load | {"lora_path": str(tmp_path / "b"), "load_inplace": True}
                 (await client.post("/v1/load_lora_adapter", json=again)).raise_for_status()
                 return (await running).json()["choices"][0]
