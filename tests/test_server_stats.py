@@ -7,12 +7,14 @@ import asyncio
 import pytest
 
 from ludus.diagnostics.timings import StepTimings
+from ludus.engines import server_stats
 from ludus.engines.base import EngineStats, Request, counted
 from ludus.engines.server import ServerEngine
 from ludus.engines.server_stats import Reading, Watched, reading_of
 from ludus.rollout.in_flight import InFlight
 from ludus.types import Message, SamplingParams, Segment, StopReason, Trajectory
 from test_engine_server import QUICK, Fake, serving
+from waiting import until
 
 VLLM = """# HELP vllm:num_requests_running Number of requests in model execution batches.
 # TYPE vllm:num_requests_running gauge
@@ -59,7 +61,10 @@ def test_a_server_is_counted_from_the_first_look_on_and_anew_when_it_restarts():
     assert watched.total.line()
 
 
-def test_servers_are_read_at_each_step_and_between_and_their_tokens_add_up():
+def test_servers_are_read_at_each_step_and_their_tokens_add_up(monkeypatch):
+    monkeypatch.setattr(server_stats, "_EVERY_S", 3600)  # a look between the steps would be counted too
+    monkeypatch.setattr(server_stats, "_TIMEOUT_S", 60)
+
     async def scenario(first, second, silent):
         engine = ServerEngine([first.url, second.url, silent.url], "vllm", QUICK)
         assert (await counted(engine)).metrics() == {}
@@ -67,16 +72,26 @@ def test_servers_are_read_at_each_step_and_between_and_their_tokens_add_up():
         found = await counted(engine)
         assert (found.decode_tokens, found.steps, found.running_steps) == (40, 2, 3 + 5)
         assert found.wall_s > 0
-        second.metrics = vllm(sampled=250)
-        async with asyncio.timeout(20):
-            while engine.stats().decode_tokens < 200:  # nobody asks, and it is read all the same
-                await asyncio.sleep(0.05)
         await engine.close()
         assert len(asyncio.all_tasks()) == 1
 
     fakes = Fake(metrics=vllm()), Fake(metrics=vllm()), Fake()
     with serving(*fakes):
         asyncio.run(scenario(*fakes))
+
+
+def test_servers_are_read_also_where_nobody_asks():
+    async def scenario(fake):
+        engine = ServerEngine([fake.url], "vllm", QUICK)
+        await counted(engine)
+        fake.metrics = vllm(sampled=250)
+        await until(lambda: engine.stats().decode_tokens == 200)
+        await engine.close()
+        assert len(asyncio.all_tasks()) == 1
+
+    fake = Fake(metrics=vllm())
+    with serving(fake):
+        asyncio.run(scenario(fake))
 
 
 def test_the_idle_share_of_an_engine_that_does_not_tell_is_left_out():
