@@ -39,11 +39,11 @@ class Case:
         return await self.engine.generate(Request("e", prompt, asked, adapter=adapter))
 
     def names(self):
-        cards = httpx.get(f"{self.url}/v1/models").raise_for_status().json()["data"]
+        cards = httpx.get(f"{self.url}/v1/models", timeout=60).raise_for_status().json()["data"]
         return [card["id"] for card in cards[1:]]
 
     def num_under_way(self):
-        text = httpx.get(f"{self.url}/metrics").raise_for_status().text
+        text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
         return sum(map(float, re.findall(rf"^(?:{UNDER_WAY})(?:{{.*}})? (\S+)$", text, re.M)))
 
 
@@ -152,7 +152,8 @@ async def a_server_that_lost_an_adapter_gets_it_again(case):
     await case.engine.load_adapter("a", 1, factors(made), SCALING)
     for asked in (case.ask("a"), case.engine.score(PROMPT, adapter="a")):
         (name,) = case.names()
-        httpx.post(f"{case.url}/v1/unload_lora_adapter", json={"lora_name": name}).raise_for_status()
+        gone = httpx.post(f"{case.url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=60)
+        gone.raise_for_status()
         await asked
         assert case.names() == [name]
     assert is_right(made, await case.ask("a"))

@@ -34,7 +34,7 @@ _SAMPLED = r"^(?:ludus_decode|vllm:generation|sglang:generation)_tokens_total(?:
 
 def count_sampled(url: str) -> float:
     """The tokens that a server has sampled since its start, from its `/metrics`."""
-    told = httpx.get(f"{url}/metrics", trust_env=False).raise_for_status().text
+    told = httpx.get(f"{url}/metrics", trust_env=False, timeout=60).raise_for_status().text
     counts = re.findall(_SAMPLED, told, re.MULTILINE)
     assert counts, told[:1000]
     return sum(map(float, counts))

@@ -38,7 +38,9 @@ def case(request, reference):
         yield Case(engine, *reference, lambda: engine.stats().decode_tokens)
     elif kind == "ludus serve":
         served = request.getfixturevalue("served")
-        httpx.post(f"{served.url}/update_weight_version", json={"new_version": "0"}).raise_for_status()
+        httpx.post(
+            f"{served.url}/update_weight_version", json={"new_version": "0"}, timeout=60
+        ).raise_for_status()
         yield Case(ServerEngine([served.url]), *reference, partial(count_sampled, served.url))
     elif REAL[kind] not in os.environ:
         pytest.skip(f"{REAL[kind]} is not set")

@@ -57,7 +57,7 @@ def post(served, path, status=200, **body):
 def test_clients_choose_an_adapter_by_the_models_name(served, base, folder):
     post(served, "/v1/load_lora_adapter", lora_name="mine", lora_path=str(folder), weight_version="6")
     try:
-        cards = httpx.get(f"{served.url}/v1/models").json()["data"]
+        cards = httpx.get(f"{served.url}/v1/models", timeout=60).json()["data"]
         shown = [(card["id"], card["parent"], card["root"], card["weight_version"]) for card in cards[1:]]
         assert shown == [("mine", "policy", str(folder), "6")]
         asked = {"prompt": list(PROMPT), "max_tokens": 0, "echo": True, "prompt_logprobs": 0}
@@ -68,7 +68,7 @@ def test_clients_choose_an_adapter_by_the_models_name(served, base, folder):
             scores = [row[str(t)]["logprob"] for t, row in zip(PROMPT[1:], rows, strict=True)]
             assert scores == pytest.approx(reference(model, PROMPT), abs=1e-4)
             assert answer["model"] == name
-            digest = httpx.get(f"{served.url}/fingerprint?model={name}").json()["fingerprint"]
+            digest = httpx.get(f"{served.url}/fingerprint?model={name}", timeout=60).json()["fingerprint"]
             assert digest == fingerprint_module(model)
         chat = {"messages": [{"role": "user", "content": "Where is Paris?"}], "return_token_ids": True}
         (choice,) = post(served, "/v1/chat/completions", model="mine", max_tokens=4, **chat).json()["choices"]
@@ -231,7 +231,7 @@ def test_a_run_with_adapters_through_a_server_is_that_of_the_embedded_engine(tmp
         assert main(["train", "search", *words(tmp_path / "served", **through)]) == 0
         again = ["train", "--resume", str(tmp_path / "served"), "--training.steps", "3"]
         assert main(again) == 0
-        cards = httpx.get(f"{server.url}/v1/models").json()["data"]
+        cards = httpx.get(f"{server.url}/v1/models", timeout=60).json()["data"]
     assert [card["id"] for card in cards] == ["policy"]
     local, remote = (
         load_file(tmp_path / name / "checkpoints" / "step-000002" / "adapter_model.safetensors")
