@@ -550,6 +550,7 @@ def test_the_progress_line_says_who_waited_and_which_tool_was_slow():
         assert words_in_it in line
     assert "add" not in line
     assert waiting_line({}, {}) == ""
+    assert waiting_line({}, {"tools/look/stragglers": 1.0, "tools/look/slowest_s": 0.04}) == ""
 
 
 def test_the_learner_works_while_the_event_loop_goes_on():

@@ -108,6 +108,10 @@ class ProgressReporter:
         say(self._progress.console, f"! {text}", "yellow")
 
 
+SLOW_S = 0.1
+"""Calls that are all shorter are slow beside others alone, and nothing to tell."""
+
+
 def waiting_line(metrics: Mapping[str, float], timings: Mapping[str, float]) -> str:
     """Who waited in a step: idle shares, what is queued where episodes stream, tools with stragglers."""
     line = ""
@@ -123,7 +127,8 @@ def waiting_line(metrics: Mapping[str, float], timings: Mapping[str, float]) -> 
     for name, count in timings.items():
         if name.startswith("tools/") and name.endswith("/stragglers") and count:
             tool = name.split("/")[1]
-            line += f"  slow: {tool} {count:.0f} times, to {timings[f'tools/{tool}/slowest_s']:.1f} s"
+            if (slowest := timings[f"tools/{tool}/slowest_s"]) >= SLOW_S:
+                line += f"  slow: {tool} {count:.0f} times, to {slowest:.1f} s"
     return line
 
 
