@@ -133,6 +133,7 @@ import torch
 from ludus.training.dry_run import dry_run
 from ludus.training.learner import LearnerSettings
 from test_learner import learner, tiny_model
+torch.ones(2**28).sum()  # an older peak of 1 GiB, which is not the dry run's
 one = learner(tiny_model(torch.float32), settings=LearnerSettings(microbatch_tokens=16384))
 print(dry_run(one, 512).activations)
 """
@@ -141,7 +142,7 @@ print(dry_run(one, 512).activations)
 def test_activations_are_measured():
     command = [sys.executable, "-c", _MEASURE]  # a process of its own has no freed memory to take again
     said = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True)
-    assert int(said.stdout) > 20 * 2**20
+    assert 20 * 2**20 < int(said.stdout) < 600 * 2**20
 
 
 @pytest.mark.parametrize(

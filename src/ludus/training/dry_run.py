@@ -12,6 +12,7 @@ import os
 import resource
 import socket
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -147,6 +148,8 @@ def _in_use(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return torch.cuda.memory_allocated(device)
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5", "ascii")
     try:
         pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
     except OSError:
@@ -158,6 +161,12 @@ def _peak(device: torch.device) -> int:
     """Bytes at the highest."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    with suppress(OSError):
+        for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
+            if line.startswith(
+                "VmHWM:"
+            ):  # what getrusage says may be that of the process that started this one
+                return int(line.split()[1]) * 1024
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
