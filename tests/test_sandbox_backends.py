@@ -64,6 +64,12 @@ def test_a_process_gives_what_the_protocol_says():
     assert process(["no-such-command"]).exit == 127
 
 
+def test_a_process_is_not_charged_with_the_memory_of_the_one_that_starts_it():
+    held = bytearray(b"1") * (200 << 20)
+    outcome = process("import time; held = bytearray(b'1') * (60 << 20); time.sleep(0.2)")
+    assert len(held) > 2 * outcome.peak_memory_bytes > 2 * (60 << 20), outcome
+
+
 def test_a_process_is_bounded():
     before = descendants()
     late = process("import os\nprint('x', flush=True)\nos.fork()\nwhile True: pass", limits=Limits(wall_s=2))

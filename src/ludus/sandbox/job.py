@@ -11,6 +11,7 @@ import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from ludus.sandbox.guest.output import Kept
 
@@ -56,7 +57,7 @@ class Job:
             raise
 
     def _run(self, stdin: bytes, stop: Callable[[], None]) -> Done:
-        begin, timed_out = time.monotonic(), False
+        begin, timed_out, own_peak, peak = time.monotonic(), False, _peak("self"), 0
         child = subprocess.Popen(
             self.argv,
             stdin=subprocess.PIPE,
@@ -70,6 +71,7 @@ class Job:
         try:
             while not streams.serve(pidfd) and not self._stopped and not timed_out:
                 timed_out = time.monotonic() - begin > self.wall_s
+                peak = max(peak, _peak(str(child.pid)))
         finally:
             if timed_out or self._stopped:
                 stop()
@@ -80,7 +82,20 @@ class Job:
             os.close(pidfd)
         stdout, stderr = streams.finish()
         wall_s, cpu_s = time.monotonic() - begin, used.ru_utime + used.ru_stime
-        return Done(stdout, stderr, status, timed_out, streams.left_out, cpu_s, wall_s, used.ru_maxrss * 1024)
+        if (
+            told := used.ru_maxrss * 1024
+        ) > own_peak:  # else it may be of this process, which it was before exec
+            peak = told
+        return Done(stdout, stderr, status, timed_out, streams.left_out, cpu_s, wall_s, peak)
+
+
+def _peak(process: str) -> int:
+    """The most memory (bytes) that a process has held since it was what it is; 0 where that is not told."""
+    with contextlib.suppress(OSError):
+        for line in Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    return 0
 
 
 class _Streams:
