@@ -7,7 +7,8 @@ async with the engine in a process of its own, behind `ludus serve` (engine.url)
 engine and episodes in processes of their own (`--cluster local`). The median latency of the tool is what one
 turn's generation takes, 5 % of the calls take 20 times as long. The ideal is
 the larger of pure engine time (the same episodes with tools that take no time, nothing else running) and pure
-learner time (its work on batches that are there), each on one thread, measured again in each repetition.
+learner time (its work on batches that are there), each on one thread, for as many action tokens as the arm
+trains, measured again in each repetition: the tokens of a batch differ by a third.
 Speeds are taken over the steps in the middle of a run, without those in which the stream fills and empties;
 the whole run's stand beside them.
 
@@ -54,11 +55,13 @@ STREAMS = ("async", "apart", "cluster")
 class Arm:
     """One run: episodes per second in the middle and over all, idle shares, ages, seconds by phase.
 
-    `cpu_s` are the processor's seconds of one step, of all threads together.
+    `cpu_s` are the processor's seconds of one step, of all threads together; `tokens_per_s` are action tokens
+    that train, in the middle.
     """
 
     mode: str
     speed: float
+    tokens_per_s: float
     whole: float
     learner_idle: float
     engine_idle: float
@@ -72,11 +75,13 @@ class Arm:
 class Pure:
     """Seconds of one step's episodes: in the engine alone, in the learner alone; and of one turn.
 
-    `cpu_s` are the processor's seconds of a synchronous step whose tools take no time.
+    `token_s` are seconds of one action token, in the engine or in the learner: the larger. `cpu_s` are the
+    processor's seconds of a synchronous step whose tools take no time.
     """
 
     engine_s: float
     learner_s: float
+    token_s: float
     turn_s: float
     cpu_s: float
 
@@ -126,6 +131,9 @@ def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
     inner = watch.timings[middle]
     seconds = times[middle.stop] - times[middle.start]
 
+    learn_s = sum(t["time/learn_s"] for t in inner)
+    trained = sum(m["batch/trained_tokens"] for m in watch.metrics[middle])
+
     def share(name: str) -> float:
         weights = [t["time/step_s"] for t in inner]
         return sum(t[name] * w for t, w in zip(inner, weights, strict=True)) / sum(weights)
@@ -133,14 +141,14 @@ def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
     return Arm(
         mode=mode,
         speed=len(inner) * per_step / seconds,
+        tokens_per_s=trained / seconds,
         whole=len(watch.ends) * per_step / (times[-1] - times[0]),
         learner_idle=share("idle/learner"),
         engine_idle=share("idle/engine"),
         age=sum(m.get("staleness/mean", 0.0) for m in watch.metrics[middle]) / len(inner),
         oldest=max(m.get("staleness/max", float(mode == "one_step")) for m in watch.metrics),
-        phases={
-            name: median(t[f"time/{name}_s"] for t in inner) for name in ("rollout", "learn", "sync", "step")
-        },
+        phases={"learn_token": learn_s / trained}
+        | {name: median(t[f"time/{name}_s"] for t in inner) for name in ("rollout", "learn", "sync", "step")},
         cpu_s=(watch.cpu[middle.stop - 1] - watch.cpu[middle.start - 1]) / len(inner),
     )
 
@@ -172,7 +180,9 @@ def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
     shutil.rmtree(folder)
     few = argparse.Namespace(**vars(args) | {"steps": args.pure_steps + 1})
     arm = run_arm(few, "sync", work)  # here nothing runs beside the learner
-    return Pure(seconds / args.pure_steps, arm.phases["learn"], turn_s, arm.cpu_s)
+    sampled = sum(episode.trajectory.num_action_tokens for episode in episodes)
+    token_s = max(seconds / sampled, arm.phases["learn_token"])
+    return Pure(seconds / args.pure_steps, arm.phases["learn"], token_s, turn_s, arm.cpu_s)
 
 
 def middle_of(measured: Sequence[Pure]) -> Pure:
@@ -182,8 +192,6 @@ def middle_of(measured: Sequence[Pure]) -> Pure:
 
 def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> str:
     """The table, as Markdown."""
-    per_step = args.groups * args.members
-    ideal = per_step / max(alone.engine_s, alone.learner_s)
     names = ("mode", "episodes/s", "of sync", "of ideal", "whole run", "learner idle", "engine idle")
     more = ("mean age", "oldest", "CPU, of alone")
     rows = [f"| {' | '.join((*names, *more))} |", "|---|" + "---:|" * (len(names) + len(more) - 1)]
@@ -195,7 +203,7 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
             arm.mode,
             f"{own:.2f}",
             f"{own / speeds['sync']:.2f}" if "sync" in speeds else "",
-            f"{own / ideal:.0%}",
+            f"{median(arm.tokens_per_s for arm in found) * alone.token_s:.0%}",
             f"{arm.whole:.2f}",
         ]
         cells += [f"{arm.learner_idle:.0%}", f"{arm.engine_idle:.0%}", f"{arm.age:.1f}", f"{arm.oldest:.0f}"]
@@ -217,13 +225,13 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="medium")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=20, help="of an asynchronous run")
+    parser.add_argument("--steps", type=int, default=24, help="of an asynchronous run")
     parser.add_argument("--sync-steps", type=int, default=4, help="of the other modes")
     parser.add_argument("--pure-steps", type=int, default=3)
-    parser.add_argument("--groups", type=int, default=6, help="a step")
+    parser.add_argument("--groups", type=int, default=8, help="a step")
     parser.add_argument("--members", type=int, default=8)
     parser.add_argument("--turns", type=int, default=4)
-    parser.add_argument("--new", type=int, default=32, help="mean tokens of an action")
+    parser.add_argument("--new", type=int, default=24, help="mean tokens of an action")
     parser.add_argument("--bound", type=int, default=0, help="max_staleness; 0 is 3 times a straggler")
     parser.add_argument("--in-flight", type=int, default=0)
     parser.add_argument("--page", type=Path, help="fill the table into this page")
