@@ -28,8 +28,9 @@ def test_a_recipe_that_makes_its_own_cold_start_gains_as_sampled(tmp_path, recip
     fixed = ["--run.threads", "1"]
     assert main(["sft", recipe, "--from-scratch", "--run.folder", str(start), *fixed]) == 0
     model = max((start / "checkpoints").iterdir())
+    made = ["--model", str(model), "--model.from_scratch", "false"]
     quick = ["--evaluation.every", "1000", "--evaluation.splits", '["test"]', *fixed]
-    assert main(["train", recipe, "--model", str(model), "--run.folder", str(folder), *quick]) == 0
+    assert main(["train", recipe, *made, "--run.folder", str(folder), *quick]) == 0
     gain = gain_on_test(folder, "t1")
     assert gain.interval.low > least, gain
 
