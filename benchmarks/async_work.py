@@ -108,7 +108,7 @@ def settings(
         "training.steps": setup.steps,
         "training.tasks_per_step": setup.groups,
         "training.checkpoint_every": 10**6,
-        "training.learning_rate": 1e-5,
+        "training.learning_rate": 1e-6,  # hardly any, so that the lengths of actions stay as they are
         "training.report_kl": "false",
         "algorithm.group_size": setup.members,
         "algorithm.aggregation": "token_mean",

@@ -3,6 +3,7 @@
     python benchmarks/learning.py learns      # 3 seeds of --recipe: cold start against trained, and its curve
     python benchmarks/learning.py mask        # observations masked or in the loss: 3 learning rates x 3 seeds
     python benchmarks/learning.py modes       # synchronous, one step behind and asynchronous: 3 seeds each
+    python benchmarks/learning.py modes --only sync async-2 --seeds 10      # these of them, with more seeds
 
 Runs are kept in --folder and not repeated; a run that was cut off goes on. Each run has one compute thread,
 so that two of them share two cores without harm. Intervals over seeds are of the t-distribution; the paired
@@ -23,16 +24,17 @@ from cold_start import cold_start
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import Estimate, PairedDifference, paired_difference, t_interval
 
-SEEDS = (0, 1, 2)
 RATES = ("1e-4", "3e-4", "1e-3")
 STREAMED = ("--training.mode", "async", "--staleness.in_flight", "128", "--staleness.max_staleness")
 MODES = {
     "sync": ("--training.mode", "sync"),
     "one_step": ("--training.mode", "one_step"),
     "async-2": (*STREAMED, "2"),
+    "async-5": (*STREAMED, "5"),
     "async-8": (*STREAMED, "8"),
 }
-"""Those of `modes`: `async` with the bound of the defaults, and with one that its episodes in flight fill."""
+"""Those of `modes`: `async` with the bound of the defaults, with that of `benchmarks/async.py`, and with one
+that its episodes in flight just fill."""
 BELOW = 5.0
 """Points of held-out success that a mode may lose against `sync`."""
 
@@ -61,12 +63,12 @@ def run(folder: Path, arm: Arm, seed: int, common: tuple[str, ...], recipe: str)
 
 
 def run_all(
-    folder: Path, arms: list[Arm], common: tuple[str, ...], parallel: int, recipe: str = "search"
+    args: argparse.Namespace, arms: list[Arm], common: tuple[str, ...], recipe: str = "search"
 ) -> dict[str, list[Path]]:
     """All arms with all seeds, seed by seed, so that an early end leaves whole comparisons."""
-    jobs = [(arm, seed) for seed in SEEDS for arm in arms]
-    with ThreadPoolExecutor(parallel) as pool:
-        paths = list(pool.map(lambda job: run(folder, job[0], job[1], common, recipe), jobs))
+    jobs = [(arm, seed) for seed in range(args.seeds) for arm in arms]
+    with ThreadPoolExecutor(args.parallel) as pool:
+        paths = list(pool.map(lambda job: run(args.folder, job[0], job[1], common, recipe), jobs))
     found: dict[str, list[Path]] = {arm.name: [] for arm in arms}
     for (arm, _), path in zip(jobs, paths, strict=True):
         found[arm.name].append(path)
@@ -169,7 +171,7 @@ def report_modes(paths: dict[str, list[Path]]) -> None:
     )
     for i, first in enumerate(results(paths["sync"][0], "last")):
         plain = [results(p, "last")[i] for p in paths["sync"]]
-        for mode in MODES:
+        for mode in paths:
             found = [results(p, "last")[i] for p in paths[mode]]
             cells = "| | | |" if mode == "sync" else gap_cells(less_sync(found, plain))
             print(f"| {label(first)} | {mode} | {over_seeds(found)} {cells}")
@@ -206,21 +208,25 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("runs/learning"))
     parser.add_argument("--recipe", default="search", help="of `learns`")
     parser.add_argument("--parallel", type=int, default=2)
+    parser.add_argument("--seeds", type=int, default=3, help="0, 1 and so on, so many")
+    parser.add_argument("--only", nargs="+", choices=tuple(MODES), default=list(MODES), help="of `modes`")
     parser.add_argument("--steps", type=int, help="training steps (default: the recipe's; 20 for mask)")
     args = parser.parse_args()
+    if "sync" not in args.only:
+        parser.error("modes are compared with `sync`: --only sync ...")
     if args.what == "learns":
         common = ("--training.steps", str(args.steps)) if args.steps else ()
         if args.recipe != "search":  # which ships its cold start
             common += cold_start(args.recipe, args.folder / f"{args.recipe}-cold-start")
         name = "learns" if args.recipe == "search" else args.recipe
-        paths = run_all(args.folder, [Arm(name)], common, args.parallel, args.recipe)[name]
+        paths = run_all(args, [Arm(name)], common, args.recipe)[name]
         report_learning(paths)
         report_curve(paths)
         return
     if args.what == "modes":
         common = ("--training.steps", str(args.steps)) if args.steps else ()
-        arms = [Arm(name, settings) for name, settings in MODES.items()]
-        report_modes(run_all(args.folder, arms, common, args.parallel))
+        arms = [Arm(name, settings) for name, settings in MODES.items() if name in args.only]
+        report_modes(run_all(args, arms, common))
         return
     arms = [
         Arm(f"{name}-{rate}", ("--training.mask_observations", flag, "--training.learning_rate", rate))
@@ -228,7 +234,7 @@ def main() -> None:
         for name, flag in (("masked", "true"), ("unmasked", "false"))
     ]
     common = ("--training.steps", str(args.steps or 20), "--evaluation.splits", '["test"]')
-    report_mask(run_all(args.folder, arms, common, args.parallel))
+    report_mask(run_all(args, arms, common))
 
 
 if __name__ == "__main__":
