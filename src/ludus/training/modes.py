@@ -134,7 +134,7 @@ class AsyncRun:
     transfers_s: list[float] = field(default_factory=list)
     """Seconds of the transfers beside the learner that have ended since then."""
     sending: asyncio.Task[None] | None = field(default=None, init=False)
-    """Weights on their way to an engine elsewhere, beside the next step."""
+    """Weights on their way to an engine elsewhere, or the proof of those here, beside the next step."""
     replay: ReplayBuffer = field(init=False)
 
     def __post_init__(self) -> None:
@@ -215,7 +215,7 @@ class AsyncRun:
         learned |= self._proved(now)
         self.replay.add(credits)
         learned |= self._staleness(step, credits) | self.replay.metrics(credits)
-        clock.engine = (await counted(loop.engine)).metrics() | self._queues() | self._transfers()
+        clock.engine = await self._engine_load() | self._queues() | self._transfers()
         self._adjust(clock, ahead)
         metrics = await loop.report(step, credits, learned, clock, self.thread)
         loop.sampled = loop.sampler.state
@@ -245,8 +245,8 @@ class AsyncRun:
             return ()
         if not config.staleness.interruptible:
             await self.stream.drain()
-        elif isinstance(self.loop.engine, Measured) and step < config.training.steps:
-            await self._send_beside(step)
+        elif step < config.training.steps:
+            await (self._send_beside if isinstance(self.loop.engine, Measured) else self._prove_beside)(step)
             return ()
         await self._arrived()
         received = await sync.send(step)
@@ -275,8 +275,23 @@ class AsyncRun:
 
         self.sending = asyncio.create_task(send())
 
+    async def _prove_beside(self, step: int) -> None:
+        """Have the engine of this process take the weights, and ask for its proof beside the next step."""
+        await self._arrived()
+        expected = await self.loop.sync.hand_over(step, self.thread)
+        self.stream.published(step)
+
+        async def prove() -> None:
+            try:
+                self.proofs.append(await self.loop.sync.prove(expected))
+            except Exception as error:  # boundary: a learner that waits for a batch raises it
+                self.stream.fail(error)
+                raise
+
+        self.sending = asyncio.create_task(prove())
+
     async def _arrived(self) -> None:
-        """Wait until an engine elsewhere has what it was sent. Raises what it met."""
+        """Wait until the engine has what it was sent, and has proved it. Raises what it met."""
         if self.sending is not None:
             await self.sending
 
@@ -298,6 +313,12 @@ class AsyncRun:
         """The mean seconds of the transfers beside the learner that have ended since the last step."""
         found, self.transfers_s = self.transfers_s, []
         return {"sync/transfer_s": statistics.fmean(found)} if found else {}
+
+    async def _engine_load(self) -> dict[str, float]:
+        """What the engine did since the last step. One of this process that made no pass was idle."""
+        stats = await counted(self.loop.engine)
+        known = stats.steps or isinstance(self.loop.engine, Measured)
+        return stats.metrics() if known else {"engine/busy_s": 0.0}
 
     def _queues(self) -> dict[str, float]:
         stream = self.stream

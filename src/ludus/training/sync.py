@@ -8,7 +8,8 @@ transfer that outlives its deadline, or that the engine refuses, with the engine
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -148,14 +149,41 @@ class WeightSync:
         """Send a copy, and prove it. Raises SyncError."""
         return kept.expected.compare(*await self._transfer(kept.expected.version, kept.state))
 
+    async def hand_over(self, version: int, work: Work) -> Expected:
+        """Have an engine that copies what it takes, in this process, have the weights as `version`.
+
+        They may change once this has returned. What has to be computed for the proof, which is `prove`'s, is
+        `work`, beside the transfer.
+        """
+        weights = self._gathered()
+        async with self._in_time(version):
+            loading = self.engine.load_weights(version, self._trainable(weights))
+            expected, _ = await asyncio.gather(work(lambda: self._expected(version, weights)), loading)
+        return expected
+
+    async def prove(self, expected: Expected) -> SyncProof:
+        """Hold what the engine says against what it has to say. Raises SyncError."""
+        async with self._in_time(expected.version):
+            return expected.compare(*await self._ask())
+
     async def _transfer(
         self, version: int, state: Mapping[str, Tensor]
     ) -> tuple[str | None, Sequence[float]]:
         """Have the engine take weights; gives its digest of them and its scores of the probe."""
+        async with self._in_time(version):
+            await self.engine.load_weights(version, state)
+            return await self._ask()
+
+    async def _ask(self) -> tuple[str | None, Sequence[float]]:
+        """The engine's digest of its weights, and its scores of the probe."""
+        return await self.engine.fingerprint(), await self.engine.score(self.probe)
+
+    @asynccontextmanager
+    async def _in_time(self, version: int) -> AsyncIterator[None]:
+        """A transfer: what the engine meets, or one that outlives the deadline, is raised as SyncError."""
         try:
             async with asyncio.timeout(self.deadline_s):
-                await self.engine.load_weights(version, state)
-                return await self.engine.fingerprint(), await self.engine.score(self.probe)
+                yield
         except TimeoutError as error:
             raise SyncError(
                 f"Sending weights {version} took longer than {self.deadline_s:g} s.",
