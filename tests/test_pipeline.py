@@ -214,6 +214,11 @@ def test_what_is_wrong_with_a_file_is_said_before_anything_runs(tmp_path, said, 
     assert not folder.exists()
 
 
+def test_an_unknown_setting_is_said_with_the_file_that_has_it(tmp_path):
+    file = pipeline(tmp_path, stage("rl", "settings.training.step = 3"))
+    assert f"and {file}" in refused("pipeline", file, "--folder", tmp_path / "run")
+
+
 def test_a_folder_of_something_else_and_a_missing_file_are_refused(tmp_path):
     (tmp_path / "there").mkdir()
     (tmp_path / "there" / "notes.txt").write_text("mine")

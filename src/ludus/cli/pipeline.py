@@ -54,7 +54,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
     stages = load_pipeline(args.file)
     folder = args.folder or Path("runs") / args.file.stem
-    check_stages(stages, overrides)
+    check_stages(stages, overrides, args.file)
     check_ahead(stages, folder, overrides)
     open_folder(folder, stages, args.file)
     for stage in stages:
@@ -71,11 +71,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     return 0
 
 
-def check_stages(stages: Sequence[Stage], overrides: Sequence[str]) -> None:
+def check_stages(stages: Sequence[Stage], overrides: Sequence[str], file: Path) -> None:
     """Raise ConfigError for the settings of any stage that contradict each other, whatever has run."""
+    said_in = " and ".join([str(file), *(["the command line"] if overrides else [])])
     for stage in stages:
         with naming(stage):
-            config = load_config(stage.recipe, [*stage.settings, *overrides])
+            config = load_config(stage.recipe, [*stage.settings, *overrides], said_in=said_in)
             added_parts(config.rewards)
         if stage.kind == "reward-model" and not is_fed(stage, stages, config):
             raise ConfigError(

@@ -28,19 +28,22 @@ _BOUNDS = {
 }
 
 
-def load_config(source: str | Path | None, overrides: Sequence[str] = ()) -> Config:
+def load_config(
+    source: str | Path | None, overrides: Sequence[str] = (), *, said_in: str = "the command line"
+) -> Config:
     """The configuration of a run.
 
     `source` is the name of a recipe, a path to a `.toml` file, or None for the defaults alone. `overrides`
     are the words of a command line: `--algorithm.group_size 16`, `--algorithm.group_size=16`, a bare
-    `--model.from_scratch` for true, `none` for None. Lists and tables are written as TOML.
+    `--model.from_scratch` for true, `none` for None. Lists and tables are written as TOML. `said_in` is where
+    they stand, for the error.
 
     Raises ConfigError whose message has one sentence a line, one for each mistake.
     """
     path = None if source is None else _locate(source)
     data = {} if path is None else _parse(_read(path), str(path))
     problems = apply_overrides(data, overrides)
-    places = ([str(path)] if path is not None else []) + (["the command line"] if overrides else [])
+    places = ([str(path)] if path is not None else []) + ([said_in] if overrides else [])
     return _validate(data, problems, " and ".join(places))
 
 
