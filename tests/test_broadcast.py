@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -11,24 +13,34 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.engines.broadcast import (
+    Line,
+    Manifest,
     Place,
     check_digest,
     difference,
+    enter_line,
     join_line,
     manifest_of,
     open_store,
     restored,
     room_for,
+    take,
     visit_store,
 )
 from ludus.engines.dialects import VllmDialect
 from ludus.engines.loading import load_model
+from ludus.engines.local import LocalEngine
 from ludus.engines.sending import Broadcaster
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import Replica, ServerSettings
 from ludus.errors import EngineError, SyncError
+from ludus.gateway.service import Model, Service
+from ludus.gateway.weights import WeightDesk
 from ludus.training.sync import WeightSync
 from served import COLD_START
+from test_engine_server import Fake, serving
+from test_learner import tiny_model
+from waiting import until
 
 PROBE = tuple(range(300, 340))
 FLAT = ServerSettings(timeout_s=60, patience_s=2, broadcast_host="127.0.0.1")
@@ -152,3 +164,176 @@ def test_the_servers_own_words_are_raised(served):
 
     with pytest.raises(EngineError, match=r"do not belong to the engine's model: model\.no_such"):
         asyncio.run(run())
+
+
+@dataclass
+class OnLine(Fake):
+    """A server that is on the trainer's line. `waits_at` a path it waits until it may `go` on; one that
+    `fails` leaves the line when it should take weights."""
+
+    waits_at: str = "nothing"
+    fails: bool = False
+    held: threading.Event = field(default_factory=threading.Event)
+    go: threading.Event = field(default_factory=threading.Event)
+    line: Line | None = None
+    expected: Manifest | None = None
+
+    def answer(self, path, body):
+        if path == "/join_weight_line":
+            self.line = enter_line(Place(**body))
+        elif path == "/prepare_weights":
+            self.expected = Manifest(**body)
+        elif path == "/receive_weights" and self.fails:
+            self.line = None
+            return 500, {"message": "no memory"}
+        elif path == "/receive_weights":
+            take(self.line, self.expected)
+            self.label = str(self.expected.version)
+        if path == self.waits_at:
+            self.held.set()
+            self.go.wait(20)
+        return super().answer(path, body)
+
+
+KEPT = ServerSettings(timeout_s=20, patience_s=0.2, broadcast_host="127.0.0.1", keeps_weights=True)
+ONES = {"a": torch.ones(3)}
+
+
+def on_line(fakes) -> ServerEngine:
+    return ServerEngine([fake.url for fake in fakes], settings=KEPT)
+
+
+def test_weights_that_a_server_left_on_their_way_are_sent_again_over_a_line_without_it():
+    async def scenario(stays, leaves):
+        engine = on_line((stays, leaves))
+        stays.waits_at = "/prepare_weights"
+        sending = asyncio.create_task(engine.load_weights(1, ONES))
+        await until(lambda: stays.held.is_set() and leaves.expected is not None, 20)
+        engine.leave(leaves.url)
+        stays.waits_at = "nothing"
+        stays.go.set()
+        with pytest.raises(EngineError, match="has left the line"):
+            await sending
+        await engine.load_weights(1, ONES)
+        assert stays.label == "1"
+        await engine.close()
+
+    fakes = OnLine(), OnLine()
+    with serving(*fakes):
+        asyncio.run(scenario(*fakes))
+
+
+def test_a_server_that_leaves_when_it_has_the_weights_is_not_waited_for_with_the_next():
+    async def scenario(stays, leaves):
+        engine = on_line((stays, leaves))
+        stays.waits_at = "/receive_weights"
+        sending = asyncio.create_task(engine.load_weights(1, ONES))
+        await until(lambda: stays.held.is_set() and leaves.label == "1", 20)
+        engine.leave(leaves.url)
+        leaves.line = None
+        stays.waits_at = "nothing"
+        stays.go.set()
+        await sending
+        await engine.load_weights(2, ONES)
+        assert stays.label == "2"
+        await engine.close()
+
+    fakes = OnLine(), OnLine()
+    with serving(*fakes):
+        asyncio.run(scenario(*fakes))
+
+
+def test_a_server_may_take_the_place_of_one_that_went_with_the_weights_on_their_way():
+    async def scenario(goes, comes):
+        engine = on_line((goes,))
+        with pytest.raises(EngineError):
+            await engine.load_weights(1, ONES)
+        engine.leave(goes.url)
+        await engine.join(comes.url)
+        assert comes.label == "1"
+        await engine.load_weights(1, ONES)
+        await engine.load_weights(2, ONES)
+        assert comes.label == "2"
+        await engine.close()
+
+    fakes = OnLine(fails=True), OnLine()
+    with serving(*fakes):
+        asyncio.run(scenario(*fakes))
+
+
+def test_nobody_waits_at_the_end_for_a_line_that_did_not_come_about():
+    class Refuses(Fake):
+        def answer(self, path, body):
+            return (400, {"message": "No."}) if path == "/join_weight_line" else super().answer(path, body)
+
+    async def scenario(fake):
+        engine = on_line((fake,))
+        with pytest.raises(EngineError, match=r"No\."):
+            await engine.load_weights(1, ONES)
+        await engine.close()
+
+    fake, begin = Refuses(), time.monotonic()
+    with serving(fake):
+        asyncio.run(scenario(fake))
+    assert time.monotonic() - begin < KEPT.timeout_s / 2
+
+
+class SlowToRead(dict):
+    """Weights that take a while to be read, as large ones do."""
+
+    def items(self):
+        time.sleep(0.5)
+        return super().items()
+
+
+def test_others_go_on_while_weights_are_made_ready_to_be_sent():
+    async def scenario(fake):
+        engine, longest, ended = on_line((fake,)), 0.0, False
+
+        async def others():
+            nonlocal longest
+            while not ended:
+                before = time.monotonic()
+                await asyncio.sleep(0.01)
+                longest = max(longest, time.monotonic() - before)
+
+        beside = asyncio.create_task(others())
+        await engine.load_weights(1, SlowToRead(ONES))
+        ended = True
+        await beside
+        await engine.close()
+        assert fake.label == "1"
+        assert longest < 0.45
+
+    fake = OnLine()
+    with serving(fake):
+        asyncio.run(scenario(fake))
+
+
+def test_a_server_that_is_on_a_new_line_stays_there_when_the_old_one_breaks():
+    async def scenario():
+        model = tiny_model(torch.float32)
+        engine = LocalEngine(model, copy=False)
+        desk = WeightDesk(Service(engine, Model("m", "m", 0, None, (), 8), control=True), model)
+        state = {name: p.detach() + 1 for name, p in model.named_parameters()}
+        manifest = manifest_of(7, None, state)
+        trainers: list[Line | None] = []
+        for _ in range(2):
+            store = open_store(20)
+            place = Place(host="127.0.0.1", port=store.port, rank=1, count=2, timeout_s=20)
+            met = asyncio.to_thread(join_line, store, 0, 2, 20, "127.0.0.1")
+            line, _ = await asyncio.gather(met, desk.join(place))
+            trainers.append(line)
+            del line
+            desk.prepare(manifest)
+            if len(trainers) == 1:
+                waiting = asyncio.create_task(desk.receive())
+                await asyncio.sleep(0.05)
+        trainers[0] = None
+        with pytest.raises(EngineError, match="broke"):
+            await waiting
+        await asyncio.gather(desk.receive(), asyncio.to_thread(trainers[1].broadcast, state))
+        assert engine.version == 7
+        await engine.close()
+
+    asyncio.run(scenario())

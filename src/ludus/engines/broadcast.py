@@ -7,11 +7,14 @@ not change, nothing. Both sides hold the digest of what was sent against it.
 
 from __future__ import annotations
 
+import asyncio
 import socket
-from collections.abc import Mapping
+import threading
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from pydantic import BaseModel
 
@@ -25,6 +28,8 @@ if TYPE_CHECKING:
 _PLACES, _VALUES = "@places", "@values"
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TRAINER = 0
+
+Result = TypeVar("Result")
 
 
 class Place(BaseModel):
@@ -133,6 +138,25 @@ def enter_line(place: Place) -> Line:
     """A server's end of the trainer's line. Raises EngineError where the line does not come about."""
     store = visit_store(place)
     return join_line(store, place.rank, place.count, place.timeout_s, address_towards(place))
+
+
+async def aside(work: Callable[[], Result]) -> Result:
+    """Do something at a line on a thread of its own.
+
+    Gloo hears no cancelling: one who waits in it for somebody that does not come goes on until its time is
+    up. Nobody waits for such a thread, neither an event loop nor the process that ends.
+    """
+    future: Future[Result] = Future()
+    future.set_running_or_notify_cancel()
+
+    def run() -> None:
+        try:
+            future.set_result(work())
+        except BaseException as error:  # boundary: whoever awaits it raises the cause
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="ludus-line", daemon=True).start()
+    return await asyncio.wrap_future(future)
 
 
 def take(line: Line, manifest: Manifest) -> dict[str, torch.Tensor]:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from pydantic import BaseModel
@@ -15,6 +16,7 @@ from ludus.engines.broadcast import (
     Line,
     Manifest,
     Place,
+    aside,
     difference,
     join_line,
     manifest_of,
@@ -37,6 +39,15 @@ class _Anything(BaseModel):
     """An answer whose content does not matter."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Parcel:
+    """Weights on the CPU, and what of them is sent, as `manifest` announces it."""
+
+    plain: dict[str, torch.Tensor]
+    tensors: dict[str, torch.Tensor]
+    manifest: Manifest
+
+
 @dataclass
 class Broadcaster:
     """Sends weights to `replicas`, which reach this process at `host`; with `delta` what changed alone.
@@ -54,25 +65,34 @@ class Broadcaster:
     keeps: bool = False
     sent_bytes: int = 0
     _line: Line | None = None
+    _has_left: bool = False
+    """Whether a server has left since the last weights began to be sent."""
     _last: dict[str, torch.Tensor] = field(default_factory=dict)
     _version: int = -1
     _by_workers: set[str] = field(default_factory=set)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
-        """Have every server take the weights. Raises EngineError with a server's own words."""
-        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
-        same = {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in self._last.items()}
-        differs = same and self.delta
-        tensors, base = (difference(plain, self._last), self._version) if differs else (plain, None)
-        if not await self._ready_for(manifest_of(version, base, tensors)):
-            tensors = plain
-            await self._line_up()
-            await self._prepare(manifest_of(version, None, plain))
+        """Have every server take the weights. Raises EngineError with a server's own words.
+
+        Whatever comes of it: a server that is brought the last weights has these from then on.
+        """
+        self._has_left = False
+        parcel = await asyncio.to_thread(self._pack, version, state)
+        line = self._line if await self._ready_for(parcel.manifest) else None
+        if line is None:
+            if parcel.manifest.base is not None:
+                parcel = await asyncio.to_thread(_whole, version, parcel.plain)
+            line = await self._line_up()
+            await self._prepare(parcel.manifest)
         self._last = {}
-        await self._send(tensors, version)
-        self.sent_bytes = sum(t.numel() * t.element_size() for t in tensors.values())
         if self.delta or self.keeps:
-            self._last, self._version = {n: t.clone() for n, t in plain.items()}, version
+            self._last, self._version = await asyncio.to_thread(_copy, parcel.plain), version
+        if self._has_left:
+            raise EngineError("A server has left the line of weights that it was to be on.")
+        self._line = None
+        await self._send(line, parcel.tensors, version)
+        self.sent_bytes = sum(t.numel() * t.element_size() for t in parcel.tensors.values())
+        self._line = None if self._has_left else line
 
     def keep(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Keep a copy of weights, for servers to be brought one by one."""
@@ -89,12 +109,21 @@ class Broadcaster:
         return last
 
     def relay(self) -> None:
-        """Lay the line anew before the next weights: the servers are others."""
-        self._line = None
+        """Lay the line anew before the next weights: a server has left."""
+        self._line, self._has_left = None, True
 
     def close(self) -> None:
         """Leave the line."""
         self._line, self._last = None, {}
+
+    def _pack(self, version: int, state: Mapping[str, torch.Tensor]) -> _Parcel:
+        """What those on the line are to be sent: of large models this takes a while."""
+        plain = {name: tensor.detach().cpu().contiguous() for name, tensor in state.items()}
+        same = {n: t.shape for n, t in plain.items()} == {n: t.shape for n, t in self._last.items()}
+        if not (same and self.delta and self._line is not None):
+            return _whole(version, plain)
+        changed = difference(plain, self._last)
+        return _Parcel(plain, changed, manifest_of(version, self._version, changed))
 
     async def _ready_for(self, manifest: Manifest) -> bool:
         """Whether all servers are on the line and can take what the manifest says."""
@@ -125,7 +154,7 @@ class Broadcaster:
             self._by_workers.add(replica.url)
         await tell_workers(replica, path, body)
 
-    async def _line_up(self) -> None:
+    async def _line_up(self) -> Line:
         """Meet all servers at a new place. Raises EngineError where one does not come in time."""
         self._line = None
         store = open_store(self.timeout_s)
@@ -138,27 +167,33 @@ class Broadcaster:
             self._tell(replica, "/join_weight_line", place.model_dump())
             for replica, place in zip(self.replicas, places, strict=True)
         ]
-        joined = asyncio.to_thread(join_line, store, TRAINER, count, self.timeout_s, self.host)
+        joined = aside(partial(join_line, store, TRAINER, count, self.timeout_s, self.host))
         try:
             async with asyncio.timeout(self.timeout_s):
-                self._line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
+                line, _ = await asyncio.gather(joined, asyncio.gather(*asked))
         except TimeoutError as error:
             raise EngineError(
                 f"Not every server joined the line of weights within {self.timeout_s:g} s.",
                 "Look at the servers' logs, or raise engine.timeout_s.",
             ) from error
+        return line
 
-    async def _send(self, tensors: Mapping[str, torch.Tensor], version: int) -> None:
-        assert self._line is not None
-        line, self._line = self._line, None  # it is back once all went well
+    async def _send(self, line: Line, tensors: Mapping[str, torch.Tensor], version: int) -> None:
         asked = [
             receive(replica, self.dialect, version)
             if replica.url in self._by_workers
             else replica.post("/receive_weights", {}, _Anything)
             for replica in self.replicas
         ]
-        await asyncio.gather(*asked, asyncio.to_thread(line.broadcast, tensors))
-        self._line = line
+        await asyncio.gather(*asked, aside(partial(line.broadcast, tensors)))
+
+
+def _whole(version: int, plain: dict[str, torch.Tensor]) -> _Parcel:
+    return _Parcel(plain, plain, manifest_of(version, None, plain))
+
+
+def _copy(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
 
 
 def broadcaster_of(

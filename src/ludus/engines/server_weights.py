@@ -185,6 +185,7 @@ class SentWeights:
             last = await self.line.bring(replica)
             if last:
                 await self._prove(replica, last)
+                replica.holds = self.version
         await self.ready(replica, first_turn=True)
 
     async def ready(self, replica: Replica, *, first_turn: bool, stays: int | None = None) -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.engines.broadcast import Line, Manifest, Place, enter_line, restored, take
+from ludus.engines.broadcast import Line, Manifest, Place, aside, enter_line, restored, take
 from ludus.engines.checksums import tensor_digest
 from ludus.errors import EngineError, SyncError
 from ludus.gateway.requests import BadRequest
@@ -64,7 +65,7 @@ class WeightDesk:
     async def join(self, place: Place) -> None:
         """Join a trainer's line, in place of an earlier one."""
         self._line = None
-        self._line = await asyncio.to_thread(enter_line, place)
+        self._line = await aside(partial(enter_line, place))
 
     def prepare(self, manifest: Manifest) -> None:
         """Say what will come. Raises BadRequest without a line, or with other weights than it builds on."""
@@ -85,10 +86,12 @@ class WeightDesk:
             raise BadRequest("No weights are expected.", _CONFLICT)
         self._expected = None
         try:
-            tensors = await asyncio.to_thread(take, line, manifest)
-            found = restored(tensors, dict(self.model.state_dict(keep_vars=True)))
+            tensors = await aside(partial(take, line, manifest))
+            own = dict(self.model.state_dict(keep_vars=True))
+            found = await asyncio.to_thread(restored, tensors, own)
         except EngineError:
-            self._line = None
+            if self._line is line:  # it may be on another one by now
+                self._line = None
             raise
         except SyncError as error:
             raise BadRequest(str(error)) from error
