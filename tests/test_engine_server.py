@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -390,6 +390,27 @@ def test_where_one_server_refuses_weights_the_others_have_them_when_that_is_rais
         with pytest.raises(EngineError):
             load(engine, 5)
         assert slow.label == "5"
+
+
+def test_weights_of_a_transfer_that_failed_do_not_stay_in_their_folder(tmp_path):
+    class Refuses(Fake):
+        num_refused = 0
+
+        def answer(self, path, body):
+            if path == "/collective_rpc" and self.num_refused == 1:
+                self.num_refused += 1
+                return 400, {"message": "No."}
+            self.num_refused += path == "/collective_rpc"
+            return super().answer(path, body)
+
+    fake = Refuses()
+    with serving(fake):
+        engine = ServerEngine([fake.url], settings=replace(QUICK, weights_folder=str(tmp_path)))
+        load(engine, 1)
+        with pytest.raises(EngineError):
+            load(engine, 2)
+        load(engine, 2)
+    assert [path.name.rpartition("-")[2] for path in tmp_path.iterdir()] == ["2"]
 
 
 def test_what_is_sampled_from_weights_that_are_on_their_way_over_a_line_is_known():

@@ -73,6 +73,8 @@ class SentWeights:
         self._follows = False
         self._unproved: set[str] = set()
         self._sent = _Sent()
+        self._old: list[Path] = []
+        """Folders of weights before the last, which are to go."""
         self._shelf = WeightShelf(settings.weights_folder)
         self.adapters = SentAdapters(dialect, replicas, self._shelf, name)
         self.line = broadcaster_of(replicas, dialect, settings)
@@ -87,28 +89,28 @@ class SentWeights:
         async with AsyncExitStack() as held:
             for replica in replicas:  # one that is looked at meanwhile would seem to have lost them
                 await held.enter_async_context(replica.lock)
-            before = self._announce(version, folder)
+            self._announce(version, folder)
             updates = (self._update(replica, state) for replica in replicas)
             ended = await asyncio.gather(*updates, return_exceptions=True)
         for error in ended:
             if error is not None:
                 raise error
-        await self._remove(before)
+        await self._remove_old()
 
     async def hold(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Keep whole weights for `give`; each replica stays at the version that it has until then.
 
         Not while a replica is given any. Raises StorageError.
         """
-        before, old = None, self.version
+        old = self.version
         if self.line is not None:
             await asyncio.to_thread(self.line.keep, version, state)
             self._announce(version, None)
         else:
-            before = self._announce(version, await self._save(version, with_head(state)))
+            self._announce(version, await self._save(version, with_head(state)))
         for replica in self._replicas:
             replica.behind = old if replica.behind is None else replica.behind
-        await self._remove(before)
+        await self._remove_old()
 
     async def give(self, replica: Replica) -> None:
         """Have one replica take what is held, and prove it. Raises as `ServerEngine.load_weights`."""
@@ -126,20 +128,23 @@ class SentWeights:
         await asyncio.to_thread(save_weights, folder, state)
         return folder
 
-    def _announce(self, version: int, folder: Path | None) -> Path | None:
-        """These are the weights that replicas are to have; gives the folder of those before, if another."""
-        before = self._sent.folder
+    def _announce(self, version: int, folder: Path | None) -> None:
+        """These are the weights that replicas are to have."""
+        every = {*self._old, self._sent.folder} - {folder, None}
+        self._old = [one for one in every if one is not None]
         self._sent = _Sent(version, folder, self._sent.and_then(version))
         self.version = version
-        return None if before == folder else before
 
-    async def _remove(self, folder: Path | None) -> None:
-        """Remove a folder that nobody reads any more, once no replica is looked at."""
-        if folder is not None:
+    async def _remove_old(self) -> None:
+        """Remove folders that nobody reads any more, once no replica is looked at.
+
+        Those of a transfer that failed go with the next one that does not.
+        """
+        while self._old:
             for replica in tuple(self._replicas):
                 async with replica.lock:
                     pass
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+            await asyncio.to_thread(shutil.rmtree, self._old.pop(), ignore_errors=True)
 
     async def _broadcast(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Send the weights over a line; no file is left to send them from again."""
