@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import copy
+import resource
 import subprocess
 import sys
 import tempfile
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -84,6 +86,23 @@ def test_a_checkpoint_of_shards_is_one_of_a_model_too(group_of_one, tmp_path):
     (checkpoint / "trainer" / "shards" / ".metadata").write_bytes(b"no metadata")
     with pytest.raises(StorageError, match="broken"):
         sharded_ranks.resumes("plain", checkpoint)
+
+
+@contextmanager
+def full_disk(num_bytes):
+    """No file may grow beyond so many bytes for the time of a block."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_shards_that_cannot_be_written_are_a_fault_of_the_disk(group_of_one, tmp_path):
+    with full_disk(1000), pytest.raises(StorageError, match=r"Process 0 could not write its shards.*resume"):
+        sharded_ranks.saves("plain", tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_equal_shards_are_equal_files(group_of_one, tmp_path):

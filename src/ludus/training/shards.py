@@ -33,8 +33,9 @@ def save_shards(
 ) -> dict[str, torch.Tensor]:
     """Write moments, weights and `parts`, each process its shards; gives the weights that train, whole.
 
-    Every process calls this.
+    Every process calls this. Raises StorageError in all of them where one cannot write.
     """
+    from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
     from torch.distributed.checkpoint.metadata import StorageMeta
     from torch.distributed.checkpoint.state_dict_saver import save
@@ -48,8 +49,16 @@ def save_shards(
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     every = {"model": weights, "optimiser": optimiser.state(), **parts}
     tensors = {f"{part}/{name}": t for part, named in every.items() for name, t in named.items()}
-    with _quiet():
-        save(tensors, storage_writer=Writer(folder))
+    try:
+        with _quiet():
+            save(tensors, storage_writer=Writer(folder))
+    except CheckpointException as error:
+        rank = min(error.failures)
+        cause, _ = error.failures[rank]
+        raise StorageError(
+            f"Process {rank} could not write its shards of the checkpoint to {folder}: {cause}.",
+            "Free some space and resume; earlier checkpoints are unchanged.",
+        ) from error
     found = gathered(model)
     return {name: found[name] for name in weights}
 
