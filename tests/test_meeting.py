@@ -57,6 +57,17 @@ def test_a_process_that_does_not_begin_is_named():
     assert not os.path.exists(crew.folder.name)
 
 
+def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
+    crew, begin = Crew(tempfile.TemporaryDirectory()), time.monotonic()
+    for program in ("import time; time.sleep(60)", "raise SystemExit('no such model')"):
+        with (Path(crew.folder.name) / f"said-{len(crew.processes) + 1}").open("wb") as said:
+            crew.processes.append(subprocess.Popen([sys.executable, "-c", program], stderr=said))
+    with pytest.raises(LearnerError, match=r"process 2 \(1\): no such model"):
+        crew.gather(60.0)
+    crew.close()
+    assert time.monotonic() - begin < 15
+
+
 _LEADER = """
 import time, torch
 from ludus.training.crew import Crew

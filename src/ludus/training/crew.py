@@ -217,7 +217,9 @@ class Crew:
         ranks, deadline = range(1, len(self.processes) + 1), time.monotonic() + limit_s
         while late := [rank for rank in ranks if not (place / here(rank)).exists()]:
             if any(process.poll() is not None for process in self.processes):
-                raise LearnerError(f"A process of the learner has ended: {self.last_words()}", "Try again.")
+                ended = self.last_words()
+                self.kill()
+                raise LearnerError(f"A process of the learner has ended: {ended}", "Try again.")
             if time.monotonic() > deadline:
                 self.kill()
                 raise LearnerError(
