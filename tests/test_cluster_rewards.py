@@ -245,6 +245,58 @@ def test_a_reward_worker_scores_with_its_world_and_answers_while_it_does(host, m
     asyncio.run(scenario())
 
 
+@dataclass
+class Near:
+    """A reward worker's host in this process, which is asked as one elsewhere is."""
+
+    host: Host
+    scored: list[ScoreJob] = field(default_factory=list)
+
+    async def call(self, message, deadline_s):
+        number = len(self.scored) + 1000 * isinstance(message, Ping)
+        if isinstance(message, ScoreJob):
+            self.scored.append(message)
+        try:
+            async with asyncio.timeout(deadline_s):
+                return (await asyncio.shield(self.host.call(number, message))).take()
+        except asyncio.CancelledError:
+            self.host.cancel(number)
+            raise
+        except TimeoutError as error:
+            self.host.cancel(number)
+            raise RoleLost("It gave no answer.") from error
+
+    async def kill(self):
+        pass
+
+
+def test_a_scoring_that_is_given_up_keeps_its_place_until_it_has_ended(host, monkeypatch, tmp_path):
+    """Its thread cannot be interrupted: the clock of the next one would run while that waits for it."""
+    monkeypatch.chdir(tmp_path)
+    places = [tmp_path / "first", tmp_path / "next"]
+
+    async def scenario():
+        near = Near(host)
+        rewards = workers([near], scoring_timeout_s=20)
+        rewards.pool.keep()
+        for place in places:
+            place.mkdir()
+        played = [replace(PLAYED, sample=n, tags={"waits": str(place)}) for n, place in enumerate(places)]
+        given_up = asyncio.create_task(rewards.scored(TASK, played[0]))
+        await until((places[0] / "begun-0").exists, 10)
+        given_up.cancel()
+        (places[1] / "go").touch()
+        following = asyncio.create_task(rewards.scored(TASK, played[1]))
+        await asyncio.sleep(0.1)
+        assert len(near.scored) == 1
+        (places[0] / "go").touch()
+        assert (await following).reward == 1.05
+        assert given_up.cancelled()
+        await rewards.pool.close()
+
+    asyncio.run(scenario())
+
+
 def test_a_worker_whose_run_has_reward_workers_leaves_the_scoring_to_them():
     scheduler = make_scheduler(scripted(lambda request, turn: "Paris"), WatchedWorld())
     (job,) = make_jobs(1)

@@ -5,11 +5,13 @@ another one: nothing is played again for it, and one answer counts, as rewards a
 the trajectory alone. One that is late would be late anywhere: it raises `RewardLate` at once, and its worker,
 where it may go on for ever, ends what else it scores and is replaced. Raises what a reward raised, and
 `ScoringLost` where worker after worker is lost over the same trajectory: whoever asked decides about another
-attempt.
+attempt. A scoring that nobody waits for any more keeps its place to its end: a reward cannot be interrupted,
+and the clock of the next one would run while it waits for the thread.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable
@@ -61,19 +63,17 @@ class RewardWorkers:
         begin = time.perf_counter()
         for _ in range(TRIES):
             member = await self.pool.take(self.config.scorings_per_worker)
+            asked = asyncio.create_task(self._asked(member, ScoreJob(task, trajectory)))
+            self.pool.later(_end_of(asked))
             try:
-                scores = await self._scores(member, ScoreJob(task, trajectory))
+                scores = await asyncio.shield(asked)
                 found = replace(trajectory, rewards=scores.parts, reward=scores.total)
                 return waited(graded(found, scores.seconds), time.perf_counter() - begin)
             except RoleLost as error:
                 if isinstance(error.__cause__, TimeoutError):
-                    self.pool.retire(member, error)
                     raise self._late(task) from TimeoutError()
                 lost = error
-                await self.pool.lose(member, error)
                 log.warning("the scoring of task %s, sample %d, was lost", task.id, trajectory.sample)
-            finally:
-                await self.pool.give_back(member)
         assert lost is not None
         raise ScoringLost(
             f"{TRIES} reward workers were lost over task {task.id}: {lost.message}", lost.hint
@@ -85,10 +85,29 @@ class RewardWorkers:
             "Bound what they do, or see cluster.scoring_timeout_s.",
         )
 
-    async def _scores(self, member: Member, job: ScoreJob) -> Scores:
-        found = await member.remote.call(job, self.config.scoring_timeout_s)
-        assert isinstance(found, Scores)
-        return found
+    async def _asked(self, member: Member, job: ScoreJob) -> Scores:
+        """What a worker says, whose place is free again then; one that is late or lost is replaced."""
+        try:
+            found = await member.remote.call(job, self.config.scoring_timeout_s)
+            assert isinstance(found, Scores)
+            return found
+        except RoleLost as error:
+            if isinstance(error.__cause__, TimeoutError):
+                self.pool.retire(member, error)
+            else:
+                await self.pool.lose(member, error)
+            raise
+        finally:
+            await self.pool.give_back(member)
+
+
+async def _end_of(asked: asyncio.Task[Scores]) -> None:
+    """Wait for it, whatever it meets; the pool ends it where it closes before."""
+    try:
+        await asyncio.wait({asked})
+    finally:
+        asked.cancel()
+        asked.add_done_callback(lambda task: task.cancelled() or task.exception())
 
 
 async def _comes_or_goes(member: Member) -> None:
