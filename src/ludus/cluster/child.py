@@ -13,7 +13,8 @@ import socket
 import sys
 import threading
 
-from ludus.cluster.frames import Call, Cancel, Frame, Hello, Reply, pack, read_frame
+from ludus.cluster.frames import Call, Cancel, Frame, Hello, Reply, Unread, pack, read_frame
+from ludus.cluster.messages import failed
 from ludus.cluster.roles import Host
 from ludus.cluster.said import listen
 from ludus.engines.loading import hide_progress
@@ -37,6 +38,11 @@ async def _serve(line: socket.socket, host: Host) -> None:
     outbox = queue.SimpleQueue[bytes]()
     threading.Thread(target=_read, args=(line, loop, inbox), daemon=True).start()
     threading.Thread(target=_write, args=(line, outbox), daemon=True).start()
+    await attend(inbox, outbox, host)
+
+
+async def attend(inbox: asyncio.Queue[Frame], outbox: queue.SimpleQueue[bytes], host: Host) -> None:
+    """Have `host` do what comes, and put its answers, packed, into `outbox`. It never returns."""
     calls: set[asyncio.Task[None]] = set()
 
     async def answer(call: Call) -> None:
@@ -48,6 +54,9 @@ async def _serve(line: socket.socket, host: Host) -> None:
                 task = asyncio.create_task(answer(call))
                 calls.add(task)
                 task.add_done_callback(calls.discard)
+                await asyncio.sleep(0)  # it has begun before what comes next, which may cancel it
+            case Unread(number, error):
+                outbox.put(pack(Reply(number, failed(error))))
             case Cancel(number=number):
                 host.cancel(number)
 

@@ -13,6 +13,7 @@ from ludus.errors import UserError
 _LENGTH = struct.Struct("!Q")
 LENGTH_BYTES = _LENGTH.size
 _CARRIED = "What an episode and its rewards carry must pickle, and be read again from what it pickles to."
+_ASKED = "Tasks, their truth included, must pickle, and be read again from what they pickle to."
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,14 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
+class Unread:
+    """A call whose message cannot be read here; `error` says so to whoever waits for the answer."""
+
+    number: int
+    error: UserError
+
+
+@dataclass(frozen=True, slots=True)
 class Cancel:
     """Nobody waits for the answer any more."""
 
@@ -45,7 +54,22 @@ class Reply:
     answer: Answer
 
 
-Frame = Hello | Call | Cancel | Reply
+Frame = Hello | Call | Unread | Cancel | Reply
+
+
+@dataclass(frozen=True, slots=True)
+class _SealedCall:
+    """A call on its way: its number can be read where its message cannot."""
+
+    number: int
+    message: bytes
+
+    def opened(self) -> Call | Unread:
+        try:
+            return Call(self.number, pickle.loads(self.message))
+        except Exception as error:  # boundary: foreign types, which may raise anything
+            words = f"What another process was asked cannot be read there: {type(error).__name__}: {error}."
+            return Unread(self.number, UserError(words, _ASKED))
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +89,13 @@ class _Sealed:
 
 def pack(frame: Frame) -> bytes:
     """A frame as bytes, its length first. An answer that does not pickle goes as the error that says so."""
-    body = pickle.dumps(_sealed(frame) if isinstance(frame, Reply) else frame)
+    sealed: Frame | _Sealed | _SealedCall = frame
+    match frame:
+        case Reply():
+            sealed = _sealed(frame)
+        case Call(number, message):
+            sealed = _SealedCall(number, pickle.dumps(message))
+    body = pickle.dumps(sealed)
     return _LENGTH.pack(len(body)) + body
 
 
@@ -88,9 +118,9 @@ def length_of(head: bytes) -> int:
 
 
 def unpack(body: bytes) -> Frame:
-    """The frame in what follows its length. An answer that cannot be read is the error that says so."""
-    frame: Frame | _Sealed = pickle.loads(body)
-    return frame.opened() if isinstance(frame, _Sealed) else frame
+    """The frame in what follows its length. What cannot be read in it is the error that says so."""
+    frame: Frame | _Sealed | _SealedCall = pickle.loads(body)
+    return frame.opened() if isinstance(frame, _Sealed | _SealedCall) else frame
 
 
 def read_frame(line: socket.socket) -> Frame | None:

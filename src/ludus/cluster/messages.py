@@ -151,8 +151,16 @@ def failed(error: Exception) -> Answer:
     if not isinstance(error, LudusError):
         trace = "".join(traceback.format_exception(error)).strip()
         return Answer(error=LudusError(f"A fault in another process: {type(error).__name__}: {error}", trace))
+    late = isinstance(error.__cause__, TimeoutError)
     try:
         pickle.loads(pickle.dumps(error))
-    except Exception:  # boundary: a class that does not pickle travels as its part's words
-        return Answer(error=LudusError(str(error)))
-    return Answer(error=error, late=isinstance(error.__cause__, TimeoutError))
+    except Exception:  # boundary: a class that does not pickle travels as the one that it is a kind of
+        return Answer(error=_plain(error), late=late)
+    return Answer(error=error, late=late)
+
+
+def _plain(error: LudusError) -> LudusError:
+    """The same words in the nearest class of the error family: whoever reads them knows that one."""
+    family = (kind for kind in type(error).__mro__ if kind.__module__ == LudusError.__module__)
+    nearest: type[LudusError] = next(family)
+    return nearest(error.message, error.hint)
