@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from ludus.cluster.crowd import Crowd, Plan
 from ludus.cluster.local import LocalLauncher
 from ludus.cluster.messages import EngineSpec, PlayJob, RewardSpec, WorkerSpec
 from ludus.cluster.remote import Launcher
-from ludus.config.schema import Config
+from ludus.config.schema import Config, RolloutConfig
 from ludus.engines.base import EngineStats, Request, RollingUpdate, WeightCheck, combined
 from ludus.engines.rolling import Rolling
 from ludus.engines.server import ServerEngine
@@ -22,6 +23,7 @@ from ludus.engines.transport import ServerSettings
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
 from ludus.rollout.scheduler import Attempt, Job
+from ludus.rollout.scoring import START_S
 from ludus.rollout.setup import Play, rollout_for
 from ludus.training.session import Session, server_engine, server_settings
 from ludus.types import Completion, Task, Trajectory
@@ -71,8 +73,9 @@ class ClusterEngine:
 
     @property
     def can_roll(self) -> bool:
-        """Whether there are several engines, and they can take weights one by one."""
-        return self.server.can_roll
+        """Whether several engines are kept (one may be out), and they can take weights one by one."""
+        plan = self.crowd.plan
+        return self.server.can_roll if plan.engine is None else plan.config.engines > 1
 
     async def roll(self, lag: int) -> RollingUpdate:
         """Have engines take weights one by one from now on; see `ServerEngine.roll`."""
@@ -167,10 +170,18 @@ class Cluster:
     def deadline_s(self, task: Task) -> float:
         """The longest that an attempt can take if every limit of its parts is used up, and then some."""
         rollout, engine = rollout_for(self.world, self.config.rollout, task), self.config.engine
-        spare_s = self.config.cluster.silence_s + 2 * rollout.environment_timeout_s
+        spare_s = self.config.cluster.silence_s + 2 * rollout.environment_timeout_s + self._scoring_s(rollout)
         if rollout.episode_timeout_s is not None:
             return rollout.episode_timeout_s + spare_s
         return rollout.max_turns * (engine.timeout_s + rollout.environment_timeout_s) + spare_s
+
+    def _scoring_s(self, rollout: RolloutConfig) -> float:
+        """Of that the rewards, where workers compute them: all of a worker's episodes may end at once."""
+        cluster = self.config.cluster
+        if cluster.reward_workers:
+            return 0.0
+        before = math.ceil(cluster.episodes_per_worker / max(1, rollout.reward_processes))
+        return START_S + before * rollout.reward_timeout_s
 
 
 @contextmanager
