@@ -30,13 +30,14 @@ from ludus.engines.server import ServerEngine
 from ludus.engines.transport import Replica, ServerSettings
 from ludus.errors import EngineError, SyncError
 from ludus.rollout.admission import Admission, Pace
+from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, episode_name
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.rollout.stream import Stream
 from ludus.training.modes import follow
 from ludus.types import Segment, StopReason, Trajectory
 from test_admission import TASK, FakeLoop, World
-from test_cluster import JOB, QUICK, FakeLauncher, ask, plan
+from test_cluster import JOB, QUICK, FakeLauncher, ask, plan, views
 from test_engine_server import Fake, serving
 from tiny_run import cold_start, ludus, make_recipe
 from waiting import until
@@ -441,6 +442,38 @@ def test_a_worker_is_told_where_an_episode_stays_and_a_new_engine_has_the_newest
         await crowd.close()
 
     fakes = [Vllm(), Vllm(), Vllm()]
+    with serving(*fakes):
+        asyncio.run(scenario(fakes))
+
+
+def test_an_engine_that_is_let_go_ends_the_episodes_that_stay_with_it_first():
+    async def scenario(fakes):
+        launcher = FakeLauncher([fake.url for fake in fakes])
+        crowd = Crowd(plan(), launcher)
+        await crowd.open()
+        await crowd.load_weights(7, STATE)
+        await crowd.roll(1)
+        workers = [remote for remote in launcher.made if not remote.url]
+        attempts = [asyncio.create_task(crowd.play(JOB, 60))]
+        await until(lambda: sum(map(len, map(jobs, workers))) == 1, 10)
+        (sent,) = (job for worker in workers for job in jobs(worker))
+        goes = sent.pin.url
+        assert next(iter(crowd.engines.members.values())).started.url == goes
+        await crowd.scale(1)
+        later = replace(JOB, job=replace(JOB.job, key=RolloutKey(2, "t", 0)))
+        attempts.append(asyncio.create_task(crowd.play(later, 60)))
+        await until(lambda: sum(map(len, map(jobs, workers))) == 2, 10)
+        (begun,) = (job for worker in workers for job in jobs(worker) if job.job == later.job)
+        assert begun.pin.url != goes
+        assert all(goes in views(worker)[-1].urls for worker in workers)
+        attempts[0].cancel()
+        await until(lambda: all(goes not in views(worker)[-1].urls for worker in workers), 10)
+        await until(lambda: next(one for one in launcher.made if one.url == goes).killed, 10)
+        attempts[1].cancel()
+        await asyncio.gather(*attempts, return_exceptions=True)
+        await crowd.close()
+
+    fakes = [Vllm(), Vllm()]
     with serving(*fakes):
         asyncio.run(scenario(fakes))
 

@@ -93,6 +93,7 @@ class Crowd:
     rolling: Rolling | None = None
     _serial: int = 0
     _version: int | None = None
+    _num_left: int = 0
     _closing: bool = False
     _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
@@ -188,20 +189,25 @@ class Crowd:
         return any(member.started.url == url for member in self.engines.members.values())
 
     async def ask(self, what: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
-        """Ask the engines something; once more where one of them turns out to be dead."""
+        """Ask the engines something; once more where one of them turns out to be dead, or has left."""
         for attempt in range(_TRIES):
             if self.plan.engine is not None:
                 await self.engines.some()
             assert self.server is not None
-            lost = self.engines.num_lost
+            gone = self._departures
             try:
                 return await what(self.server)
             except EngineError:
                 await self.engines.check()
                 await asyncio.sleep(0)
-                if self.engines.num_lost == lost or attempt == _TRIES - 1:
+                if self._departures == gone or attempt == _TRIES - 1:
                     raise
         raise AssertionError("unreachable")
+
+    @property
+    def _departures(self) -> tuple[int, int]:
+        """Engines that are not kept any more, and those that the client has been told have left."""
+        return self.engines.num_gone, self._num_left
 
     async def measure(self) -> None:
         """Have the engines say how it goes, as far as they do so at once."""
@@ -214,7 +220,8 @@ class Crowd:
 
     def stats(self) -> dict[int, EngineStats]:
         """What each engine has done since its start, by its last sign of life."""
-        return {number: member.pulse.stats for number, member in self.engines.members.items()}
+        members = tuple(self.engines.members.items())  # whoever asks may be on another thread
+        return {number: member.pulse.stats for number, member in members}
 
     async def close(self) -> None:
         """End everything."""
@@ -244,9 +251,16 @@ class Crowd:
             await self._tell_all()
 
     async def _engine_left(self, member: Member) -> None:
-        if self.server is not None and not self._closing:
-            self.server.leave(member.started.url)
-            await self._tell_all()
+        if self.server is None or self._closing:
+            return
+        try:
+            if member.leaves and self.rolling is not None:
+                await self.rolling.empty(member.started.url)
+        finally:
+            if not self._closing:
+                self._num_left += 1
+                self.server.leave(member.started.url)
+                await self._tell_all()
 
     async def _worker_joined(self, member: Member) -> None:
         """Let a worker in that knows the engines as they are."""

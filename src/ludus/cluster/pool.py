@@ -1,10 +1,11 @@
 """The roles of one kind, kept at their number.
 
 Takes a number to keep, and whatever starts one. Gives the members that are ready. Waits for each of them to
-answer a ping every second: one that is silent for too long, or has ended, is lost, ended, and replaced. Never
-lists a member before `joined` has let it in, nor once `left` is told. Where one cannot be replaced it goes on
-with fewer, and tries again. Where the first ones do not start, or none is left and more were lost than may
-be, it is `failed`: whoever waits for a member then hears why.
+answer a ping every second, also while it is let in and while it leaves: one that is silent for too long, or
+has ended, is lost, ended, and replaced. Never lists a member before `joined` has let it in, nor once `left`
+is told. Where one cannot be replaced it goes on with fewer, and tries again. Where the first ones do not
+start, or none is left and more were lost than may be, it is `failed`: whoever waits for a member then hears
+why.
 """
 
 from __future__ import annotations
@@ -29,13 +30,15 @@ log = logging.getLogger("ludus.cluster")
 
 @dataclass(eq=False)
 class Member:
-    """A role that is ready. `busy` counts the calls that are under way from here."""
+    """A role that is ready. `busy` counts the calls that are under way from here. One that `leaves` ends its
+    work first; others that are not kept any more are dead."""
 
     number: int
     remote: Remote
     started: Started
     busy: int = 0
     serial: int = -1
+    leaves: bool = False
     since: float = field(default_factory=time.monotonic)
     pulse: Pulse = field(default_factory=Pulse)
     watch: asyncio.Task[None] | None = None
@@ -67,18 +70,22 @@ class Pool:
     left: Callable[[Member], Coroutine[None, None, None]]
     members: dict[int, Member] = field(default_factory=dict)
     num_lost: int = 0
+    num_gone: int = 0
+    """Members that were lost, or left."""
     failed: LudusError | None = None
     _number: int = 0
     _ever: bool = False
+    _closed: bool = False
     _lost_in_a_row: int = 0
     _starting: set[asyncio.Task[None]] = field(default_factory=set)
     _failing: set[asyncio.Task[None]] = field(default_factory=set)
     _leaving: set[asyncio.Task[None]] = field(default_factory=set)
+    _ending: set[asyncio.Task[None]] = field(default_factory=set)
     _changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def keep(self) -> None:
         """Start what is missing, and let go of what is too much."""
-        if self.failed is not None:
+        if self.failed is not None or self._closed:
             return
         for _ in range(self.target - len(self.members) - len(self._starting)):
             task = asyncio.create_task(self._fill())
@@ -120,7 +127,7 @@ class Pool:
         await asyncio.gather(*(self._ping(member) for member in tuple(self.members.values())))
 
     async def lose(self, member: Member, error: LudusError) -> None:
-        """End a member that does not answer, and replace it."""
+        """End a member that does not answer, and replace it, also where whoever calls is cancelled."""
         if self.members.get(member.number) is not member:
             return
         log.warning("%s %d is lost and replaced: %s", self.kind, member.number, error)
@@ -128,9 +135,10 @@ class Pool:
         self._drop(member)
         await self._fail_if_over(error)
         self.later(self.left(member))
-        await member.remote.kill()
-        self.keep()
-        await self._tell()
+        ending = asyncio.create_task(self._end(member))
+        self._ending.add(ending)
+        ending.add_done_callback(self._ending.discard)
+        await asyncio.shield(ending)
 
     def retire(self, member: Member, error: LudusError) -> None:
         """Replace a member that can take no more work: what is under way there ends first. It is no loss."""
@@ -150,9 +158,10 @@ class Pool:
     async def close(self) -> None:
         """Have all members stop, and see to it that they do."""
         self.target = 0
+        self._closed = True
         for task in (*self._starting, *self._leaving):
             task.cancel()
-        await asyncio.gather(*self._starting, *self._leaving, return_exceptions=True)
+        await asyncio.gather(*self._starting, *self._leaving, *self._ending, return_exceptions=True)
         members = tuple(self.members.values())
         for member in members:
             self._drop(member)
@@ -184,7 +193,7 @@ class Pool:
             started = await remote.call(Begin(), self.limits.start_s)
             assert isinstance(started, Started)
             member = Member(number, remote, started)
-            await self.joined(member)
+            await self._while_it_answers(member, self._join(member))
         except asyncio.CancelledError:
             if remote is not None:
                 await remote.kill()
@@ -194,11 +203,44 @@ class Pool:
                 await remote.kill()
             await self._not_started(number, failed(error).error or LudusError(str(error)))
             return False
-        self._ever = True
-        self.members[number] = member
-        member.watch = asyncio.create_task(self._watch(member))
-        log.info("%s %d runs at %s (%d)", self.kind, number, started.host, started.pid)
         return True
+
+    async def _while_it_answers(self, member: Member, work: Coroutine[None, None, None]) -> None:
+        """Do something about a member, as long as that answers. Raises what this or a ping meets."""
+        doing = asyncio.create_task(work)
+        silence = asyncio.create_task(self._silence(member))
+        try:
+            await asyncio.wait({doing, silence}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            doing.cancel()
+            silence.cancel()
+            await asyncio.wait({doing, silence})
+        if doing.cancelled():
+            raise silence.result()
+        doing.result()
+
+    async def _join(self, member: Member) -> None:
+        """Nothing may come between `joined` and the list: a member hears of all that comes later."""
+        await self.joined(member)
+        self._ever = True
+        self.members[member.number] = member
+        member.watch = asyncio.create_task(self._watch(member))
+        where = member.started
+        log.info("%s %d runs at %s (%d)", self.kind, member.number, where.host, where.pid)
+
+    async def _silence(self, member: Member) -> LudusError:
+        """What a ping meets, once a member does not answer one any more."""
+        while True:
+            await asyncio.sleep(_PULSE_S)
+            try:
+                await member.remote.call(Ping(), self.limits.silence_s)
+            except LudusError as error:
+                return error
+
+    async def _end(self, member: Member) -> None:
+        await member.remote.kill()
+        self.keep()
+        await self._tell()
 
     async def _not_started(self, number: int, error: LudusError) -> None:
         log.warning("%s %d did not start: %s", self.kind, number, error)
@@ -240,10 +282,12 @@ class Pool:
 
     def _drop(self, member: Member) -> None:
         self.members.pop(member.number, None)
+        self.num_gone += 1
         if member.watch is not None and member.watch is not asyncio.current_task():
             member.watch.cancel()
 
     def _let_go(self, member: Member) -> None:
+        member.leaves = True
         self._drop(member)
         self.later(self._drain(member))
 
@@ -251,8 +295,8 @@ class Pool:
         """Let what is under way at a member end, then stop it."""
         try:
             async with asyncio.timeout(_DRAIN_S):
-                await self.left(member)
-                while member.busy or await self._under_way(member):
+                await self._while_it_answers(member, self.left(member))
+                while await self._under_way(member) or member.busy:
                     await asyncio.sleep(_PULSE_S / 4)
         except (TimeoutError, LudusError) as error:
             log.warning("%s %d leaves before its work is done: %s", self.kind, member.number, error)

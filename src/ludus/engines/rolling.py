@@ -55,6 +55,8 @@ class Placement:
     """No episode begins on an older version."""
     taking: set[Replica] = field(default_factory=set, init=False)
     """Those to which weights are on their way."""
+    leaving: set[str] = field(default_factory=set, init=False)
+    """Addresses of those that go when their episodes have ended: none begins there."""
     _waiting: dict[Replica, int] = field(default_factory=dict, init=False)
     """Those on which no episode begins, with the newest version of when that began."""
     _pins: dict[str, Pin] = field(default_factory=dict, init=False)
@@ -70,9 +72,16 @@ class Placement:
     def open(self) -> list[Replica]:
         """Those on which episodes may begin."""
         shut = self.taking | self._waiting.keys()
-        return [
-            one for one in self.replicas if not one.gone and one not in shut and self.held(one) >= self.floor
-        ]
+        return [one for one in self._kept if one not in shut and self.held(one) >= self.floor]
+
+    @property
+    def _kept(self) -> list[Replica]:
+        """Those that have not left, and are not about to."""
+        return [one for one in self.replicas if not one.gone and one.url not in self.leaving]
+
+    def is_empty(self, url: str) -> bool:
+        """Whether no episode is at an address."""
+        return all(pin.url != url for pin in self._pins.values())
 
     def begin(self, episode: str) -> Pin | None:
         """The least busy engine that is open, of equally busy ones the newest; None while there is none."""
@@ -99,7 +108,7 @@ class Placement:
     def settle(self) -> list[Replica]:
         """Decide which engines wait for the end of their episodes; gives those that may take weights now."""
         busy = self._busy()
-        behind = [one for one in self.replicas if not one.gone and self.held(one) < self.newest]
+        behind = [one for one in self._kept if self.held(one) < self.newest]
         self._waiting = {one: since for one, since in self._waiting.items() if one in behind}
         self._change_places(busy)
         for one in sorted(behind, key=lambda one: (self.held(one), busy[one.url])):
@@ -191,6 +200,16 @@ class Rolling:
     def change(self) -> None:
         """An engine has joined or left."""
         self._settle()
+
+    async def empty(self, url: str) -> None:
+        """Let no more episodes begin at an address, and wait until those that are there have ended."""
+        self.placement.leaving.add(url)
+        try:
+            self._settle()
+            while not self.placement.is_empty(url):
+                await self._change()
+        finally:
+            self.placement.leaving.discard(url)
 
     def close(self) -> None:
         """End what is on its way."""

@@ -241,7 +241,8 @@ class ServerEngine:
         """
         with self._weights.adapters.using(None) as adapter:
             name = adapter.name if adapter else BASE
-            found = {await self._dialect.fingerprint(replica, name) for replica in tuple(self._replicas)}
+            answers = await _of_each(self._replicas, lambda replica: self._dialect.fingerprint(replica, name))
+        found = set(answers.values())
         if len(found) > 1:
             raise SyncError(f"The replicas hold different weights: {sorted(map(str, found))}.")
         return found.pop()
@@ -254,15 +255,16 @@ class ServerEngine:
                 f"the server takes 1 to {self.context_tokens - 1}."
             )
         with self._weights.adapters.using(adapter) as served:
-            rows = [
-                await self._under(replica, served, partial(self._score, replica, token_ids))
-                for replica in self._replicas
-            ]
-        for replica, row in zip(self._replicas, rows, strict=True):
-            gap = max(abs(a - b) for a, b in zip(row, rows[0], strict=True))
+            rows = await _of_each(
+                self._replicas,
+                lambda replica: self._under(replica, served, partial(self._score, replica, token_ids)),
+            )
+        first, expected = next(iter(rows.items()))
+        for replica, row in rows.items():
+            gap = max(abs(a - b) for a, b in zip(row, expected, strict=True))
             if gap > _SAME_NATS:
-                raise EngineError(f"{replica.url} and {self._replicas[0].url} disagree by {gap:.3g} nats.")
-        return rows[0]
+                raise EngineError(f"{replica.url} and {first.url} disagree by {gap:.3g} nats.")
+        return expected
 
     async def measure(self) -> None:
         """Read what the servers say of their work."""
@@ -350,6 +352,26 @@ class ServerEngine:
             name = self._calls.new_name()
             self._mode = await _find_mode(self._dialect, replica, self._facts, name)
         _check_mode(replica.url, self._mode, params)
+
+
+async def _of_each(
+    replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Answer]]
+) -> dict[Replica, Answer]:
+    """What replicas answer, one after the other; those that leave meanwhile do not count.
+
+    Raises EngineError where all have left.
+    """
+    found: dict[Replica, Answer] = {}
+    for replica in tuple(replicas):
+        try:
+            found[replica] = await ask(replica)
+        except EngineError:
+            if not replica.gone:
+                raise
+    there = {replica: answer for replica, answer in found.items() if not replica.gone}
+    if not there:
+        raise EngineError("There is no inference server: all have left.")
+    return there
 
 
 async def _always(url: str) -> bool:
