@@ -298,6 +298,7 @@ def test_others_go_on_while_weights_are_made_ready_to_be_sent():
                 longest = max(longest, time.monotonic() - before)
 
         beside = asyncio.create_task(others())
+        await asyncio.sleep(0.05)
         await engine.load_weights(1, SlowToRead(ONES))
         ended = True
         await beside

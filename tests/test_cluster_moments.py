@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -18,7 +19,8 @@ from ludus.cluster.cluster import Cluster, ClusterEngine
 from ludus.cluster.crowd import Crowd, WorkerLost
 from ludus.cluster.frames import LENGTH_BYTES, Call, Cancel, Unread, pack, unpack
 from ludus.cluster.local import LocalLauncher
-from ludus.cluster.messages import Begin, Ping, Pulse, RewardSpec, WorkerSpec, failed
+from ludus.cluster.messages import Begin, Ping, Pulse, RewardSpec, Started, WorkerSpec, failed
+from ludus.cluster.pool import Member
 from ludus.cluster.remote import Needs, RoleLost
 from ludus.cluster.roles import Host
 from ludus.config import load_config
@@ -318,10 +320,13 @@ def test_engines_may_come_and_go_while_another_thread_reads_what_they_did():
     crowd, ended = Crowd(plan(), FakeLauncher()), threading.Event()
 
     def come_and_go():
-        member = type("Member", (), {"pulse": Pulse()})
-        for number in range(50_000):
-            crowd.engines.members[number % 7] = member
-            crowd.engines.members.pop((number + 3) % 7, None)
+        members, member = crowd.engines.members, Member(0, None, Started("here", 1))
+        deadline = time.monotonic() + 0.5
+        while time.monotonic() < deadline:
+            for number in range(3):
+                members[number] = member
+            for number in range(3):
+                members.pop(number)
         ended.set()
 
     before = sys.getswitchinterval()
