@@ -68,6 +68,46 @@ def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
     assert time.monotonic() - begin < 15
 
 
+_MEETS = """
+import subprocess, sys, tempfile, torch
+from pathlib import Path
+from ludus.errors import LearnerError
+from ludus.training.crew import Crew, meet
+from ludus.training.meeting import Meeting
+meeting, crew = Meeting.called(2, 20.0), Crew(tempfile.TemporaryDirectory())
+with (Path(crew.folder.name) / "said-1").open("wb") as said:
+    command = [sys.executable, "-c", sys.argv[1], str(meeting.port), crew.folder.name]
+    crew.processes.append(subprocess.Popen(command, stdout=said, stderr=said))
+crew.gather(120.0)
+try:
+    meet(meeting, crew, torch.device("cpu"), None)
+except LearnerError as error:
+    print(error)
+crew.close()
+"""
+_FOLLOWER = """
+import os, sys, torch
+from pathlib import Path
+from ludus.training.crew import here
+from ludus.training.meeting import Meeting
+port, folder = sys.argv[1:]
+Path(folder, here(1)).touch()
+Meeting.joined(int(port), 1, 2, 60.0).form_group(torch.device("cpu"))
+print("the GPU has fallen off the bus", flush=True)
+os._exit(9)
+"""
+
+
+@pytest.mark.fault
+def test_a_process_that_ends_when_all_have_met_is_named_with_its_words():
+    """The line for commands is laid when they have met: nobody has come to that yet."""
+    leader = [sys.executable, "-c", _MEETS, _FOLLOWER]
+    said = subprocess.run(leader, capture_output=True, text=True, timeout=300)
+    assert said.stdout.startswith(
+        "A process of the learner has ended: process 1 (9): the GPU has fallen off the bus"
+    ), said.stderr
+
+
 _LEADER = """
 import time, torch
 from ludus.training.crew import Crew

@@ -29,7 +29,7 @@ from ludus.config.schema import Config
 from ludus.errors import LearnerError, UserError
 from ludus.training.batch import Row
 from ludus.training.head import Entropy
-from ludus.training.meeting import LISTEN_S, Meeting
+from ludus.training.meeting import LISTEN_S, Meeting, not_met
 from ludus.training.ranks import Alone, Ranks, SharedBatch
 
 if TYPE_CHECKING:
@@ -289,8 +289,7 @@ def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
             meeting = Meeting.called(learner.ranks, learner.rank_timeout_s)
             crew.start(meeting, device)
             crew.gather(meeting.limit_s)
-        meeting.form_group(device)
-        leader = Leader(meeting, crew, device if learner.shard else None)
+        leader = meet(meeting, crew, device, device if learner.shard else None)
         try:
             yield leader
         finally:
@@ -300,6 +299,19 @@ def leading(config: Config, device: torch.device) -> Iterator[Ranks]:
         if distributed.is_initialized():
             distributed.destroy_process_group()
         crew.close()
+
+
+def meet(meeting: Meeting, crew: Crew, device: torch.device, split: torch.device | None) -> Leader:
+    """Meet the others, to lead them. Raises LearnerError, with its words where one has ended."""
+    try:
+        meeting.form_group(device)
+        return Leader(meeting, crew, split)
+    except (LearnerError, RuntimeError) as error:
+        ended = crew.last_words()
+        crew.kill()
+        if ended:
+            raise LearnerError(f"A process of the learner has ended: {ended}", "Try again.") from error
+        raise error if isinstance(error, LearnerError) else not_met(str(error)) from error
 
 
 def check_devices(device: torch.device, count: int) -> None:

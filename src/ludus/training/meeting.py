@@ -64,7 +64,7 @@ class Meeting:
             found = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
             store, rank, count = cast("tuple[Store, int, int]", found)
         except RuntimeError as error:
-            raise _not_met(str(error)) from error
+            raise not_met(str(error)) from error
         return cls(store, rank, count, limit_s)
 
     @property
@@ -92,7 +92,7 @@ class Meeting:
         except RuntimeError as error:
             absent = ", ".join(str(rank) for rank, (_, who) in self._pulses().items() if not who)
             reason = f"process {absent} did not come within {self.limit_s:g} s." if absent else str(error)
-            raise _not_met(reason) from error
+            raise not_met(reason) from error
         if device.type == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
 
@@ -144,7 +144,8 @@ class Meeting:
             return ""
 
 
-def _not_met(reason: str) -> LearnerError:
+def not_met(reason: str) -> LearnerError:
+    """What to say where the processes did not meet."""
     return LearnerError(
         f"The processes of the learner did not meet: {reason}",
         "Where they need longer, raise training.learner.rank_timeout_s.",
