@@ -21,6 +21,7 @@ from ludus.engines.server import ServerEngine
 from ludus.engines.transport import ServerSettings
 from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import Guide, SamplingParams
+from waiting import until
 
 CONTEXT = 64
 QUICK = ServerSettings(timeout_s=20, patience_s=2, backoff_s=0.01)
@@ -613,3 +614,35 @@ def test_sglang_is_asked_in_its_own_words():
     assert [body.get("top_logprobs_num") for path, body in fake.asked if path == "/generate"] == [2, None]
     sampling = dict(fake.asked)["/generate"]
     assert sampling["return_logprob"] is True
+
+
+def connections() -> int:
+    """Those that servers of these tests hold open."""
+    return sum("process_request" in thread.name for thread in threading.enumerate())
+
+
+def test_no_connection_is_kept_to_a_server_that_has_left():
+    async def scenario(first, second):
+        engine = ServerEngine([first.url], settings=QUICK)
+
+        async def ask_four(name):
+            requests = [Request(f"{name}-{i}", (1, 2), SamplingParams(max_new_tokens=2)) for i in range(4)]
+            return await engine.generate_batch(requests)
+
+        await ask_four("early")
+        assert connections() == before + 4
+        first.deaf_to = 0  # it answers when it is told to
+        asked = asyncio.create_task(ask_four("late"))
+        await until(lambda: sum("completions" in path for path in first.paths()) == 8, 10)
+        engine.follow([second.url], None, None)
+        await asyncio.sleep(0.05)
+        assert connections() == before + 4
+        for i in range(4):
+            engine.abort(f"late-{i}")
+        assert {done.finish_reason for done in await asked} == {"abort"}
+        await until(lambda: connections() == before, 10)
+        await engine.close()
+
+    first, second, before = Fake(), Fake(), connections()
+    with serving(first, second):
+        asyncio.run(scenario(first, second))

@@ -59,7 +59,7 @@ class Routes:
     def leave(self, url: str) -> None:
         """Send nothing more to a replica; what waits for it to come back fails, episodes move on."""
         for replica in [one for one in self.replicas if one.url == url]:
-            replica.gone = True
+            replica.part()
             self.replicas.remove(replica)
             self.left.append(replica)
             self._by_episode = {e: r for e, r in self._by_episode.items() if r is not replica}

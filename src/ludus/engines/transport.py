@@ -96,6 +96,7 @@ class Replica:
     restore: Callable[[Replica], Awaitable[None]] | None = None
     _down_since: float | None = field(init=False, default=None)
     _line: _Line | None = field(init=False, default=None)
+    _closing: asyncio.Task[None] | None = field(init=False, default=None)
 
     @property
     def is_down(self) -> bool:
@@ -121,6 +122,11 @@ class Replica:
         """A POST of JSON whose answer is no JSON. Raises EngineError."""
         await self._call("POST", path, json.dumps(body).encode(), samples=False)
 
+    def part(self) -> None:
+        """Ask it nothing more. Its connections go when what is under way has ended."""
+        self.gone = True
+        self._close_idle()
+
     async def close(self) -> None:
         """Close the connections; those of a loop that is over went with it."""
         line, self._line = self._line, None
@@ -139,6 +145,14 @@ class Replica:
             ) from error
         finally:
             self.load -= 1
+            if self.gone:
+                self._close_idle()
+
+    def _close_idle(self) -> None:
+        if self.load or self._line is None or self._line.loop.is_closed():
+            return
+        line, self._line = self._line, None
+        self._closing = line.loop.create_task(line.client.aclose())
 
     async def _attempts(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
         """As many attempts as it takes and the patience allows. Raises what the last one met."""
