@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -208,5 +209,32 @@ def resumes(kind, checkpoint):
     return before, take_step(one, critic, 3), everything(one, critic)
 
 
+def short_of_memory():
+    """What each process says, and how long it took, where one has no memory for a row."""
+    ranks = SharedBatch()
+    one = make("plain", torch.float32, WITH_ALL_TERMS, LearnerSettings(microbatch_tokens=100), ranks)
+    if ranks.rank == 1:
+
+        def score(*_):
+            raise torch.OutOfMemoryError("of which there is none")
+
+        one.scorer.score = score
+    said, begin = [], time.monotonic()
+    for ask in (one.gradient, one.score):
+        try:
+            ask(random_rows())
+        except LearnerError as error:
+            said.append(str(error))
+    return said, time.monotonic() - begin
+
+
 if __name__ == "__main__":
-    work({"results": results, "saves": saves, "resumes": resumes, "dry_runs": dry_runs})
+    work(
+        {
+            "results": results,
+            "saves": saves,
+            "resumes": resumes,
+            "dry_runs": dry_runs,
+            "short_of_memory": short_of_memory,
+        }
+    )

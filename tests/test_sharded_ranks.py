@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 import resource
 import subprocess
 import sys
@@ -200,6 +201,18 @@ def test_the_layers_are_those_of_the_decoder():
     assert decoder_layers(model) == list(model.model.layers)
     with pytest.raises(UserError, match="no list of layers"):
         decoder_layers(torch.nn.Linear(2, 2))
+
+
+@pytest.mark.fault
+def test_a_process_without_memory_for_a_row_is_heard_of_by_the_others():
+    """They would wait for it until their time is up."""
+    for said, seconds in in_processes(SCRIPT, "short_of_memory", 2):
+        assert len(said) == 2
+        assert all(
+            re.fullmatch(r"One row of \d+ tokens .* memory\. \(process 1 of 2\) Set model\.act.*", words)
+            for words in said
+        ), said
+        assert seconds < 60
 
 
 def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):

@@ -268,7 +268,7 @@ class Learner:
         self._watch.clear()
         self._check_finite(fault_of_rows(rows))
         with own_types(self.scorer.model):
-            self.budget.each(lambda limit: self._split(rows, limit), backward, forget)
+            self.budget.each(lambda limit: self._split(rows, limit), backward, forget, self.ranks)
         self._check_finite(self._watch.fault)
         self._watch.clear()
         sum_gradients(self.optimiser.parameters, self.ranks)
@@ -382,7 +382,7 @@ class Learner:
                 experts.update(zip((mine[i] for i in part.index), routing.taken(), strict=True))
 
         with own_types(self.scorer.model):
-            self.budget.each(lambda limit: self._split(own, limit), score, found.clear)
+            self.budget.each(lambda limit: self._split(own, limit), score, found.clear, self.ranks)
         found, experts = merged(found, self.ranks), merged(experts, self.ranks)
         every = range(len(rows))
         return [found[i] for i in every], [experts[i] for i in every] if experts else None

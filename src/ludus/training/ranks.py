@@ -166,12 +166,12 @@ def merged(found: Mapping[int, T], ranks: Ranks) -> dict[int, T]:
 
 
 def raise_together(fault: str, hint: str, ranks: Ranks) -> None:
-    """Raise LearnerError in every process where one has a fault (a sentence; empty: none)."""
-    faults: Sequence[str] = ranks.gather(fault)
-    for rank, text in enumerate(faults):
+    """Raise LearnerError in every process where one has a fault (a sentence; empty: none), with its hint."""
+    faults: Sequence[tuple[str, str]] = ranks.gather((fault, hint))
+    for rank, (text, way_on) in enumerate(faults):
         if text:
             where = f" (process {rank} of {ranks.count})" if ranks.count > 1 else ""
-            raise LearnerError(text + where, hint)
+            raise LearnerError(text + where, way_on)
 
 
 @torch.no_grad()

@@ -15,6 +15,7 @@ import torch
 
 from ludus.errors import LearnerError
 from ludus.training.batch import Microbatch
+from ludus.training.ranks import ONE_PROCESS, Ranks, raise_together
 
 log = logging.getLogger("ludus.learner")
 
@@ -52,11 +53,26 @@ class TokenBudget:
         split: Callable[[int], Sequence[Microbatch]],
         work: Callable[[Microbatch], None],
         undo: Callable[[], None],
+        ranks: Ranks = ONE_PROCESS,
     ) -> None:
         """Do `work` on each part of `split(tokens)`, all of it again after `undo` where memory runs out.
 
-        Raises LearnerError where it runs out over one row alone.
+        Raises LearnerError where it runs out over one row alone, in all of `ranks` where it does in one: the
+        others would wait for that one.
         """
+        fault, hint = "", ""
+        try:
+            self._until_it_fits(split, work, undo)
+        except LearnerError as error:
+            fault, hint = error.message, error.hint
+        raise_together(fault, hint, ranks)
+
+    def _until_it_fits(
+        self,
+        split: Callable[[int], Sequence[Microbatch]],
+        work: Callable[[Microbatch], None],
+        undo: Callable[[], None],
+    ) -> None:
         while (failed := self._first_that_fails(split(self.tokens), work)) is not None:
             undo()
             if torch.cuda.is_available():
