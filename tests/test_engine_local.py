@@ -623,17 +623,19 @@ def test_a_cancelled_request_does_not_disturb_the_others(under_way):
         assert answers[row].tokens == expected[row].tokens
 
 
-def test_failed_compute_reaches_every_waiting_request(monkeypatch):
+@pytest.mark.parametrize("kind", [RuntimeError, IndexError])
+def test_failed_compute_reaches_every_waiting_request(kind, monkeypatch):
     engine = LocalEngine(build())
 
     def fail(*arguments):
-        raise RuntimeError("out of memory")
+        raise kind("out of memory")
 
     monkeypatch.setattr(engine._forward, "logits", fail)
 
     async def run():
         requests = ask(prompts(3), max_new_tokens=2)
-        return await asyncio.gather(*(engine.generate(r) for r in requests), return_exceptions=True)
+        waiting = asyncio.gather(*(engine.generate(r) for r in requests), return_exceptions=True)
+        return await asyncio.wait_for(waiting, 10)
 
     errors = asyncio.run(run())
     assert [type(error) for error in errors] == [EngineError] * 3

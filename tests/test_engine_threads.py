@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from dataclasses import replace
 from typing import ClassVar
 
 import pytest
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
 from ludus.engines.base import Request
 from ludus.engines.local import LocalEngine
 from ludus.training.session import engine_settings
 from ludus.types import SamplingParams
 from small_runs import config
-from test_engine_batching import SMALL, build
+from test_engine_batching import SMALL, VOCAB, build
 
 
 @pytest.fixture
@@ -33,6 +34,11 @@ def test_a_small_model_has_one_thread_and_a_large_one_those_of_the_learner(tmp_p
     assert large.num_parameters() > 20_000_000
     assert engine_settings(config(tmp_path), build()).threads == 1
     assert engine_settings(config(tmp_path), large).threads == 0
+
+
+def test_a_model_that_calls_its_length_otherwise_is_not_asked_beyond_it(tmp_path):
+    shape = GPT2Config(vocab_size=VOCAB, n_positions=64, n_embd=32, n_layer=1, n_head=2)
+    assert engine_settings(config(tmp_path), GPT2LMHeadModel(shape)).context_tokens == 64
 
 
 class Noting(torch.nn.Linear):
@@ -67,3 +73,20 @@ def test_the_engine_computes_with_its_number_and_the_caller_keeps_its_own(two_th
 
     assert asyncio.run(run()) == expected
     assert torch.get_num_threads() == 2
+
+
+def test_a_command_that_nobody_waits_for_any_more_is_not_done_and_the_engine_goes_on():
+    async def run():
+        engine, busy = LocalEngine(build(), settings=replace(SMALL, threads=1)), threading.Event()
+        engine._worker.post(busy.wait)
+        task = asyncio.create_task(engine.relabel(7))
+        await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait({task})
+        busy.set()
+        request = Request("e", (1, 2, 3), SamplingParams(max_new_tokens=2))
+        versions = (await asyncio.wait_for(engine.generate(request), 10)).versions
+        await engine.close()
+        return versions
+
+    assert asyncio.run(run()) == (0, 0)

@@ -131,13 +131,14 @@ def _load(target: str, config: Config) -> _Loaded:
 
 def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple[Service, PreTrainedModel]:
     from ludus.chat.render import TemplateRenderer
+    from ludus.engines.loading import num_positions
     from ludus.engines.local import EngineSettings, LocalEngine
     from ludus.gateway.service import Service
     from ludus.gateway.serving import served_model
     from ludus.training.session import SMALL_MODEL
 
     model, tokenizer = loaded.model, loaded.tokenizer
-    longest = model.config.to_dict().get("max_position_embeddings") or _MOST_CONTEXT
+    longest = num_positions(model) or _MOST_CONTEXT
     context = args.context_tokens or min(longest, _MOST_CONTEXT)
     if not 2 <= context <= longest or min(args.max_batch, args.cache_tokens, args.max_requests + 1) < 1:
         raise UserError(

@@ -101,6 +101,16 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
     return loaded
 
 
+def num_positions(model: PreTrainedModel) -> int | None:
+    """The tokens of the longest sequence that a model has positions for, whatever its family calls that.
+
+    None where its configuration does not say.
+    """
+    name = "max_position_embeddings"
+    found: int | None = model.config.to_dict().get(model.config.attribute_map.get(name, name))
+    return found
+
+
 def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrainedModel:
     """The base model that a folder of adapters names, with these merged into its weights.
 

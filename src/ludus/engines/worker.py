@@ -42,10 +42,15 @@ class Worker:
             self._wake.notify()
 
     async def call(self, work: Callable[[], Result]) -> Result:
-        """Have the worker do something, and wait for its result."""
+        """Have the worker do something, and wait for its result.
+
+        Where nobody waits any more when its turn comes, it is not done.
+        """
         future: Future[Result] = Future()
 
         def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(work())
             except BaseException as error:  # boundary: the cause goes to whoever asked
@@ -90,12 +95,12 @@ class Worker:
             return commands, self.closed
 
     def _step(self) -> None:
-        """The boundary to torch: what fails in there (memory, a device) becomes an `EngineError`."""
+        """The boundary to torch: what fails there (memory, a device, an index) becomes an `EngineError`."""
         try:
             self._core.step()
         except EngineError as error:
             self._core.fail_all(error)
-        except (RuntimeError, MemoryError) as error:
+        except Exception as error:  # boundary: without this thread all who wait would wait for ever
             count = len(self._core.running)
             self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
 

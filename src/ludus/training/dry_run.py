@@ -19,6 +19,7 @@ from pathlib import Path
 import torch
 
 from ludus.config.schema import Config
+from ludus.engines.loading import num_positions
 from ludus.training.batch import Row
 from ludus.training.crew import DryRun
 from ludus.training.learner import Known, Learner
@@ -73,9 +74,7 @@ def dry_run_of(config: Config, learner: Learner) -> MemoryEstimate | None:
     device = next(learner.scorer.model.parameters()).device
     if wanted == "never" or (wanted == "auto" and device.type != "cuda"):
         return None
-    context = (
-        learner.scorer.model.config.to_dict().get("max_position_embeddings") or config.rollout.max_tokens
-    )
+    context = num_positions(learner.scorer.model) or config.rollout.max_tokens
     longest = min(config.rollout.max_tokens, context)
     with learner.ranks.together(DryRun(longest)):
         return dry_run(learner, longest)

@@ -13,7 +13,7 @@ from ludus.chat.render import Renderer, TemplateRenderer
 from ludus.chat.tags import PROTOCOLS, TagsRenderer
 from ludus.config.schema import Config, EngineConfig, EnvConfig, LoraConfig, RolloutConfig
 from ludus.engines.base import Engine
-from ludus.engines.loading import load_model, load_tokenizer
+from ludus.engines.loading import load_model, load_tokenizer, num_positions
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.pages import PAGE
 from ludus.engines.server import ServerEngine
@@ -163,7 +163,7 @@ def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
     """Those of an embedded engine that samples for a run."""
     rollout = config.rollout
     streams = config.training.mode == "async"
-    limit = model.config.to_dict().get("max_position_embeddings") or rollout.max_tokens
+    limit = num_positions(model) or rollout.max_tokens
     return EngineSettings(
         context_tokens=min(limit, rollout.max_tokens),
         max_batch=rollout.concurrency + streams,  # with room for the probe of new weights
