@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from dataclasses import dataclass
 
 import pytest
 
@@ -78,6 +80,40 @@ def test_servers_are_read_at_each_step_and_their_tokens_add_up(monkeypatch):
     fakes = Fake(metrics=vllm()), Fake(metrics=vllm()), Fake()
     with serving(*fakes):
         asyncio.run(scenario(*fakes))
+
+
+@dataclass
+class Late(Fake):
+    """Says once how it is, and keeps that for a while: what is asked later is answered before."""
+
+    waits: bool = False
+
+    def answer(self, path, body):
+        said = super().answer(path, body)
+        if self.waits and path == "/metrics":
+            self.waits = False
+            time.sleep(0.3)
+        return said
+
+
+def test_a_reading_that_is_late_is_not_taken_for_a_server_that_has_been_started_anew(monkeypatch):
+    monkeypatch.setattr(server_stats, "_EVERY_S", 3600)
+    monkeypatch.setattr(server_stats, "_TIMEOUT_S", 60)
+
+    async def scenario(fake):
+        engine = ServerEngine([fake.url], "vllm", QUICK)
+        await engine.measure()
+        fake.metrics, fake.waits = vllm(sampled=90), True
+        first = asyncio.create_task(engine.measure())
+        await until(lambda: not fake.waits)
+        fake.metrics = vllm(sampled=120)
+        await asyncio.gather(engine.measure(), first)
+        assert engine.stats().decode_tokens == 120 - 50
+        await engine.close()
+
+    fake = Late(metrics=vllm())
+    with serving(fake):
+        asyncio.run(scenario(fake))
 
 
 def test_servers_are_read_also_where_nobody_asks():

@@ -131,6 +131,7 @@ class ServerStats:
     _servers: dict[str, Watched] = field(default_factory=dict)
     _before: dict[str, EngineStats] = field(default_factory=dict)
     _watching: asyncio.Task[None] | None = None
+    _turn: tuple[asyncio.AbstractEventLoop, asyncio.Lock] | None = None
 
     async def measure(self) -> None:
         """Read all servers now, and each second from now on."""
@@ -160,7 +161,11 @@ class ServerStats:
             await self._read()
 
     async def _read(self) -> None:
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
+        """One reading after the other: an older one that came later would look like a server started anew."""
+        loop = asyncio.get_running_loop()
+        if self._turn is None or self._turn[0] is not loop:
+            self._turn = loop, asyncio.Lock()
+        async with self._turn[1], httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
             await asyncio.gather(*(self._ask(client, url) for url in self.urls()))
 
     async def _ask(self, client: httpx.AsyncClient, url: str) -> None:
