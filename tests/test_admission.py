@@ -496,3 +496,48 @@ def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
     finally:
         loop.close()
     assert [group.done for group in kept] == before
+
+
+def test_what_a_source_raises_reaches_whoever_waits_for_a_batch():
+    class Short(World):
+        def jobs(self, number):
+            if number > 2:
+                raise RuntimeError("there are no more tasks")
+            return super().jobs(number)
+
+    async def run():
+        world = Short(0)
+        stream = Stream(Admission(Pace(2, 4, 9)), world, world.play, 2)
+        stream.start()
+        async with asyncio.timeout(1e6):
+            for step in (1, 2):
+                await stream.take()
+                world.version = step
+                stream.published(step)
+
+    loop = FakeLoop()
+    try:
+        with pytest.raises(RuntimeError, match="no more tasks"):
+            loop.run_until_complete(run())
+    finally:
+        loop.close()
+
+
+def test_when_more_may_be_in_flight_they_start_at_once():
+    async def run():
+        world = World(0, size=1)
+        stream = Stream(Admission(Pace(1, 3, 9)), world, world.play, 1)
+        stream.start()
+        stream.in_flight = 3
+        taking = asyncio.create_task(stream.take())
+        await asyncio.sleep(0)
+        found = stream.num_in_flight
+        await taking
+        await stream.close()
+        return found
+
+    loop = FakeLoop()
+    try:
+        assert loop.run_until_complete(run()) == 3
+    finally:
+        loop.close()

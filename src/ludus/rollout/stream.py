@@ -113,6 +113,7 @@ class Stream:
     async def take(self) -> Batch:
         """The next batch, as soon as the admission lets it go."""
         self.held = False
+        self._fill()  # more may be in flight than before
         while True:
             if self._failure is not None:
                 raise self._failure
@@ -258,7 +259,10 @@ class Stream:
         self._running.pop(task, None)
         error = None if task.cancelled() else task.exception()
         self._failure = self._failure or error
-        self._fill()
+        try:
+            self._fill()
+        except Exception as fault:  # boundary: a callback of the loop; `take` raises it
+            self._failure = fault
         self._changed.set()
 
 
