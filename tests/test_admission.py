@@ -14,15 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludus.algorithms.presets import PRESETS
 from ludus.config.staleness import StalenessConfig
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import Load, next_in_flight
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.stream import Stream, StreamedGroup
+from ludus.tasks.order import TaskOrder
 from ludus.training.credit import Credit, training_rows
+from ludus.training.sampling import Sampler
 from ludus.training.staleness import ages, mask_over_age, staleness_metrics
 from ludus.training.stream_state import StreamState
+from ludus.training.task_stream import TaskStream
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 
 TASK = Task("t", (), None)
@@ -541,3 +545,18 @@ def test_when_more_may_be_in_flight_they_start_at_once():
         assert loop.run_until_complete(run()) == 3
     finally:
         loop.close()
+
+
+def test_a_group_from_before_keeps_its_names_and_no_new_one_has_them():
+    """Two groups a step were six groups later: those that were begun then are of a later step than now."""
+    order = TaskOrder([Task(name, (), None) for name in "abcdefghijkl"], 0, 2)
+    sampler = Sampler(None, None, PRESETS["grpo"], None, Ledger())
+    old, new = TaskStream(sampler, order, 2), TaskStream(sampler, order, 6)
+    groups = tuple(StreamedGroup(number, old.jobs(number), 3) for number in (20, 21))
+    text = StreamState(22, groups).to_text()
+    state = StreamState.from_text(text, {task.id: task for task in order.tasks}, new.jobs_of)
+    assert [group.jobs for group in state.groups] == [group.jobs for group in groups]
+    taken = {job.key for group in groups for job in group.jobs}
+    first = new.free(state.next_number, state.groups)
+    assert not taken & {job.key for number in range(first, first + 60) for job in new.jobs(number)}
+    assert old.free(22, groups) == 22

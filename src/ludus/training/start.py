@@ -7,7 +7,7 @@ import copy
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -241,10 +241,9 @@ def stream_before(loop: RlLoop, done: int) -> StreamState:
     if text is None:  # the steps so far were not asynchronous
         return StreamState(done * order.chunk)
     tasks = {task.id: task for task in order.tasks}
-    spare = loop.session.config.staleness.oversample
-    return StreamState.from_text(
-        text, tasks, TaskStream(sampler, order, training.tasks_per_step, spare).jobs_of
-    )
+    source = TaskStream(sampler, order, training.tasks_per_step, loop.session.config.staleness.oversample)
+    state = StreamState.from_text(text, tasks, source.jobs_of)
+    return replace(state, next_number=source.free(state.next_number, state.groups))
 
 
 def doubts(config: Config) -> list[str]:

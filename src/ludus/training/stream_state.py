@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Final
 
 from ludus.errors import StorageError
@@ -50,14 +50,15 @@ class StreamState:
             task = group.jobs[0].task.id
             ended = [i for i in sorted(group.done) if _stays(group, i)]
             head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
-            members = sum(not job.greedy for job in group.jobs)
-            lines.append(json.dumps(head | {"counts": group.counts, "members": members}))
+            members, step = sum(not job.greedy for job in group.jobs), group.jobs[0].key.step
+            lines.append(json.dumps(head | {"counts": group.counts, "members": members, "step": step}))
             lines += [episode_line(group.done[place]) for place in ended]
         return "\n".join(lines) + "\n"
 
     @classmethod
     def from_text(cls, text: str, tasks: Mapping[str, Task], jobs: JobsOf) -> StreamState:
-        """What `to_text` wrote. A group keeps the members that it began with, whatever a new one has.
+        """What `to_text` wrote. A group keeps the members and the step that it began with, whatever a new one
+        has.
 
         Raises StorageError where it is no such text, or speaks of a task that there is not.
         """
@@ -66,6 +67,8 @@ class StreamState:
             next_number, groups, unwanted = int(next(lines)["next_number"]), [], []
             for head in lines:
                 own = jobs(head["group"], task := tasks[head["task"]], members := head.get("members"))
+                if "step" in head:
+                    own = [replace(job, key=replace(job.key, step=head["step"])) for job in own]
                 done = {}
                 for place in head["ended"]:
                     greedy = own[place].greedy if members is None else place >= members

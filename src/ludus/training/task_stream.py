@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.stream import StreamedGroup
 from ludus.tasks.order import Order
 from ludus.training.branches import leaf_rewards
 from ludus.training.sampling import Sampler
@@ -44,6 +45,12 @@ class TaskStream:
         """The jobs of a group by its number and task; `members` where it does not have as many as others."""
         spare = self.spare if members is None else members - self.sampler.algorithm.group_size
         return self.sampler.jobs(self._step(number), task, spare)
+
+    def free(self, number: int, groups: Sequence[StreamedGroup]) -> int:
+        """The first number from this one on whose episodes have no names of these groups: a step may have had
+        fewer groups when they began."""
+        odd = [g.jobs[0].key.step for g in groups if g.jobs[0].key.step != self._step(g.number)]
+        return max([number, *(step * self.per_step for step in odd)])
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Whether a group fills a place of a batch: not where a member failed for good.
