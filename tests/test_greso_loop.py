@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
 from ludus.algorithms.greso import GresoState
 from ludus.algorithms.presets import PRESETS
 from ludus.cli.main import main
+from ludus.config.schema import Config
 from ludus.recipes import recipe_folder
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.stream import StreamedGroup
 from ludus.tasks.order import TaskOrder
 from ludus.training.checkpoint import checkpoint_path
 from ludus.training.credit import assign_credit
 from ludus.training.memory import Memory
 from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.sampling import Sampler
 from ludus.training.session import open_session
 from ludus.training.skipping import SETTINGS, Draw, after_visits, choose
 from ludus.training.start import train
+from ludus.training.task_stream import TaskStream
 from ludus.types import Failure, Task
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group
@@ -73,6 +79,21 @@ def test_groups_say_whether_a_task_was_too_easy_or_too_hard():
     after = after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right").greso
     assert after.streaks == {"easy": 1, "hard": -2}
     assert (after.p_easy, after.p_hard) == (0.49, 0.49)
+
+
+@pytest.mark.parametrize(("size", "per_step"), [(3, 3), (4, 3), (7, 3), (12, 4)])
+def test_no_step_of_a_stream_meets_a_task_twice(size, per_step):
+    order = TaskOrder(TASKS[:size], 0, per_step)
+    state = GresoState(streaks={task.id: -3 for task in order.tasks})
+    session = SimpleNamespace(config=Config())
+    sampler = Sampler(session, None, PRESETS["dapo"], None, Ledger(), Memory(greso=state))
+    sampler.algorithm = replace(sampler.algorithm, greso=True)
+    stream = TaskStream(sampler, order, per_step)
+    groups = [StreamedGroup(number, stream.jobs(number), 0) for number in range(199)]
+    resumed = TaskStream(sampler, order, per_step, before=[g.jobs[0].task.id for g in groups[-per_step:]])
+    groups += [StreamedGroup(number, resumed.jobs(number), 0) for number in range(199, 300)]
+    keys = [job.key for group in groups for job in group.jobs]
+    assert len(set(keys)) == len(keys)
 
 
 CHANGES = {

@@ -150,7 +150,8 @@ class AsyncRun:
             training.tasks_per_step, staleness.max_staleness, training.steps, staleness.over_age == "hold"
         )
         order = task_order(config, loop.session.world)
-        source = TaskStream(sampler, order, pace.groups_per_step, staleness.oversample)
+        tasks = [group.jobs[0].task.id for group in before.groups]
+        source = TaskStream(sampler, order, pace.groups_per_step, staleness.oversample, tasks)
         player = Player(sampler, sampler.scheduler(), pace.groups_per_step * sampler.group_size)
         limit = InFlight(
             first_in_flight(player.num_jobs),

@@ -37,7 +37,8 @@ class Draw:
 
 
 def choose(order: Order, num: int, memory: Memory, taken: Collection[str], draw: Draw) -> Chosen:
-    """The next `num` tasks that are not skipped, none of them in `taken`; looks at one lap at most.
+    """The next `num` tasks that are not skipped, none of them in `taken`; looks at one lap at most, or until
+    it has met one that is not in `taken`, which are not all.
 
     Where all are skipped the first of them are played: a step without a task teaches nothing.
     """
@@ -47,6 +48,8 @@ def choose(order: Order, num: int, memory: Memory, taken: Collection[str], draw:
     while len(found) < num and position < end:
         (task,) = order.take(position, 1)
         position += 1
+        if position == end and not (found or skipped) and task.id in seen:
+            end += len(order.tasks)  # two laps may share what they have of this one
         if task.id in seen:
             continue
         seen.add(task.id)

@@ -18,18 +18,21 @@ from ludus.types import Task
 class TaskStream:
     """Group `n` plays the task at place `n` of the order, `per_step` of them for each step.
 
-    With GRESO it is the next task that is not skipped. `spare` members of a group come on top of its size.
+    With GRESO it is the next task that is not skipped, nor among the last ones; `before` are those of a run
+    that is resumed. `spare` members of a group come on top of its size.
     """
 
     sampler: Sampler
     order: Order
     per_step: int
     spare: int = 0
+    before: Sequence[str] = ()
     _recent: deque[str] = field(init=False)
     _uncounted: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        self._recent = deque(maxlen=min(2 * self.per_step, len(self.order.tasks) // 2))
+        wanted = min(2 * self.per_step, len(self.order.tasks) // 2)
+        self._recent = deque(self.before, max(wanted, self.per_step - 1))  # no step meets a task twice
 
     def jobs(self, number: int) -> Sequence[Job]:
         """The jobs of a group that starts."""
