@@ -6,11 +6,13 @@ import json
 import math
 import shutil
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ludus.algorithms.advantages.running import DomainMoments
+from ludus.algorithms.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
@@ -18,14 +20,18 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
-from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.tasks.order import TaskOrder
 from ludus.training.combine import Combiner, check_reward_settings, plan_parts
+from ludus.training.credit import assign_credit
 from ludus.training.head_model import HeadModel
 from ludus.training.reward_model import RewardModel
+from ludus.training.task_stream import TaskStream
 from ludus.types import Failure, Group, Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
+from test_credit import group as attempts
 from test_learner import tiny_model
 from tiny_run import ludus, make_recipe, refused
 
@@ -249,3 +255,28 @@ def test_rewards_that_the_advantage_does_not_take_are_refused_before_a_model_is_
     with pytest.raises(ConfigError, match="takes rewards of 0 and 1, and rewards"):
         check_reward_settings(config, build_world(config.env, config.rollout, config.sandbox))
     assert "the part well_formed has the weight 0.1" in refused("config", "search", *words[:2])
+
+
+def test_a_group_that_lengths_tell_apart_fills_a_place_of_the_batch_that_streams():
+    shaped = combiner(length={"kind": "linear", "target": 8, "cap": 0.1})
+    stream = TaskStream(
+        SimpleNamespace(algorithm=PRESETS["dapo"], combiner=shaped), TaskOrder([Task("t", (), None)], 0), 1
+    )
+    uneven, even = attempts((0.5,) * 4), attempts((0.5,) * 4)[::2]
+    assert stream.counts(uneven)
+    assert not stream.counts(even)
+    for own, trains in ((uneven, True), (even, False)):
+        credits = assign_credit(shaped.combine(1, [own]), PRESETS["dapo"])
+        assert all((credit.outcome is Outcome.TRAINED) == trains for credit in credits)
+
+
+def test_a_part_that_does_not_count_makes_no_group_fill_a_place_of_the_batch_that_streams():
+    """Without settings of its own the reward is what it will be; with some, weights may be others."""
+    group = [
+        replace(e, trajectory=replace(e.trajectory, rewards={"form": float(i)}))
+        for i, e in enumerate(attempts((0.5,) * 4))
+    ]
+    for own, counts in ((None, False), (combiner(weights={"form": 0.3}), True)):
+        sampler = SimpleNamespace(algorithm=PRESETS["dapo"], combiner=own)
+        assert TaskStream(sampler, TaskOrder([Task("t", (), None)], 0), 1).counts(group) == counts
+    assert {c.reason for c in assign_credit([group], PRESETS["dapo"])} == {"zero_variance"}

@@ -294,6 +294,16 @@ class Combiner:
             found[g][i] = replace(groups[g][i], trajectory=replace(trajectory, reward=reward))
         return found
 
+    def tells_apart(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether trajectories of equal rewards may earn unlike ones: by their parts, by their lengths, or by
+        what the reward model says of their texts."""
+        parts = {tuple(sorted(one.rewards.items())) for one in trajectories}
+        texts = {tuple(segment.tokens for segment in one.segments) for one in trajectories}
+        if len(parts) > 1 or (self.model is not None and len(texts) > 1):
+            return True
+        rewards = torch.tensor([one.reward for one in trajectories], dtype=torch.float64)
+        return len(set(with_length(trajectories, rewards, self.settings.length)[1].tolist())) > 1
+
     def metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """The weights of the step, and how many pairs of a group the combined reward puts the wrong way
         round: one of them is as good in every part and better in one, and does not earn more."""

@@ -65,10 +65,17 @@ class TaskStream:
         if any(episode.trajectory.failure is not None for episode in group):
             return False
         replaces = self._uncounted < algorithm.resample_rounds * self.per_step
-        if not (algorithm.zero_variance and replaces) or _varies(group):
+        if not (algorithm.zero_variance and replaces) or self._varies(group):
             return True
         self._uncounted += 1
         return False
+
+    def _varies(self, group: Sequence[Episode]) -> bool:
+        """Whether rewards differ, those of leaves too, or may once they are combined."""
+        members, combiner = [one.trajectory for one in group if not one.greedy], self.sampler.combiner
+        if len({reward for one in members for reward in leaf_rewards(one)}) > 1:
+            return True
+        return combiner is not None and combiner.tells_apart(members)
 
     def begin_step(self) -> None:
         """A batch has been taken: the next one has all its rounds."""
@@ -78,10 +85,3 @@ class TaskStream:
     def _step(self, number: int) -> int:
         """The step that would train a group if none were dropped: it names the group's randomness."""
         return number // self.per_step + 1
-
-
-def _varies(group: Sequence[Episode]) -> bool:
-    """Whether some reward, of a leaf too, or part of it differs."""
-    members = [episode.trajectory for episode in group if not episode.greedy]
-    rewards = {reward for one in members for reward in leaf_rewards(one)}
-    return len(rewards) > 1 or len({tuple(sorted(one.rewards.items())) for one in members}) > 1
