@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 
+from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import algorithm_of
 from ludus.config.load import load_config
 from ludus.config.staleness import ReplayConfig, StalenessConfig
@@ -111,6 +112,21 @@ def test_a_checkpoint_keeps_the_buffer():
     assert counts(again) == (0, 0, 3)
     with pytest.raises(StorageError, match="cannot be read"):
         again.restore('{"task": "unknown", "replayed": 0, "greedy": []}', tasks)
+
+
+def test_a_group_without_the_baseline_that_it_would_be_compared_with_expires():
+    replay = buffer()
+    replay.add(group(1, 0))
+    assert replay.draw(2, PRESETS["remax"], 9, 1) == []
+    assert counts(replay) == (0, 1, 0)
+
+
+def test_a_resumed_run_replays_nothing_oftener_than_it_now_may():
+    replay, fewer = buffer(times=3), buffer(times=1)
+    replay.add(group(1, 0))
+    assert [draw(replay, step) for step in (2, 3)] == [["t1"], ["t1"]]
+    fewer.restore(replay.to_text(), {"t1": Task("t1", (), None)})
+    assert counts(fewer) == (0, 0, 1)
 
 
 def test_the_ages_of_what_trains_are_known_in_every_mode():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,15 +15,19 @@ from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.presets import PRESETS
 from ludus.cli.main import main
 from ludus.config.schema import AlgorithmConfig, Config
+from ludus.config.staleness import ReplayConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
+from ludus.rollout.ledger import Ledger
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training.checkpoint import checkpoint_path
 from ludus.training.credit import assign_credit
 from ludus.training.memory import Memory
+from ludus.training.replay import ReplayBuffer
 from ludus.training.roles import check_roles
 from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.sampling import Sampler
 from ludus.training.selection import as_one_batch, with_role_baselines
 from ludus.training.session import open_session
 from ludus.training.start import train
@@ -52,6 +57,21 @@ def test_each_role_is_compared_with_its_own_average_read_before_it_moves():
     assert found[0, 0] == 1.0 - 0.7
     assert after == start.updated(roles, rewards)
     assert after.means["go", "black"] == 9.0
+
+
+def test_groups_that_train_again_are_compared_with_the_averages_of_now_and_move_none():
+    algorithm, session = PRESETS["rae"], SimpleNamespace(config=Config(), world=SimpleNamespace(name="chess"))
+    sampler = Sampler(session, None, algorithm, None, Ledger())
+    sampler.memory = Memory(RoleBaselines(means={("chess", "white"): 0.7}))
+    replay = ReplayBuffer(ReplayConfig(share=0.5, max_age=9), 1)
+    replay.add(sampler.as_batch(assign_credit([played(FIRST, "a", role="white")], algorithm)))
+    before = sampler.memory
+    again = sampler.again(replay.draw(1, algorithm, 0, 1))
+    expected, _ = with_role_baselines(again, "chess", before.averages)
+    assert [credit.baseline for credit in again] == [credit.baseline for credit in expected]
+    assert again[0].advantage == pytest.approx(1.0 - before.averages.means["chess", "white"])
+    assert again[0].baseline > 0.5
+    assert sampler.memory == before
 
 
 def test_the_memory_comes_back_and_takes_the_present_decay():

@@ -235,7 +235,7 @@ class AsyncRun:
         self.source.begin_step()
         self.player.begin_step()
         limit = max_action_tokens(self.loop.session.config)
-        return credits + self.replay.draw(step, sampler.algorithm, limit, len(groups))
+        return credits + sampler.again(self.replay.draw(step, sampler.algorithm, limit, len(groups)))
 
     async def _publish(self, step: int) -> tuple[SyncProof, ...]:
         """Send the weights, or leave them on their way; gives the proof where they have arrived."""

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
-from ludus.algorithms.algorithm import Algorithm
+from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, Algorithm
 from ludus.algorithms.resolve import OFF_POLICY
 from ludus.config.schema import Config
 from ludus.config.staleness import ReplayConfig
@@ -22,7 +22,6 @@ from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.training.branches import leaf_rewards
 from ludus.training.credit import Credit, assign_credit
-from ludus.training.selection import as_one_batch
 from ludus.training.stream_state import episode_line, read_episode
 from ludus.types import Task
 
@@ -63,7 +62,8 @@ class ReplayBuffer:
     config: ReplayConfig
     groups_per_step: int
     expired: int = field(default=0, init=False)
-    """Groups that went because of their age or the size, since the run began or was resumed."""
+    """Groups that went because of their age or the size, or as they lack a baseline that the algorithm now
+    has, since the run began or was resumed."""
     used: int = field(default=0, init=False)
     """Groups that went because they had been replayed `times` times, since then."""
     _kept: list[_Kept] = field(default_factory=list, init=False)
@@ -88,18 +88,18 @@ class ReplayBuffer:
         self._kept, self.expired = self._kept[beyond:], self.expired + beyond
 
     def draw(self, step: int, algorithm: Algorithm, max_action_tokens: int, first_group: int) -> list[Credit]:
-        """The credits of the groups that `step` trains again, numbered from `first_group`."""
-        young = [kept for kept in self._kept if step - 1 - kept.version <= self.config.max_age]
-        self.expired += len(self._kept) - len(young)
-        by_spread = sorted(young, key=lambda kept: -kept.spread)  # a stable sort: the first in of equal ones
-        chosen = (by_spread if self.config.order == "priority" else young)[: self.num_per_step]
+        """The credits of the groups that `step` trains again, numbered from `first_group`, each group by
+        itself: `Sampler.again` makes a batch of them."""
+        fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
+        self.expired += len(self._kept) - len(fit)
+        by_spread = sorted(fit, key=lambda kept: -kept.spread)  # a stable sort: the first in of equal ones
+        chosen = (by_spread if self.config.order == "priority" else fit)[: self.num_per_step]
         for kept in chosen:
             kept.replayed += 1
-        self._kept = [kept for kept in young if kept.replayed < self.config.times]
-        self.used += len(young) - len(self._kept)
+        self._kept = fit
+        self._drop_used()
         groups = [kept.episodes for kept in chosen]
         credits = assign_credit(groups, algorithm, max_action_tokens, first_group)
-        credits = as_one_batch(credits, algorithm, max_action_tokens)
         return [replace(credit, replayed=True) for credit in credits]
 
     def metrics(self, credits: Sequence[Credit]) -> dict[str, float]:
@@ -140,6 +140,17 @@ class ReplayBuffer:
                 "Remove this checkpoint and resume from the one before.",
             ) from error
         self._kept = found
+        self._drop_used()
+
+    def _fits(self, kept: _Kept, step: int, algorithm: Algorithm) -> bool:
+        """Whether a group is young enough, and has the baseline that it would be compared with: one from
+        before the run was resumed with another algorithm may have none."""
+        whole = algorithm.advantage not in GREEDY_ADVANTAGES or any(one.greedy for one in kept.episodes)
+        return whole and step - 1 - kept.version <= self.config.max_age
+
+    def _drop_used(self) -> None:
+        left = [kept for kept in self._kept if kept.replayed < self.config.times]
+        self.used, self._kept = self.used + len(self._kept) - len(left), left
 
 
 def _oldest(episodes: Sequence[Episode]) -> int:

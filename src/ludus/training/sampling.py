@@ -227,6 +227,12 @@ class Sampler:
             self.memory = replace(self.memory, averages=averages)
         return as_one_batch(credits, self.algorithm, max_action_tokens(self.session.config))
 
+    def again(self, credits: list[Credit]) -> list[Credit]:
+        """Those of groups that train once more, as a batch of their own; nothing of them is remembered."""
+        if credits and self.algorithm.advantage == "rae":
+            credits, _ = with_role_baselines(credits, self.session.world.name, self.memory.averages)
+        return as_one_batch(credits, self.algorithm, max_action_tokens(self.session.config))
+
     async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
         """Play an evaluation with the engine's present weights."""
         session, play = self.session, Play("evaluate", plan.temperature, plan.seed)
