@@ -12,25 +12,29 @@ from pathlib import Path
 import pytest
 import torch
 
+from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import algorithm_of
 from ludus.cli.console import waiting_line
 from ludus.config.load import load_config
 from ludus.config.staleness import StalenessConfig
 from ludus.diagnostics.metrics import AlarmLimits
 from ludus.diagnostics.trackers import read_metrics
-from ludus.errors import StorageError
+from ludus.errors import StorageError, WorldError
 from ludus.rewards.named import NAMED, Named
 from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
-from ludus.rollout.scheduler import Episode
+from ludus.rollout.scheduler import Episode, SchedulerLimits
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training import start
 from ludus.training.checkpoint import checkpoint_path, list_checkpoints
 from ludus.training.credit import Credit, training_rows
 from ludus.training.learner_thread import LearnerThread
+from ludus.training.modes import Player
+from ludus.training.sampling import Sampler
 from ludus.training.staleness import ESS, EssGuard, mask_over_age, staleness_metrics
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
 from tiny_run import cold_start, ludus, make_recipe, refused
+from worlds import WatchedWorld, make_jobs, make_scheduler, scripted
 
 STEPS = 6
 BOUND = 2
@@ -641,3 +645,25 @@ def test_rollouts_of_an_asynchronous_run_are_whole_files(streamed):
     for step in range(1, STEPS + 1):
         with gzip.open(rollouts_path(streamed, step)) as lines:
             assert len(lines.read().splitlines()) == 9
+
+
+@pytest.mark.parametrize(("every", "stops"), [(10, False), (4, True)])
+def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch(every, stops):
+    """Four steps' episodes begin while the learner is at one: one of ten fails for good, or one of four."""
+
+    async def breaks(number):
+        if number % every == 0:
+            raise RuntimeError("it broke")
+
+    world, limits = WatchedWorld(hooks={"start": breaks}), SchedulerLimits(retries=0, max_failure_rate=0.2)
+    scheduler = make_scheduler(scripted(["Paris"]), world, limits)
+    player = Player(Sampler(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10)
+
+    async def play():
+        return await asyncio.gather(*(player.play(job) for job in make_jobs(40)))
+
+    if stops:
+        with pytest.raises(WorldError, match="episodes failed for good"):
+            asyncio.run(play())
+    else:
+        assert sum(episode.trajectory.failure is not None for episode in asyncio.run(play())) == 4

@@ -79,18 +79,20 @@ def episode_name(key: RolloutKey) -> str:
 
 @dataclass
 class FailureBudget:
-    """The failures for good among `num_jobs` jobs."""
+    """The failures for good among `num_jobs` jobs; where `begun` are more, among those."""
 
     num_jobs: int
     failures: list[InfrastructureError] = field(default_factory=list)
+    begun: int = 0
 
     def add(self, error: InfrastructureError, max_failure_rate: float) -> None:
         """One more. Raises an error of the first one's kind where they are more than that share."""
         self.failures.append(error)
-        if len(self.failures) > max_failure_rate * self.num_jobs + 1e-9:
+        num = max(self.num_jobs, self.begun)
+        if len(self.failures) > max_failure_rate * num + 1e-9:
             first = self.failures[0]
             raise type(first)(
-                f"{len(self.failures)} of {self.num_jobs} episodes failed for good, more than "
+                f"{len(self.failures)} of {num} episodes failed for good, more than "
                 f"rollout.max_failure_rate allows. The first failure: {first.message}",
                 first.hint,
             ) from first

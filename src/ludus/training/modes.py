@@ -97,7 +97,10 @@ async def _end(task: asyncio.Task[list[Credit]] | asyncio.Task[None] | None) -> 
 
 @dataclass
 class Player:
-    """Plays the jobs of a stream; the failures for good are counted anew for each step of `num_jobs`."""
+    """Plays the jobs of a stream; the failures for good are counted anew for each step of `num_jobs`.
+
+    While the learner is at one step, the jobs of several may begin: then they are counted among those.
+    """
 
     sampler: Sampler
     scheduler: Scheduler
@@ -113,7 +116,9 @@ class Player:
 
     async def play(self, job: Job) -> Episode:
         """Play a job to its end, its rewards included."""
-        return await self.sampler.add_parts(await self.scheduler.play(job, self.budget), self.budget)
+        budget = self.budget
+        budget.begun += 1
+        return await self.sampler.add_parts(await self.scheduler.play(job, budget), budget)
 
 
 @dataclass
