@@ -667,3 +667,48 @@ def test_failures_are_counted_among_all_episodes_that_began_since_the_last_batch
             asyncio.run(play())
     else:
         assert sum(episode.trajectory.failure is not None for episode in asyncio.run(play())) == 4
+
+
+SLOW_TO_CLOSE = """
+import asyncio
+import tiny_world
+from collections import Counter
+from dataclasses import dataclass, field
+
+@dataclass
+class Slow:
+    inner: object
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+    async def step(self, action):
+        await asyncio.sleep(1e6)
+    async def close(self):
+        await asyncio.sleep(2)
+        await self.inner.close()
+
+@dataclass
+class World:
+    inner: object
+    begun: Counter = field(default_factory=Counter)
+    def __getattr__(self, name):
+        return getattr(self.inner, name)
+    def environment(self, task):
+        self.begun[task.id] += 1
+        found = self.inner.environment(task)
+        return Slow(found) if self.begun[task.id] > 3 and task.id.startswith("train") else found
+
+def make_world(settings, limits):
+    return World(tiny_world.make_world(settings, limits))
+"""
+
+
+@pytest.mark.fault
+def test_members_that_are_stopped_in_the_last_step_are_in_its_account(tiny_run, tmp_path):
+    """Three members of each group end; the other two hang, and their environments are slow to close."""
+    world = tmp_path / "slow.py"
+    world.write_text(SLOW_TO_CLOSE)
+    changes = {"staleness__oversample": 2, "training__steps": 1, "env__name": world, "env__check": "false"}
+    folder = run(tiny_run, tmp_path / "last", "async", **changes)
+    (row,) = read_metrics(folder / "metrics.jsonl")
+    assert row.metrics["ledger/started"] == 15
+    assert row.metrics["ledger/dropped/cancelled"] == 6

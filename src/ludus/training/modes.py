@@ -249,9 +249,9 @@ class AsyncRun:
             await sync.offer(step, self.rolling, self.thread, self.proofs.append)
             self.stream.published(step, everywhere=False)
             return ()
-        if not config.staleness.interruptible:
-            await self.stream.drain()
-        elif step < config.training.steps:
+        if not config.staleness.interruptible or step == config.training.steps:
+            await self.stream.drain()  # at the end, so that members who were stopped are in the account
+        else:
             await (self._send_beside if isinstance(self.loop.engine, Measured) else self._prove_beside)(step)
             return ()
         await self._arrived()
