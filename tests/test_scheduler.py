@@ -2,6 +2,7 @@
 
 import asyncio
 import random
+from contextlib import suppress
 from dataclasses import dataclass
 
 import pytest
@@ -315,6 +316,25 @@ def test_an_environment_that_turns_its_cancellation_into_an_error_is_not_played_
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(cancel())
     assert [env.events for env in world.made] == [["start", "step", "close"]] * 2
+
+
+def test_an_episode_whose_environment_ignores_that_it_is_cancelled_is_none():
+    async def step(_):
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+    world = WatchedWorld(hooks={"step": step})
+    scheduler = make_scheduler(scripted(answers), world)
+
+    async def cancel():
+        playing = asyncio.create_task(scheduler.play(*make_jobs(1), FailureBudget(1)))
+        await until(lambda: any("step" in env.events for env in world.made))
+        playing.cancel()
+        await asyncio.wait({playing}, timeout=10)
+        return playing.cancelled()
+
+    assert asyncio.run(cancel())
+    assert scheduler.ledger.close(0).by_reason == {"dropped/cancelled": 1}
 
 
 # Never drops a job silently: the account adds up

@@ -174,7 +174,10 @@ class Scheduler:
         while True:
             self.ledger.start(job.key)
             try:
-                return Episode(job.key, job.task, await self._play(job), job.greedy)
+                played = await self._play(job)
+                if is_being_cancelled():  # and the world has kept that to itself
+                    raise asyncio.CancelledError
+                return Episode(job.key, job.task, played, job.greedy)
             except asyncio.CancelledError:
                 self.ledger.finish(job.key, Outcome.DROPPED, CANCELLED)
                 raise
