@@ -173,8 +173,12 @@ def check_cache(config: Config) -> None:
 
 
 def check_max_requests(config: Config) -> None:
-    """Raise ConfigError where the limit is for nobody, or would refuse what the run itself plays at once."""
-    most, needed = config.engine.max_requests, config.rollout.concurrency + (config.training.mode == "async")
+    """Raise ConfigError where the limit is for nobody, or would refuse what the run itself plays at once.
+
+    Where episodes stream, an evaluation is played beside them, or the probe of new weights.
+    """
+    most = config.engine.max_requests
+    needed = config.rollout.concurrency * (2 if config.training.mode == "async" else 1)
     if not most:
         return
     if config.engine.url:
