@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import pytest
 
 from ludus.config import load_config
+from ludus.config.schema import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.base import Request
 from ludus.engines.scripted import Faults, ScriptedEngine
@@ -15,10 +16,10 @@ from ludus.envs.base import HoldsSessions
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.ledger import Outcome
+from ludus.rollout.ledger import Ledger, Outcome
 from ludus.rollout.lockstep import LockstepEngine
 from ludus.rollout.scheduler import FailureBudget, SchedulerLimits, episode_name
-from ludus.rollout.setup import episodes_at_once
+from ludus.rollout.setup import Play, engine_scheduler, episodes_at_once
 from ludus.sandbox import NamespacesSandbox
 from ludus.types import Group, SamplingParams, StopReason, Task
 from worlds import (
@@ -28,6 +29,7 @@ from worlds import (
     make_jobs,
     make_scheduler,
     make_task,
+    renderer,
     scripted,
     tokenizer,
     tool_of,
@@ -690,3 +692,13 @@ def test_worlds_with_sessions_have_the_room_of_their_sandbox():
     assert episodes_at_once(world, 2) == 2
     assert episodes_at_once(WatchedWorld(), 128) == 128
     assert NamespacesSandbox().most_sessions >= 2
+
+
+def test_an_engine_knows_a_task_that_is_evaluated_from_the_same_one_that_is_trained_on():
+    """At once, where episodes stream: neither is to end, or to go on from, what is kept for the other."""
+    engine, rollout = scripted(["Paris"]), RolloutConfig(reproducible=False)
+    for purpose in ("train", "evaluate"):
+        play = Play(purpose, 1.0, 0)
+        one = engine_scheduler(WatchedWorld(), engine, renderer(), rollout, play, Ledger())
+        run(one, make_jobs(1))
+    assert len({request.episode for request in engine.requests}) == len(set(engine.released)) == 2

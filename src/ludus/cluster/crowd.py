@@ -24,7 +24,7 @@ from ludus.engines.base import EngineStats, WeightCheck
 from ludus.engines.rolling import Rolling
 from ludus.engines.server import ServerEngine
 from ludus.errors import EngineError, LudusError, WorldError
-from ludus.rollout.scheduler import episode_name
+from ludus.rollout.setup import engine_name
 from ludus.types import Trajectory
 
 if TYPE_CHECKING:
@@ -137,7 +137,7 @@ class Crowd:
         if self.plan.engine is not None:
             await self.engines.some()
         member = await self.workers.take(self.plan.config.episodes_per_worker)
-        name = f"{message.play.purpose}/{episode_name(message.job.key)}"
+        name = engine_name(message.play, message.job.key)
         try:
             if self.rolling is not None:
                 message = replace(message, pin=await self.rolling.place(name))

@@ -46,9 +46,9 @@ from ludus.errors import LudusError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.episode import scored
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.scheduler import Scheduler, episode_name
+from ludus.rollout.scheduler import Scheduler
 from ludus.rollout.scoring import ProcessScoring
-from ludus.rollout.setup import Play, engine_scheduler
+from ludus.rollout.setup import Play, engine_name, engine_scheduler
 from ludus.sandbox import open_sandbox
 from ludus.tools.base import shared_by
 from ludus.training.session import (
@@ -260,7 +260,7 @@ class WorkerRole:
     async def _play(self, message: PlayJob) -> object:
         scheduler = self._schedulers.get(message.play) or self._scheduler(message.play)
         if message.pin is not None and self._engine is not None:
-            self._engine.pin(episode_name(message.job.key), message.pin)
+            self._engine.pin(engine_name(message.play, message.job.key), message.pin)
         self._playing += 1
         try:
             with shared_by(self.spec.config.cluster.workers):

@@ -61,7 +61,7 @@ class SchedulerLimits:
 
 
 ConversationFactory = Callable[[Job], Conversation]
-"""Makes the conversation of one attempt; its engine sees the episode as `episode_name(job.key)`."""
+"""Makes the conversation of one attempt; a lock-step knows its episode as `episode_name(job.key)`."""
 
 Attempt = Callable[[Job], Awaitable[Trajectory]]
 """Plays one attempt at a job, somewhere. Raises WorldError or EngineError where the infrastructure fails."""

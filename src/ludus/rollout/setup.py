@@ -10,7 +10,7 @@ from ludus.engines.base import Engine, seed_for
 from ludus.envs.base import HoldsSessions, SetsBounds, World
 from ludus.rollout.conversation import Conversation, EngineConversation
 from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.ledger import Ledger
+from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.lockstep import LockstepEngine
 from ludus.rollout.scheduler import ConversationFactory, Job, Scheduler, SchedulerLimits, episode_name
 from ludus.types import SamplingParams, Task
@@ -23,6 +23,11 @@ class Play:
     purpose: str
     temperature: float
     seed: int
+
+
+def engine_name(play: Play, key: RolloutKey) -> str:
+    """What an engine calls an episode: a task may be trained on and evaluated at once."""
+    return f"{play.purpose}/{episode_name(key)}"
 
 
 def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParams:
@@ -73,7 +78,7 @@ def engine_scheduler(
             renderer=renderer,
             params=sampling_params(own, 0.0 if job.greedy else play.temperature),
             max_tokens=own.max_tokens,
-            episode=episode_name(key),
+            episode=episode_name(key) if lockstep else engine_name(play, key),
             seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
             guided=rollout.guided_tools,
         )
