@@ -560,3 +560,19 @@ def test_a_group_from_before_keeps_its_names_and_no_new_one_has_them():
     first = new.free(state.next_number, state.groups)
     assert not taken & {job.key for number in range(first, first + 60) for job in new.jobs(number)}
     assert old.free(22, groups) == 22
+
+
+def test_no_new_group_has_the_name_of_one_from_before_where_the_order_has_other_laps():
+    """As with another number of rounds: the step that is begun would go on with a task that it has."""
+    tasks = [Task(name, (), None) for name in "abcdefghij"]
+    sampler = Sampler(None, None, PRESETS["grpo"], None, Ledger())
+    old, new = (TaskStream(sampler, TaskOrder(tasks, 0, chunk), 2) for chunk in (2, 4))
+    met = 0
+    for number in range(11, 99, 2):
+        kept = StreamedGroup(number - 1, old.jobs(number - 1), 3)
+        met += new.jobs(number) == kept.jobs
+        first = new.free(number, [kept])
+        taken = {job.key for job in kept.jobs}
+        assert not taken & {job.key for n in range(first, first + 20) for job in new.jobs(n)}
+        assert old.free(number, [kept]) == number
+    assert met  # it would have

@@ -50,10 +50,17 @@ class TaskStream:
         return self.sampler.jobs(self._step(number), task, spare)
 
     def free(self, number: int, groups: Sequence[StreamedGroup]) -> int:
-        """The first number from this one on whose episodes have no names of these groups: a step may have had
-        fewer groups when they began."""
-        odd = [g.jobs[0].key.step for g in groups if g.jobs[0].key.step != self._step(g.number)]
-        return max([number, *(step * self.per_step for step in odd)])
+        """The first number from this one on whose episodes have no names of these groups: steps may have had
+        fewer groups, and the order other laps, when they began."""
+        first = [group.jobs[0] for group in groups]
+        if all(self._would_play(job, group.number) for job, group in zip(first, groups, strict=True)):
+            return number
+        return max(number, *(job.key.step * self.per_step for job in first))
+
+    def _would_play(self, job: Job, number: int) -> bool:
+        """Whether a group of that number would have this job; with GRESO the order alone does not say."""
+        same = self.sampler.algorithm.greso or self.order.take(number, 1)[0].id == job.key.task_id
+        return same and job.key.step == self._step(number)
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Whether a group fills a place of a batch: not where a member failed for good.
