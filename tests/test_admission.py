@@ -371,14 +371,14 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
     assert len(found) == 16
 
 
-def read_again(world, greedy):
+def read_again(world, greedy, counts=True):
     """A whole group of this world, and what a checkpoint gives again of it; `greedy` members are wanted."""
 
     def jobs(number, task, members):
         size = members + greedy
         return World(0, size=size, greedy=greedy).jobs(number)
 
-    group = StreamedGroup(0, world.jobs(0), 0)
+    group = StreamedGroup(0, world.jobs(0), 0, counts=counts)
     loop = FakeLoop()
     try:
         for place, job in enumerate(group.jobs):
@@ -399,6 +399,14 @@ def test_a_greedy_member_that_nobody_wants_any_more_is_left_over():
     group, state = read_again(World(1, size=5, greedy=True), greedy=False)
     assert state.groups[0].episodes == group.episodes[:4]
     assert [episode.key for episode in state.unwanted] == [group.jobs[4].key]
+
+
+def test_one_that_had_failed_is_in_the_totals_and_not_left_over():
+    world = World(1, failing=1.0, size=3, greedy=True)
+    group, state = read_again(world, greedy=False, counts=False)
+    assert [episode.trajectory.failure is None for episode in group.episodes] == [False] * 3
+    assert state.unwanted == ()
+    assert state.groups[0].episodes == group.episodes[:2]
 
 
 def test_what_cannot_be_in_time_is_not_admitted():

@@ -30,7 +30,7 @@ JobsOf = Callable[[int, Task, int | None], Sequence[Job]]
 class StreamState:
     """The groups on their way, and the number of the next one.
 
-    `unwanted` are greedy episodes that had ended, where the baseline is another one now.
+    `unwanted` are greedy episodes that had ended well, where the baseline is another one now.
     """
 
     next_number: int = 0
@@ -73,7 +73,8 @@ class StreamState:
                 for place in head["ended"]:
                     greedy = own[place].greedy if members is None else place >= members
                     done[place] = read_episode(next(lines), task, greedy)
-                unwanted += [done.pop(place) for place in head["ended"] if place >= len(own)]
+                gone = [done.pop(place) for place in head["ended"] if place >= len(own)]
+                unwanted += [one for one in gone if one.trajectory.failure is None]
                 counts = head.get("counts", True)
                 groups.append(StreamedGroup(head["group"], own, head["version"], done, counts))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
