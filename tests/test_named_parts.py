@@ -14,7 +14,7 @@ from ludus.errors import ConfigError, WorldError
 from ludus.rewards.answers import Answers
 from ludus.rewards.named import NAMED, Named, named_part
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.scheduler import Episode
+from ludus.rollout.scheduler import Episode, FailureBudget
 from ludus.rollout.scoring import ProcessScoring
 from ludus.training.combine import check_reward_settings, combiner_of, with_added
 from ludus.training.credit import settle
@@ -118,6 +118,24 @@ def test_an_episode_whose_part_fails_is_a_failed_one_and_the_ledger_knows():
     assert "expected Answers" in credits[1].episode.trajectory.failure.error
     with pytest.raises(WorldError, match="expected Answers"):
         asyncio.run(with_added(session.scoring, world, [[good, odd]], 0.4))
+
+
+def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_of_the_batch():
+    """As after a resume: the others have ended since."""
+    config, world = settings(*part("token_f1"), "--rollout.max_failure_rate", "0.5")
+    odd, task = attempt(), replace(attempt().task, truth=Answers(("Paris",)))
+    good = [replace(odd, key=RolloutKey(1, "t", sample), task=task) for sample in (1, 2)]
+    one = combiner_of(config, world, takes_turns=False)
+    session = Session(config, world, None, None, None)
+    sampler = Sampler(session, None, PRESETS["grpo"], None, Ledger(), combiner=one)
+    sampler.ledger.start(odd.key)
+
+    async def credit():
+        ended = [await sampler.add_parts(episode, FailureBudget(3)) for episode in good]
+        return await sampler.credit(1, [[odd, *ended]])
+
+    failed = [credit.episode.trajectory.failure is not None for credit in asyncio.run(credit())]
+    assert failed == [True, False, False]
 
 
 @pytest.mark.parametrize(

@@ -193,16 +193,16 @@ def reads_turns(algorithm: Algorithm) -> bool:
 
 
 async def with_added(
-    scoring: ProcessScoring, world: World, groups: Sequence[Sequence[Episode]], max_failure_rate: float
+    scoring: ProcessScoring, world: World, groups: Sequence[Sequence[Episode]], most_failures: float
 ) -> list[list[Episode]]:
     """The episodes of groups as `one_with_added` gives them.
 
-    Raises WorldError, with the words of the first, where more than `max_failure_rate` of them fail.
+    Raises WorldError, with the words of the first, where more than `most_failures` fail.
     """
     errors: list[WorldError] = []
     every = (one_with_added(scoring, world, one, errors.append) for group in groups for one in group)
     found = await asyncio.gather(*every)
-    if len(errors) > max_failure_rate * len(found) + 1e-9:
+    if len(errors) > most_failures + 1e-9:
         raise errors[0]
     following = iter(found)
     return [[next(following) for _ in group] for group in groups]

@@ -178,8 +178,8 @@ class Sampler:
         """With the parts that the settings add; the ledger has those that fail at it as failed."""
         if not combiner.adds:
             return groups
-        session, most = self.session, self.session.config.rollout.max_failure_rate
-        lacking = [[one for one in group if self._lacks_parts(one)] for group in groups]
+        session, lacking = self.session, [[e for e in group if self._lacks_parts(e)] for group in groups]
+        most = session.config.rollout.max_failure_rate * sum(map(len, groups))
         following = chain(*await with_added(session.scoring, session.world, lacking, most))
         found = [[next(following) if self._lacks_parts(one) else one for one in group] for group in groups]
         for before, after in zip(chain(*groups), chain(*found), strict=True):
