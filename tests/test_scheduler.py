@@ -3,7 +3,7 @@
 import asyncio
 import random
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 
@@ -172,6 +172,15 @@ def test_an_environment_that_cannot_be_made_is_a_failure_too():
     (episode,) = run(scheduler, make_jobs(1))
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 1)
     assert scheduler.ledger.summary(0).by_reason == {"failed/environment": 1}
+
+
+def test_a_job_that_begins_with_a_later_attempt_has_all_its_retries():
+    """As one that is played anew after a resume."""
+    (job,) = make_jobs(1)
+    later = replace(job, key=replace(job.key, attempt=3))
+    scheduler = make_scheduler(scripted(answers, faults=Faults(fail_at={0, 1})), WatchedWorld())
+    episode = asyncio.run(scheduler.play(later, FailureBudget(1)))
+    assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 5)
 
 
 def test_what_the_model_does_wrong_is_not_tried_again():

@@ -171,6 +171,7 @@ class Scheduler:
         `on_retry` is told the names of the attempt that failed and of the next one. An attempt that is
         cancelled ends in the ledger as dropped.
         """
+        last = job.key.attempt + self.limits.retries
         while True:
             self.ledger.start(job.key)
             try:
@@ -185,7 +186,7 @@ class Scheduler:
                 self._note_failure(job.key, error)
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
-                if job.key.attempt >= self.limits.retries:
+                if job.key.attempt >= last:
                     return self._give_up(budget, job, error)
                 again = replace(job.key, attempt=job.key.attempt + 1)
                 if on_retry is not None:
