@@ -72,7 +72,7 @@ class Expected:
             raise SyncError(
                 f"The engine's weights are not those of version {self.version}: digest {theirs[:12]} there, "
                 f"{self.fingerprint[:12]} here.",
-                "The rollouts would come from another policy; nothing was trained on them. "
+                "The rollouts would come from another policy; no checkpoint has learned from them. "
                 "A server that another run has trained is to be started anew.",
             )
         own = self.logprobs
