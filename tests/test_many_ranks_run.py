@@ -130,7 +130,9 @@ def test_episodes_stream_beside_a_learner_of_two_processes(tmp_path):
     found = run(folder, **streamed, training__steps="4", **SPLIT)
     assert len(found) == 4
     assert max(row["staleness/max"] for row in found) <= 2
-    assert all(row["sync/probe_gap"] < 1e-3 for row in found)
+    gaps = [row["sync/probe_gap"] for row in found if "sync/probe_gap" in row]  # proved beside the next step
+    assert gaps
+    assert max(gaps) < 1e-3
     assert len(run(folder, "--training.steps", "6", "--training.learner.ranks", "1")) == 6
 
 
