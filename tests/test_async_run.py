@@ -105,7 +105,7 @@ def test_what_was_sampled_and_what_was_trained_is_reported_and_agrees_in_the_end
         assert sum(shares) == pytest.approx(1 if metrics["trained/episodes"] else 0)
         assert metrics["staleness/max"] <= BOUND
         assert metrics["staleness/over_age_tokens"] == 0
-    tokens = sum(m["sampled/action_tokens"] * m["sampled/episodes"] for m in rows)
+    tokens = sum(m.get("sampled/action_tokens", 0.0) * m["sampled/episodes"] for m in rows)
     assert tokens == pytest.approx(sum(r.trajectory.num_action_tokens for _, r in records(streamed)))
 
 

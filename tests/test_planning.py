@@ -10,6 +10,7 @@ import sys
 import threading
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -24,7 +25,7 @@ from ludus.planning.fit import Calls, fit, measured, tool_cost
 from ludus.planning.simulate import simulate
 from ludus.rollout.in_flight import InFlight, Load, Passes, PassLine
 from ludus.training.run import RunFolder
-from tiny_run import ludus
+from tiny_run import ludus, refused
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 SLOW = ToolCost(0.15, 0.5, 0.05, 20)
@@ -305,6 +306,17 @@ def test_costs_are_never_below_zero(tmp_path):
     assert found.engine.pass_s == pytest.approx(0, abs=1e-9)
     assert found.engine.sequence_s == pytest.approx(0.001)
     assert found.learner.step_s == pytest.approx(0, abs=1e-9)
+
+
+def test_steps_that_tell_nothing_of_a_pass_are_refused_and_few_or_unlike_ones_doubted(tmp_path):
+    quicker = SimpleNamespace(pass_s=-1e-4, sequence_s=0.0, read_s=0.01)  # the more passes, the less time
+    folder = write_run(tmp_path / "quicker", quicker, LearnerCost(0.0, 0.01))
+    assert "cannot be told from the steps of these runs: 3" in refused("plan", folder.path)
+    few = write_run(tmp_path / "few", EngineCost(0.01, 0.0005), LearnerCost(0.3, 0.002))
+    assert "Warning: So few steps (3)" in ludus("plan", few.path, "--engines", 1, "--steps", 2).out
+    many = fit([write_run(tmp_path / "many", EngineCost(0.01, 0.0005), LearnerCost(0.3, 0.002), range(1, 9))])
+    assert not many.doubts
+    assert "do not describe these steps" in replace(many, learner_error=0.5).doubts[0]
 
 
 def test_tools_of_two_kinds_are_spread_further_than_each():

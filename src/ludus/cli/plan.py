@@ -69,29 +69,33 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     from ludus.planning.simulate import simulate
 
     no_settings(overrides, "plan")
-    costs, setup, source = what_is_asked(args)
+    costs, setup, source, doubts = what_is_asked(args)
     console = make_console()
     say(console, f"Costs {source}:")
     for line in cost_lines(costs):
         say(console, f"  {line}")
+    for doubt in doubts:
+        say(console, f"Warning: {doubt}")
     runs = [simulate(costs, one) for one in layouts(args, setup)]
     console.print(plan_table(costs, runs))
     return 0
 
 
-def what_is_asked(args: argparse.Namespace) -> tuple[Costs, Setup, str]:
-    """Costs and layout, of runs or of given numbers; and where the costs are from."""
+def what_is_asked(args: argparse.Namespace) -> tuple[Costs, Setup, str, list[str]]:
+    """Costs and layout, of runs or of given numbers; where the costs are from, and what is to be doubted."""
     from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, Setup, ToolCost
     from ludus.planning.fit import fit, run_config, setup_of
     from ludus.training.run import RunFolder
 
     given = {name: value for name, value in vars(args).items() if value is not None}
+    doubts: list[str] = []
     if args.runs:
         folders = [RunFolder(path) for path in args.runs]
         for folder in folders:
             check_run(folder)
         found = fit(folders)
         records, setup = asdict(found.costs), setup_of(run_config(folders[-1]))
+        doubts = found.doubts
         source = (
             f"fitted to {found.num_steps} steps (rms error: engine {found.engine_error:.0%}, learner "
             f"{found.learner_error:.0%})"
@@ -123,7 +127,7 @@ def what_is_asked(args: argparse.Namespace) -> tuple[Costs, Setup, str]:
         records["overlap"],
         records["transfer_s"],
     )
-    return costs, replace(setup, **{name: given[name] for name in LAYOUT if name in given}), source
+    return costs, replace(setup, **{name: given[name] for name in LAYOUT if name in given}), source, doubts
 
 
 def layouts(args: argparse.Namespace, setup: Setup) -> list[Setup]:

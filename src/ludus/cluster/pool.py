@@ -130,7 +130,7 @@ class Pool:
         """End a member that does not answer, and replace it, also where whoever calls is cancelled."""
         if self.members.get(member.number) is not member:
             return
-        log.warning("%s %d is lost and replaced: %s", self.kind, member.number, error)
+        log.warning("%s %d is lost, and another one is started: %s", self.kind, member.number, error)
         self._count_loss()
         self._drop(member)
         await self._fail_if_over(error)

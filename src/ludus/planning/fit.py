@@ -57,6 +57,11 @@ class Measured:
     calls: tuple[Calls, ...]
 
 
+FEW_STEPS = 5
+LARGE_ERROR = 0.3
+"""Fewer steps, or a larger relative error, are doubted."""
+
+
 @dataclass(frozen=True, slots=True)
 class Fitted:
     """Costs, and how far the fitted seconds are from the measured ones (root mean square, relative)."""
@@ -65,6 +70,21 @@ class Fitted:
     engine_error: float
     learner_error: float
     num_steps: int
+
+    @property
+    def doubts(self) -> list[str]:
+        """What speaks against these costs, a sentence each."""
+        found = []
+        if self.num_steps < FEW_STEPS:
+            found.append(
+                f"So few steps ({self.num_steps}) say little, also of errors: fit a synchronous run of ten."
+            )
+        if max(self.engine_error, self.learner_error) > LARGE_ERROR:
+            found.append(
+                "The costs do not describe these steps: their run changed its mode or its layout, or it is "
+                "not synchronous, and its seconds hold what learner and engine cost each other."
+            )
+        return found
 
 
 def measured(folder: RunFolder) -> list[Measured]:
@@ -129,6 +149,11 @@ def fit(folders: Sequence[RunFolder]) -> Fitted:
     engine, engine_error = _least_squares(
         [(s.passes, s.decoded, s.read) for s in steps], [s.busy_s for s in steps]
     )
+    if not engine[0] + engine[1]:
+        raise UserError(
+            f"What a forward pass takes cannot be told from the steps of these runs: {len(steps)}.",
+            "Fit a synchronous run of ten steps or more, or two runs with other numbers of episodes a step.",
+        )
     learner, learner_error = _least_squares([(1.0, s.tokens) for s in steps], [s.learn_s for s in steps])
     beside = [step.transfer_s for step in steps if step.transfer_s is not None]
     costs = Costs(

@@ -33,11 +33,13 @@ def check_replay(config: Config, algorithm: Algorithm) -> None:
     """Raise ConfigError where tokens beyond the bound would train without a correction."""
     bound, replays = config.staleness.max_staleness, config.staleness.replay
     corrects = algorithm.correction != "none" or algorithm.loss in OFF_POLICY
+    mode = config.training.mode
+    why = f" (with training.mode = {mode!r}, none is the default)" if mode == "sync" else ""
     if replays.share and replays.max_age > bound and not corrects:
         raise ConfigError(
             f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
-            f"({bound}), and algorithm.correction is 'none'.",
-            "Set a correction (tis), or a max_age within the bound.",
+            f"({bound}), and algorithm.correction is 'none'{why}.",
+            "Set algorithm.correction (tis), or a max_age within the bound.",
         )
 
 

@@ -98,7 +98,8 @@ def staleness_metrics(
 
     `staleness/age_K` is the share of tokens of age K, replayed ones among them. `staleness/over_age_tokens`
     are those older than the bound: masked, or replayed. `sampled/...` is of the episodes that ended since the
-    step before, `trained/...` of those that train now, so that a starved slow task shows.
+    step before, `trained/...` of those that train now, so that a starved slow task shows. There are no means
+    of none.
     """
     own = [credit for credit in credits if not (credit.replayed or credit.expert)]
     trained = [credit.episode for credit in own if credit.outcome is Outcome.TRAINED]
@@ -115,9 +116,11 @@ def staleness_metrics(
 
 def _compared(name: str, episodes: Sequence[Episode], success: str) -> dict[str, float]:
     whole = [e.trajectory for e in episodes if e.trajectory.failure is None and not e.greedy]
-    count = max(len(whole), 1)
+    count = len(whole)
+    if not whole:
+        return {f"{name}/episodes": 0.0}
     return {
-        f"{name}/episodes": float(len(whole)),
+        f"{name}/episodes": float(count),
         f"{name}/action_tokens": sum(t.num_action_tokens for t in whole) / count,
         f"{name}/turns": sum(t.num_turns for t in whole) / count,
         f"{name}/success": sum(t.rewards.get(success, 0.0) for t in whole) / count,
