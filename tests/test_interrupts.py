@@ -12,6 +12,7 @@ import pytest
 from ludus.cli import interrupts
 from ludus.cli.interrupts import INTERRUPTED, WatchedInterrupts
 from ludus.training import sampling
+from ludus.training.checkpoint import list_checkpoints
 from tiny_run import copy_run, ludus
 
 STUCK = """
@@ -85,7 +86,9 @@ def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkey
     monkeypatch.setattr(sampling.Sampler, "sample", interrupt)
     said = ludus("train", "--resume", run, "--training.steps", "3")
     assert said.code == INTERRUPTED
-    assert said.err.endswith(f"Interrupted. The run goes on with: ludus train --resume {run}\n")
+    step, _ = list_checkpoints(run / "checkpoints")[-1]
+    where = f"The newest checkpoint is that of step {step}."
+    assert said.err.endswith(f"Interrupted. {where} The run goes on with: ludus train --resume {run}\n")
     assert "Interrupted: the run stops. Another Ctrl-C ends it at once." in capfd.readouterr().err
     noted = (run / "log.txt").read_text().splitlines()[-2:]
     assert noted[0].endswith("interrupted: the run stops")

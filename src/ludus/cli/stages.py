@@ -125,7 +125,8 @@ class HowToResume:
     def __init__(self, what: RunFolder | str, new: bool = False) -> None:
         from ludus.training.run import resume_command
 
-        self._new = what if new and not isinstance(what, str) else None
+        self._folder = None if isinstance(what, str) else what
+        self._new = self._folder if new else None
         if isinstance(what, str):
             self._command, self._hint = what, f"The pipeline goes on with: {what}"
         else:
@@ -148,6 +149,16 @@ class HowToResume:
             elif self._command not in error.hint:
                 error.hint = f"{error.hint}\n{self._hint}"
         elif isinstance(error, KeyboardInterrupt):
-            error.args = (self._hint,)
+            error.args = (f"{self._from_where()}{self._hint}",)
         elif error is not None:
             error.add_note(self._hint)
+
+    def _from_where(self) -> str:
+        """A sentence about what an interrupted run goes on from."""
+        from ludus.training.checkpoint import list_checkpoints
+
+        if self._folder is None:
+            return ""
+        if kept := list_checkpoints(self._folder.checkpoints):
+            return f"The newest checkpoint is that of step {kept[-1][0]}. "
+        return "There is no checkpoint yet. "
