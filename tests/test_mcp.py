@@ -20,7 +20,7 @@ from ludus.envs.toolbox import Toolbox, ToolLimits
 from ludus.errors import ConfigError, ToolFault, UserError, WorldError
 from ludus.tools.mcp import McpServer, McpSettings, mcp_server
 from ludus.types import Action, Message, ToolCall, ToolStatus
-from waiting import free_port
+from waiting import free_port, until
 
 pytest.importorskip("mcp", reason="needs the extra mcp")
 
@@ -244,12 +244,20 @@ def test_without_the_package_the_error_names_the_extra():
 # Nothing stays
 
 
+def lives(pid: int) -> bool:
+    """Whether a process is there and no zombie. One that has been killed may take a moment to go."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def test_closing_ends_the_server_and_what_it_started():
     made = small()
     running = processes(made)
     made.disconnect()
     made.disconnect()
-    assert [p for p in running if p.is_running() and p.status() != psutil.STATUS_ZOMBIE] == []
+    asyncio.run(until(lambda: not any(lives(process.pid) for process in running)))
     with pytest.raises(ToolFault, match="is closed"):
         say(made, "echo", text="x")
 
@@ -266,8 +274,7 @@ print(asyncio.run(tool.function()))
 def test_the_end_of_the_interpreter_ends_the_server():
     pids = [int(word) for word in python(LEAVES).split()]
     assert len(pids) == 2
-    alive = [pid for pid in pids if psutil.pid_exists(pid)]
-    assert [p for p in alive if psutil.Process(p).status() != psutil.STATUS_ZOMBIE] == []
+    asyncio.run(until(lambda: not any(lives(pid) for pid in pids)))
 
 
 def test_a_world_closes_its_servers(server):
