@@ -271,10 +271,27 @@ print(asyncio.run(tool.function()))
 """
 
 
+STOPS = """
+import os, signal
+pid = int(asyncio.run(tool.function()).split()[0])
+os.kill(pid, signal.SIGSTOP)
+print(pid, flush=True)
+"""
+
+
 def test_the_end_of_the_interpreter_ends_the_server():
     pids = [int(word) for word in python(LEAVES).split()]
     assert len(pids) == 2
     asyncio.run(until(lambda: not any(lives(pid) for pid in pids)))
+
+
+@pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux is not there")
+def test_a_server_that_hangs_ends_with_a_process_that_is_killed():
+    leaves = LEAVES + "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
+    stops = leaves.replace("print(asyncio.run(tool.function()))", STOPS)
+    ended = subprocess.run([sys.executable, "-c", stops], capture_output=True, text=True, timeout=120)
+    hung = int(ended.stdout)
+    asyncio.run(until(lambda: not lives(hung)))
 
 
 def test_a_world_closes_its_servers(server):

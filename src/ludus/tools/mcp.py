@@ -354,9 +354,10 @@ async def _transport(settings: McpSettings, files: _Files, stack: AsyncExitStack
         from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
 
         path = (get_default_environment() | dict(settings.env)).get("PATH")
-        words = ["-c", _NOTE_PID, files.pid.name, _program(settings, path), *settings.args]
+        noting = ["/bin/sh", "-c", _NOTE_PID, files.pid.name]
+        words = [*_with_its_parent(), *noting, _program(settings, path), *settings.args]
         program = StdioServerParameters(
-            command="/bin/sh", args=words, env=dict(settings.env), cwd=settings.cwd
+            command=words[0], args=words[1:], env=dict(settings.env), cwd=settings.cwd
         )
         return stdio_client(program, errlog=cast(TextIO, files.errors))
     from mcp.client.streamable_http import streamable_http_client
@@ -367,6 +368,13 @@ async def _transport(settings: McpSettings, files: _Files, stack: AsyncExitStack
         headers["Authorization"] = f"Bearer {Path(settings.token_file).read_text('utf-8').strip()}"
     client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
     return streamable_http_client(settings.url, http_client=client)
+
+
+def _with_its_parent() -> list[str]:
+    """What starts a program that is killed when this process ends, however it does: one that hangs does not
+    notice that its input is closed. Nothing where there is no `setpriv`, which Linux brings."""
+    setpriv = shutil.which("setpriv")
+    return [setpriv, "--pdeathsig", "KILL"] if setpriv else []
 
 
 def _program(settings: McpSettings, path: str | None) -> str:
