@@ -13,7 +13,9 @@ from __future__ import annotations
 import asyncio
 import statistics
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 
@@ -255,8 +257,7 @@ class AsyncRun:
             await (self._send_beside if isinstance(self.loop.engine, Measured) else self._prove_beside)(step)
             return ()
         await self._arrived()
-        received = await sync.send(step)
-        proof = await self.thread(lambda: sync.compare(received))
+        proof = await sync.prove(await sync.hand_over(step, self.thread))
         self.stream.published(step)
         return (proof,)
 
@@ -269,17 +270,14 @@ class AsyncRun:
         kept = await self.loop.sync.keep(step, self.thread)
         self.stream.published(step, everywhere=False)
 
-        async def send() -> None:
+        async def send() -> SyncProof:
             begin = time.perf_counter()
-            try:
-                self.proofs.append(await self.loop.sync.deliver(kept))
-                self.transfers_s.append(time.perf_counter() - begin)
-                self.stream.serves(step)
-            except Exception as error:  # boundary: a learner that waits for these weights raises it
-                self.stream.fail(error)
-                raise
+            proof = await self.loop.sync.deliver(kept)
+            self.transfers_s.append(time.perf_counter() - begin)
+            self.stream.serves(step)
+            return proof
 
-        self.sending = asyncio.create_task(send())
+        self.sending = asyncio.create_task(self._beside(send))
 
     async def _prove_beside(self, step: int) -> None:
         """Have the engine of this process take the weights, and ask for its proof beside the next step."""
@@ -287,14 +285,15 @@ class AsyncRun:
         expected = await self.loop.sync.hand_over(step, self.thread)
         self.stream.published(step)
 
-        async def prove() -> None:
-            try:
-                self.proofs.append(await self.loop.sync.prove(expected))
-            except Exception as error:  # boundary: a learner that waits for a batch raises it
-                self.stream.fail(error)
-                raise
+        self.sending = asyncio.create_task(self._beside(partial(self.loop.sync.prove, expected)))
 
-        self.sending = asyncio.create_task(prove())
+    async def _beside(self, proving: Callable[[], Awaitable[SyncProof]]) -> None:
+        """Keep a proof that comes beside the next step, whose batch raises what it meets."""
+        try:
+            self.proofs.append(await proving())
+        except Exception as error:  # boundary: a learner that waits for a batch raises it
+            self.stream.fail(error)
+            raise
 
     async def _arrived(self) -> None:
         """Wait until the engine has what it was sent, and has proved it. Raises what it met."""

@@ -45,16 +45,6 @@ class SyncProof:
 
 
 @dataclass(frozen=True, slots=True)
-class Received:
-    """What was sent, and what the engine says of it: its digest of the weights, its scores of the probe."""
-
-    version: int
-    weights: Mapping[str, Tensor]
-    theirs: str | None
-    scores: Sequence[float]
-
-
-@dataclass(frozen=True, slots=True)
 class Expected:
     """What an engine has to say once it holds the weights of a version: their digest, and the probe's scores.
 
@@ -123,13 +113,10 @@ class WeightSync:
         return cls(model, engine, probe, training.sync_tolerance, training.sync_timeout_s, ranks)
 
     async def publish(self, version: int) -> SyncProof:
-        """Send the weights as `version` and prove it."""
-        return self.compare(await self.send(version))
-
-    async def send(self, version: int) -> Received:
-        """Send the weights as `version`; they must not change until this has ended."""
+        """Send the weights as `version` and prove it. They must not change until this has ended."""
         weights = self._gathered()
-        return Received(version, weights, *await self._transfer(version, self._trainable(weights)))
+        found = await self._transfer(version, self._trainable(weights))
+        return self._expected(version, weights).compare(*found)
 
     async def keep(self, version: int, work: Work) -> Kept:
         """What `deliver` sends as `version`: a copy. The weights may change once this has returned.
@@ -150,10 +137,9 @@ class WeightSync:
         return kept.expected.compare(*await self._transfer(kept.expected.version, kept.state))
 
     async def hand_over(self, version: int, work: Work) -> Expected:
-        """Have an engine that copies what it takes, in this process, have the weights as `version`.
+        """Send the weights as `version`; they may change once this has returned.
 
-        They may change once this has returned. What has to be computed for the proof, which is `prove`'s, is
-        `work`, beside the transfer.
+        What has to be computed for the proof, which is `prove`'s, is `work`, beside the transfer.
         """
         weights = self._gathered()
         async with self._in_time(version):
@@ -222,10 +208,6 @@ class WeightSync:
             return {name: p.detach() for name, p in self.model.named_parameters()}
         with self.ranks.together(Gather()):
             return gathered(self.model)
-
-    def compare(self, received: Received) -> SyncProof:
-        """Compare what the engine said with the learner's weights. Raises SyncError where they differ."""
-        return self._expected(received.version, received.weights).compare(received.theirs, received.scores)
 
     @torch.no_grad()
     def _expected(self, version: int, weights: Mapping[str, Tensor]) -> Expected:
