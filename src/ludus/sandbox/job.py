@@ -57,7 +57,7 @@ class Job:
             raise
 
     def _run(self, stdin: bytes, stop: Callable[[], None]) -> Done:
-        begin, timed_out, own_peak, peak = time.monotonic(), False, _peak("self"), 0
+        begin, timed_out, own_peak, peak = time.monotonic(), False, peak_memory("self"), 0
         child = subprocess.Popen(
             self.argv,
             stdin=subprocess.PIPE,
@@ -71,7 +71,7 @@ class Job:
         try:
             while not streams.serve(pidfd) and not self._stopped and not timed_out:
                 timed_out = time.monotonic() - begin > self.wall_s
-                peak = max(peak, _peak(str(child.pid)))
+                peak = max(peak, peak_memory(str(child.pid)))
         finally:
             if timed_out or self._stopped:
                 stop()
@@ -82,14 +82,13 @@ class Job:
             os.close(pidfd)
         stdout, stderr = streams.finish()
         wall_s, cpu_s = time.monotonic() - begin, used.ru_utime + used.ru_stime
-        if (
-            told := used.ru_maxrss * 1024
-        ) > own_peak:  # else it may be of this process, which it was before exec
+        told = used.ru_maxrss * 1024
+        if told > own_peak:  # else it may be of this process, which it was before exec
             peak = told
         return Done(stdout, stderr, status, timed_out, streams.left_out, cpu_s, wall_s, peak)
 
 
-def _peak(process: str) -> int:
+def peak_memory(process: str) -> int:
     """The most memory (bytes) that a process has held since it was what it is; 0 where that is not told."""
     with contextlib.suppress(OSError):
         for line in Path(f"/proc/{process}/status").read_text("utf-8", "replace").splitlines():

@@ -20,6 +20,7 @@ import torch
 
 from ludus.config.schema import Config
 from ludus.engines.loading import num_positions
+from ludus.sandbox.job import peak_memory
 from ludus.training.batch import Row
 from ludus.training.crew import DryRun
 from ludus.training.learner import Known, Learner
@@ -160,12 +161,8 @@ def _peak(device: torch.device) -> int:
     """Bytes at the highest."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    with suppress(OSError):
-        for line in Path("/proc/self/status").read_text("ascii", "replace").splitlines():
-            if line.startswith(
-                "VmHWM:"
-            ):  # what getrusage says may be that of the process that started this one
-                return int(line.split()[1]) * 1024
+    if own := peak_memory("self"):  # what getrusage says may be that of the process that started this one
+        return own
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
