@@ -50,8 +50,12 @@ MAX_NAME: Final = 64
 """Characters of a tool's name, by the rule of OpenAI-compatible servers."""
 STOP_S: Final = 10.0
 """What a server may take to end; its processes are killed well before."""
-_NOTE_PID: Final = 'echo $$ > "$0"; exec "$@"'
-"""For the shell that becomes the server: it writes its number down first."""
+_BEGIN: Final = """echo $$ > "$0"
+setpriv --pdeathsig KILL true 2>/dev/null && exec setpriv --pdeathsig KILL "$@"
+exec "$@"
+"""
+"""For the shell that becomes the server: it writes its number down first, and asks to be killed when this
+process ends, however it does, where there is util-linux: a server that hangs does not see its input close."""
 _CLOSED: Final = "Connection closed"
 """What the package says of a call whose connection went away; servers use the same code for other things."""
 _BROKEN: Final = ("Session terminated", "Server returned an error response", "SSE stream ")
@@ -354,10 +358,9 @@ async def _transport(settings: McpSettings, files: _Files, stack: AsyncExitStack
         from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
 
         path = (get_default_environment() | dict(settings.env)).get("PATH")
-        noting = ["/bin/sh", "-c", _NOTE_PID, files.pid.name]
-        words = [*_with_its_parent(), *noting, _program(settings, path), *settings.args]
+        words = ["-c", _BEGIN, files.pid.name, _program(settings, path), *settings.args]
         program = StdioServerParameters(
-            command=words[0], args=words[1:], env=dict(settings.env), cwd=settings.cwd
+            command="/bin/sh", args=words, env=dict(settings.env), cwd=settings.cwd
         )
         return stdio_client(program, errlog=cast(TextIO, files.errors))
     from mcp.client.streamable_http import streamable_http_client
@@ -368,13 +371,6 @@ async def _transport(settings: McpSettings, files: _Files, stack: AsyncExitStack
         headers["Authorization"] = f"Bearer {Path(settings.token_file).read_text('utf-8').strip()}"
     client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
     return streamable_http_client(settings.url, http_client=client)
-
-
-def _with_its_parent() -> list[str]:
-    """What starts a program that is killed when this process ends, however it does: one that hangs does not
-    notice that its input is closed. Nothing where there is no `setpriv`, which Linux brings."""
-    setpriv = shutil.which("setpriv")
-    return [setpriv, "--pdeathsig", "KILL"] if setpriv else []
 
 
 def _program(settings: McpSettings, path: str | None) -> str:
