@@ -117,7 +117,7 @@ def staleness_metrics(
 def _compared(name: str, episodes: Sequence[Episode], success: str) -> dict[str, float]:
     whole = [e.trajectory for e in episodes if e.trajectory.failure is None and not e.greedy]
     count = len(whole)
-    if not whole:
+    if not count:
         return {f"{name}/episodes": 0.0}
     return {
         f"{name}/episodes": float(count),
