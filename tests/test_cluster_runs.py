@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -22,6 +23,8 @@ from cluster_runs import (
     sends,
     started,
 )
+from ludus.cluster.messages import Answer, Ping
+from ludus.cluster.remote import Needs, RoleLost
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
@@ -200,3 +203,36 @@ def test_what_a_worker_meets_is_raised_here_in_its_own_words(tmp_path):
     )
     with pytest.raises(LudusError, match="the index of this machine is gone"):
         run(tmp_path / "run", env__name=str(world), model__path=str(COLD_START))
+
+
+class Unreadable:
+    """Pickles, and cannot be read."""
+
+    def __reduce__(self):
+        return int, ("no number",)
+
+
+def test_what_an_actor_of_ray_cannot_read_is_no_lost_actor():
+    ray = pytest.importorskip("ray")
+    from ludus.cluster.ray_actors import RayRemote
+
+    class Echo:
+        async def call(self, number, message):
+            return Answer(number)
+
+        async def cancel(self, number):
+            pass
+
+    async def calls():
+        remote = RayRemote("worker 1", ray.remote(Echo).options(num_cpus=0).remote(), Needs())
+        first = await remote.call(Ping(), 60)
+        with pytest.raises(LudusError, match="cannot be read there: invalid literal") as met:
+            await remote.call(Unreadable(), 60)
+        assert not isinstance(met.value, RoleLost)
+        return first, await remote.call(Ping(), 60)
+
+    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    try:
+        assert asyncio.run(calls()) == (1, 3)
+    finally:
+        ray.shutdown()

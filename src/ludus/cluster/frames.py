@@ -68,8 +68,7 @@ class _SealedCall:
         try:
             return Call(self.number, pickle.loads(self.message))
         except Exception as error:  # boundary: foreign types, which may raise anything
-            words = f"What another process was asked cannot be read there: {type(error).__name__}: {error}."
-            return Unread(self.number, UserError(words, _ASKED))
+            return Unread(self.number, unread_there(f"{type(error).__name__}: {error}"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +84,11 @@ class _Sealed:
         except Exception as error:  # boundary: foreign types, which may raise anything
             words = f"What another process answered cannot be read: {type(error).__name__}: {error}."
             return Reply(self.number, failed(UserError(words, _CARRIED)))
+
+
+def unread_there(why: str) -> UserError:
+    """A message that cannot be read where it was sent to."""
+    return UserError(f"What another process was asked cannot be read there: {why}.", _ASKED)
 
 
 def pack(frame: Frame) -> bytes:

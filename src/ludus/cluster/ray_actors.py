@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from ludus.cluster.frames import unread_there
 from ludus.cluster.messages import Answer, Message, Spec, Started
 from ludus.cluster.remote import Needs, Remote, RoleLost
 from ludus.cluster.roles import Host
@@ -86,7 +87,7 @@ class RayRemote:
             self.actor.cancel.remote(number)
             raise
         except RayError as error:
-            raise RoleLost(f"{self.name} is lost: {_words(error)}") from error
+            raise _why_no_answer(self.name, error) from error
         repeat(self.name, answer.said)
         value = answer.take()
         if isinstance(value, Started):
@@ -116,6 +117,15 @@ class RayRemote:
             await _end_there(where)
 
 
+def _why_no_answer(name: str, error: BaseException) -> LudusError:
+    """What an error of Ray's means. An actor answers with those that it meets: another is of the reading."""
+    from ray.exceptions import RaySystemError, RayTaskError
+
+    if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
+        return unread_there(str(error.cause).splitlines()[0].removeprefix("System error: "))
+    return RoleLost(f"{name} is lost: {_words(error)}")
+
+
 def _end(pid: int) -> None:
     """Kill an actor's process, if the number is not another's by now."""
     with suppress(OSError):
@@ -129,7 +139,8 @@ async def _end_there(where: Started) -> None:
     from ray.exceptions import RayError
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-    found = [n["NodeID"] for n in ray.nodes() if n["Alive"] and n["NodeManagerAddress"] == where.host]
+    nodes = await asyncio.to_thread(ray.nodes)
+    found = [n["NodeID"] for n in nodes if n["Alive"] and n["NodeManagerAddress"] == where.host]
     for node in found[:1]:
         there = NodeAffinitySchedulingStrategy(node, soft=False)
         task = ray.remote(_end).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
