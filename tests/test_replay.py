@@ -129,6 +129,15 @@ def test_a_resumed_run_replays_nothing_oftener_than_it_now_may():
     assert counts(fewer) == (0, 0, 1)
 
 
+def test_a_resumed_run_keeps_no_more_groups_than_it_now_may():
+    replay, smaller = buffer(), buffer(size=2)
+    for number in (1, 2, 3):
+        replay.add(group(number, number))
+    smaller.restore(replay.to_text(), {f"t{number}": Task(f"t{number}", (), None) for number in (1, 2, 3)})
+    assert counts(smaller) == (2, 1, 0)
+    assert draw(smaller, 4) == ["t2"]
+
+
 def test_the_ages_of_what_trains_are_known_in_every_mode():
     masked = [replace(credit, outcome=Outcome.MASKED) for credit in group(3, version=0)]
     credits = group(1, version=4) + group(2, version=2) + masked

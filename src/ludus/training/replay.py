@@ -86,8 +86,7 @@ class ReplayBuffer:
             if credit.group in trained and not credit.replayed and not credit.expert:
                 groups.setdefault(credit.group, []).append(credit.episode)
         self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
-        beyond = max(0, len(self._kept) - self.config.size)
-        self._kept, self.expired = self._kept[beyond:], self.expired + beyond
+        self._drop_beyond()
 
     def draw(self, step: int, algorithm: Algorithm, max_action_tokens: int, first_group: int) -> list[Credit]:
         """The credits of the groups that `step` trains again, numbered from `first_group`, each group by
@@ -143,12 +142,17 @@ class ReplayBuffer:
             ) from error
         self._kept = found
         self._drop_used()
+        self._drop_beyond()
 
     def _fits(self, kept: _Kept, step: int, algorithm: Algorithm) -> bool:
         """Whether a group is young enough, and has the baseline that it would be compared with: one from
         before the run was resumed with another algorithm may have none."""
         whole = algorithm.advantage not in GREEDY_ADVANTAGES or any(one.greedy for one in kept.episodes)
         return whole and step - 1 - kept.version <= self.config.max_age
+
+    def _drop_beyond(self) -> None:
+        beyond = max(0, len(self._kept) - self.config.size)
+        self._kept, self.expired = self._kept[beyond:], self.expired + beyond
 
     def _drop_used(self) -> None:
         left = [kept for kept in self._kept if kept.replayed < self.config.times]
