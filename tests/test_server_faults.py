@@ -103,6 +103,6 @@ def test_a_server_that_comes_back_in_time_gets_its_weights_again_and_nobody_noti
         assert run.returncode == 0, said.decode()
     finally:
         again.kill()
-    assert "has lost the weights of version" in (cut / "log.txt").read_text()
+    assert "lacks the weights of version" in (cut / "log.txt").read_text()
     expected, found = lasting_files(whole), lasting_files(cut)
     assert [name for name in expected if found.get(name) != expected[name]] == []

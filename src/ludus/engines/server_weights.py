@@ -222,7 +222,7 @@ class SentWeights:
             folder, version = self._sent.folder, self._sent.version
             label = str(version if replica.behind is None else replica.behind)
             if folder is not None and await self._dialect.version(replica) != label:
-                log.warning("%s has lost the weights of version %s; sending %d", replica.url, label, version)
+                log.warning("%s lacks the weights of version %s; sending %d", replica.url, label, version)
                 await self._update(replica, await asyncio.to_thread(read_weights, folder))
             await self.adapters.restore(replica)
             replica.holds = self._due(replica)
