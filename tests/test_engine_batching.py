@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import threading
 from dataclasses import replace
 
 import numpy as np
@@ -248,7 +249,7 @@ def what_is_left(engine):
     pages = sorted([*tree._free, *(node.page for node in tree._idle)])
     return {
         "requests": len(engine._open) + len(core.running) + len(core.waiting),
-        "names": len(engine._histories) + len(engine._shelves),
+        "names": len(engine._caches),
         "pages": tree.num_pages - len(pages) + (pages != list(range(tree.num_pages))),
         "reserved": core._reserved,
         "slots": len(core._table) - len(core._free_slots),
@@ -364,6 +365,33 @@ def test_kept_caches_are_those_of_their_own_episodes_alone():
     assert late == again
     assert shared >= 32
     assert roots <= 2  # one beginning for each version would be a leak
+    (fresh,) = alone(new, [Request("late", prompt, params)])
+    assert late.tokens == fresh.tokens
+
+
+def test_an_episode_that_begins_while_weights_are_on_their_way_finds_nothing_of_older_ones():
+    old, new = build(0), build(1)
+    prompt = tokens(random.Random(0), 40, 40)
+    params = SamplingParams(temperature=0, max_new_tokens=8)
+
+    async def run():
+        engine, go = LocalEngine(old, settings=replace(SMALL, recompute_on_update=False)), threading.Event()
+        await engine.generate(Request("early", prompt, params))
+        engine.stats(reset=True)
+        engine._worker.post(go.wait)
+        loading = asyncio.create_task(engine.load_weights(1, dict(new.named_parameters())))
+        await asyncio.sleep(0)
+        beginning = asyncio.create_task(engine.generate(Request("late", prompt, params)))
+        await asyncio.sleep(0)
+        go.set()
+        await loading
+        late = await beginning
+        found = engine.stats().cached_tokens
+        await engine.close()
+        return late, found
+
+    late, found = asyncio.run(run())
+    assert (set(late.versions), found) == ({1}, 0)
     (fresh,) = alone(new, [Request("late", prompt, params)])
     assert late.tokens == fresh.tokens
 

@@ -24,10 +24,11 @@ from ludus.engines import core
 from ludus.engines.adapters import is_peft
 from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top
 from ludus.engines.core import EngineCore
+from ludus.engines.episode_caches import EpisodeCaches
 from ludus.engines.fingerprint import fingerprint_adapted
 from ludus.engines.forward import RaggedForward
 from ludus.engines.guided import GuideCompiler
-from ludus.engines.pages import AT, PAGE, PageTree
+from ludus.engines.pages import PAGE, PageTree
 from ludus.engines.worker import Worker, compute_threads
 from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
@@ -116,8 +117,7 @@ class LocalEngine:
         )
         self._core.version = version
         self._core.block = block
-        self._histories: dict[str, tuple[str, tuple[int, ...]]] = {}
-        self._shelves: dict[str, str] = {}
+        self._caches = EpisodeCaches(self._core, outlive=not settings.recompute_on_update)
         self._worker = Worker(self._core, settings.threads)
 
     @property
@@ -145,7 +145,7 @@ class LocalEngine:
         """
         self._check(requests)
         places = [self._sequence(request) for request in requests]
-        self._worker.post(partial(self._each, self._core.add, places))
+        self._worker.post(partial(self._each, self._caches.add, places))
         try:
             done = [await asyncio.wrap_future(future) for _, future in places]
         except asyncio.CancelledError:
@@ -158,7 +158,7 @@ class LocalEngine:
         self._check([request])
         place = self._sequence(request)
         sequence, future = place
-        self._worker.post(partial(self._each, self._core.add, [place]))
+        self._worker.post(partial(self._caches.add, sequence))
         done, given = asyncio.wrap_future(future), 0
         try:
             while not done.done():
@@ -197,12 +197,12 @@ class LocalEngine:
     def forget_name(self, episode: str) -> None:
         """The episode is over; what it computed stays for others until the room is needed."""
         if not self._worker.closed:
-            self._worker.post(partial(self._pop_name, episode))
+            self._worker.post(partial(self._caches.forget_name, episode))
 
     def release(self, episode: str) -> None:
         """Forget what is kept for an episode and shared with nobody."""
         if not self._worker.closed:
-            self._worker.post(partial(self._release, episode))
+            self._worker.post(partial(self._caches.release, episode))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Copy `state` (all parameters or some, by name) into the engine's model between two passes.
@@ -252,7 +252,7 @@ class LocalEngine:
         params = SamplingParams(top_logprobs=num_top)
         sequence, future = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
         sequence.scores = [0.0]
-        self._worker.post(partial(self._core.add, sequence))
+        self._worker.post(partial(self._caches.add, sequence))
         await asyncio.wrap_future(future)
         return sequence.scores, [(), *(sequence.top_logprobs or [()] * (len(token_ids) - 1))]
 
@@ -298,23 +298,16 @@ class LocalEngine:
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
         adapter = self._default if request.adapter is None else request.adapter
         ended = partial(self._ended, future)
-        sequence = core.Sequence(request, limit, ended, adapter, self._shelf(request.episode, adapter))
+        sequence = core.Sequence(request, limit, ended, adapter)
         if request.params.guide is not None and self._tokenizer is not None:
             self._guides = self._guides or GuideCompiler(self._tokenizer)
             sequence.guide = self._guides.start(request.params.guide, request.params.stop_token_ids)
         self._open.add(future)
         return sequence, future
 
-    def _shelf(self, episode: str, adapter: str) -> str:
-        """Where the cache keeps an episode: where caches outlive weights, apart from those of others."""
-        if self._settings.recompute_on_update or not episode:
-            return adapter
-        return self._shelves.setdefault(episode, f"{adapter}{AT}{self._core.version_of(adapter)}")
-
     def _ended(self, future: Future[Completion], sequence: core.Sequence) -> None:
         self._open.discard(future)
-        if sequence.error is None and sequence.scores is None:
-            self._histories[sequence.request.episode] = (sequence.shelf, tuple(sequence.tokens[:-1]))
+        self._caches.ended(sequence)
         if not future.set_running_or_notify_cancel():
             return
         if sequence.error is not None:
@@ -332,19 +325,10 @@ class LocalEngine:
     def _set_version(self, version: int) -> None:
         self._core.version = version
 
-    def _pop_name(self, episode: str) -> tuple[str, tuple[int, ...]] | None:
-        self._shelves.pop(episode, None)
-        return self._histories.pop(episode, None)
-
     def _abort(self, episode: str) -> None:
         for sequence in [*self._core.running, *self._core.waiting]:
             if sequence.request.episode == episode:
                 self._core.abort(sequence)
-
-    def _release(self, episode: str) -> None:
-        history = self._pop_name(episode)
-        if history is not None:
-            self._core.forget(history[1], history[0])
 
     @torch.no_grad()
     def _load(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
