@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from typing import ClassVar
 
@@ -90,3 +91,57 @@ def test_a_command_that_nobody_waits_for_any_more_is_not_done_and_the_engine_goe
         return versions
 
     assert asyncio.run(run()) == (0, 0)
+
+
+def test_an_engine_that_rests_makes_no_pass_but_takes_weights_and_goes_on_at_once_when_it_rests_no_more():
+    async def run():
+        model = build()
+        engine = LocalEngine(model, settings=replace(SMALL, threads=1))
+        request = Request("e", (1, 2, 3), SamplingParams(max_new_tokens=4))
+        await engine.generate(request)
+        engine.rest(1e9)
+        before = engine.stats().steps
+        going = asyncio.create_task(engine.generate(replace(request, episode="f")))
+        await asyncio.wait_for(engine.load_weights(1, model.state_dict()), 10)
+        await asyncio.sleep(0.1)
+        resting = engine.stats().steps - before
+        engine.rest(0)
+        versions = (await asyncio.wait_for(going, 10)).versions
+        await engine.close()
+        return resting, versions
+
+    assert asyncio.run(run()) == (0, (1, 1, 1, 1))
+
+
+def test_an_engine_rests_as_many_times_the_length_of_a_pass_as_it_is_told():
+    async def run(times):
+        engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
+        step = engine._core.step
+
+        def slow():
+            time.sleep(0.01)
+            step()
+
+        engine._core.step = slow
+        engine.rest(times)
+        begin = time.monotonic()
+        await engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=10)))
+        seconds = time.monotonic() - begin
+        passes = engine.stats().steps
+        await engine.close()
+        return seconds / passes
+
+    assert asyncio.run(run(5)) > 0.05  # no rest after the last pass
+
+
+def test_a_request_whose_time_ends_during_a_rest_ends_then():
+    async def run():
+        engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
+        request = Request("e", (1, 2, 3), SamplingParams(max_new_tokens=4), timeout_s=0.05)
+        await engine.generate(replace(request, timeout_s=None))
+        engine.rest(1e9)
+        done = await asyncio.wait_for(engine.generate(replace(request, episode="f")), 10)
+        await engine.close()
+        return done.finish_reason, done.tokens
+
+    assert asyncio.run(run()) == ("abort", ())

@@ -178,6 +178,15 @@ class GivesUpCache(Protocol):
         ...
 
 
+@runtime_checkable
+class Rests(Protocol):
+    """An engine in the learner's process, that can leave it more of the cores and memory both use."""
+
+    def rest(self, times: float) -> None:
+        """Wait after each pass for `times` as long as it took: fewer passes, with more requests in each."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class WeightCheck:
     """How an engine proves that it has taken the weights of a version, `deadline_s` after they are sent.

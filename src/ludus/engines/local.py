@@ -186,6 +186,10 @@ class LocalEngine:
         """Go on."""
         await self._worker.call(partial(self._worker.set_paused, False))
 
+    def rest(self, times: float) -> None:
+        """Wait after each pass for `times` as long as it took, from now on; 0 is not at all."""
+        self._worker.rest(times)
+
     async def give_up_cache(self) -> None:
         """Give the memory of keys and values back until the next request; EngineError while there is one."""
         await self._worker.call(self._core.give_up_cache)

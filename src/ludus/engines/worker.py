@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -30,6 +31,7 @@ class Worker:
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self.closed = self._paused = False
+        self._rest = self._took_s = self._ended = 0.0
         self._thread = threading.Thread(target=self._work, name="ludus-engine", daemon=True)
         self._thread.start()
 
@@ -63,6 +65,12 @@ class Worker:
         """Compute nothing more, or go on. For the worker itself: hand it to `call`."""
         self._paused = paused
 
+    def rest(self, times: float) -> None:
+        """Leave the device to others after each pass for `times` as long as it took; 0 does not rest."""
+        with self._wake:
+            self._rest = times
+            self._wake.notify()
+
     async def close(self) -> None:
         """Finish the pass under way, refuse all else, and end."""
         with self._wake:
@@ -81,21 +89,37 @@ class Worker:
                 self._core.fail_all(EngineError("The engine is closed."))
                 return
             self._core.expire()
-            if not self._paused:
+            if self._ready:
                 self._step()
 
     def _next(self) -> tuple[deque[Callable[[], object]], bool]:
         """Wait for a command, for work or for a deadline."""
         with self._wake:
-            while not (self.closed or self._commands or (self._core.busy and not self._paused)):
-                self._wake.wait(self._core.patience)
+            while not (self.closed or self._commands or self._ready):
+                self._wake.wait(self._patience)
                 if self._core.patience == 0:
                     break
             commands, self._commands = self._commands, deque()
             return commands, self.closed
 
+    @property
+    def _ready(self) -> bool:
+        """Whether a pass may begin, as far as pauses and rests go."""
+        return self._core.busy and not self._paused and not self._resting_s
+
+    @property
+    def _patience(self) -> float | None:
+        """Seconds until a deadline or the end of a rest, at least 0; None without either."""
+        known = (self._core.patience, self._resting_s or None)
+        return min((seconds for seconds in known if seconds is not None), default=None)
+
+    @property
+    def _resting_s(self) -> float:
+        return max(0.0, self._ended + self._rest * self._took_s - time.monotonic())
+
     def _step(self) -> None:
         """The boundary to torch: what fails there (memory, a device, an index) becomes an `EngineError`."""
+        begin = time.monotonic()
         try:
             self._core.step()
         except EngineError as error:
@@ -103,6 +127,8 @@ class Worker:
         except Exception as error:  # boundary: without this thread all who wait would wait for ever
             count = len(self._core.running)
             self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
+        self._ended = time.monotonic()
+        self._took_s = self._ended - begin
 
 
 @contextmanager
