@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 from collections import Counter
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import pytest
 from hypothesis import given, settings
@@ -48,6 +48,12 @@ class FakeLoop(asyncio.SelectorEventLoop):
 
     def time(self):
         return self.now
+
+
+def on_made_up_time(work):
+    """What a coroutine gives."""
+    with asyncio.Runner(loop_factory=FakeLoop) as runner:
+        return runner.run(work)
 
 
 @dataclass
@@ -198,11 +204,7 @@ def simulate(world, pace, way=Way()) -> Played:
         played.seconds = asyncio.get_running_loop().time()
         return played
 
-    loop = FakeLoop()
-    try:
-        return loop.run_until_complete(run())
-    finally:
-        loop.close()
+    return on_made_up_time(run())
 
 
 def without_the_old(episodes, step, bound):
@@ -334,6 +336,79 @@ def test_a_stream_says_what_keeps_more_episodes_from_starting():
         loop.close()
 
 
+def test_no_batch_counts_as_ready_while_a_group_is_due_that_is_not_there():
+    admission = Admission(Pace(2, 1, 20))
+    for number in range(4):  # due at step 2
+        admission.admit(number)
+    admission.ready(0)
+    assert admission.batches_ready == 0
+    admission.ready(1)
+    assert admission.batches_ready == 1
+    assert admission.take() == [0, 1]
+    assert admission.batches_ready == 0
+    admission.published(1)
+    for number in (4, 5):  # due at step 3
+        admission.admit(number)
+        admission.ready(number)
+    assert (admission.batches_ready, admission.take()) == (0, None)
+    admission.ready(2)
+    assert admission.batches_ready == 0
+    admission.ready(3)
+    assert admission.batches_ready == 2
+    assert admission.take() == [2, 3]
+    assert admission.batches_ready == 1
+
+
+def test_a_stream_counts_the_seconds_in_flight_and_the_batches_made_ready():
+    async def run():
+        world, lengths = World(0), []
+
+        async def play(job):
+            begin = asyncio.get_running_loop().time()
+            try:
+                return await world.play(job)
+            finally:
+                lengths.append(asyncio.get_running_loop().time() - begin)
+
+        stream = Stream(Admission(Pace(2, 4, 20)), world, play, 7)
+        stream.start()
+        await asyncio.sleep(1e4)
+        first, flown = stream.flow(), sum(lengths)
+        await asyncio.sleep(1e4)
+        await stream.take()
+        await asyncio.sleep(1e4)
+        return first, flown, stream.flow()
+
+    first, flown, later = on_made_up_time(run())
+    assert first.flown_s == pytest.approx(flown)
+    assert first.batches == 5  # as many as the bound lets there be
+    assert (later.flown_s, later.batches) == (0, 0)  # no room, as the step has not ended
+
+
+@pytest.mark.parametrize("held", [False, True])
+def test_the_engine_rests_while_a_batch_waits_and_only_while_the_learner_computes(held):
+    async def run():
+        world, rests = World(0), []
+        stream = Stream(Admission(Pace(2, 4, 20)), world, world.play, 100)
+        stream.start()
+        await stream.take()
+        stream.held = held  # by a group that was due: then they are in a hurry
+        with stream.unhurried(rests.append):
+            first = list(rests)
+            await asyncio.sleep(1e4)
+        learned = list(rests)
+        await asyncio.sleep(1e4)
+        later = list(rests)
+        await stream.close()
+        return first, learned, later, stream.admission.num_ready
+
+    first, learned, later, ready = on_made_up_time(run())
+    assert ready == 8  # four batches, as many as the bound lets there be
+    assert first == [0]
+    assert learned == [0] * 10 if held else [0, 0, 1, 1, 1, 1, 1, 1, 1, 0]
+    assert later == learned
+
+
 def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest_anew():
     world, pace = World(9), Pace(2, 1, 12)
     kept = [
@@ -355,11 +430,7 @@ def test_a_resumed_run_goes_on_with_what_can_still_be_in_time_and_plays_the_rest
             stream.published(step)
         return stayed, late, found
 
-    loop = FakeLoop()
-    try:
-        stayed, late, found = loop.run_until_complete(run())
-    finally:
-        loop.close()
+    stayed, late, found = on_made_up_time(run())
     assert stayed == {5, 6}  # group 3 was due at step 4
     assert late == [kept[0].jobs[0].key]
     anew = [e.key for _, group in found if group.number == 3 for e in group.episodes]
@@ -459,26 +530,40 @@ def test_what_an_episode_raises_reaches_whoever_waits_for_a_batch():
         simulate(Broken(0), Pace(1, 1, 1))
 
 
-BUSY = Load(learner_idle=0.0, engine_idle=0.0, engine_queue=0.0, ahead=False)
+BUSY = Load(learner_idle=0.0, engine_idle=0.0, engine_queue=0.0, ready=0.0)
 
 
 @pytest.mark.parametrize(
     ("load", "expected"),
     [
-        (Load(0.5, 0.5, 0.0, False), 13),
-        (Load(0.5, 0.0, 0.0, False), 10),
-        (Load(0.5, 0.0, 0.0, False, gain=0.1), 13),
-        (Load(0.0, 0.5, 0.0, True), 8),
-        (Load(0.5, 0.0, 1.0, False), 8),
+        (Load(0.5, 0.5, 0.0, 0.0), 13),
+        (Load(0.5, 0.0, 0.0, 0.0), 10),
+        (Load(0.5, 0.0, 0.0, 0.0, gain=0.1), 13),
+        (Load(0.5, 0.5, 0.0, 0.0, limited=False), 10),
+        (Load(0.5, 0.5, 0.0, 1.5, needed=7.0), 10),
+        (Load(0.5, 0.0, 1.0, 0.0), 8),
         (BUSY, 10),
+        (replace(BUSY, ready=1.5, needed=9.0), 9),
+        (replace(BUSY, ready=2.5, needed=10.0), 8),
+        (replace(BUSY, ready=4.0, needed=9.0), 7),
+        (replace(BUSY, ready=0.5, needed=10.0), 12),
+        (replace(BUSY, ready=0.0, needed=20.0), 13),
+        (replace(BUSY, ready=0.0, needed=20.0, limited=False), 10),
     ],
     ids=[
         "both wait for tools",
         "the engine is full",
         "the engine gets faster",
-        "the learner is full",
+        "no more may start",
+        "a group is due",
         "a queue",
         "both busy",
+        "what the learner needs",
+        "a batch too many waits",
+        "slowly fewer",
+        "a batch is missing",
+        "slowly more",
+        "no more may start for the learner",
     ],
 )
 def test_the_fewest_episodes_fly_that_keep_both_busy(load, expected):
@@ -502,11 +587,7 @@ def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
         await stream.close()
         return kept, before
 
-    loop = FakeLoop()
-    try:
-        kept, before = loop.run_until_complete(run())
-    finally:
-        loop.close()
+    kept, before = on_made_up_time(run())
     assert [group.done for group in kept] == before
 
 

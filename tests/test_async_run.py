@@ -223,6 +223,23 @@ def test_the_learner_goes_on_while_the_engine_of_its_process_proves_its_weights(
     assert sum("sync/probe_gap" in row.metrics for row in found) >= STEPS - 2
 
 
+@pytest.mark.parametrize(("interruptible", "rests"), [("true", True), ("false", False)])
+def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
+    interruptible, rests, tiny_run, tmp_path, monkeypatch
+):
+    plain, told = start.make_engine, []
+
+    def made(session):
+        engine = plain(session)
+        engine.rest = told.append
+        return engine
+
+    monkeypatch.setattr(start, "make_engine", made)
+    run(tiny_run, tmp_path, "async", staleness__interruptible=interruptible)
+    assert (max(told, default=0) > 0) == rests
+    assert not told or told[-1] == 0
+
+
 def test_weights_that_are_not_those_of_the_learner_stop_a_run_that_went_on(tiny_run, tmp_path, monkeypatch):
     async def wrong(digest: str, version: int) -> str:
         return digest if version < 2 else "0" * len(digest)

@@ -23,7 +23,8 @@ from ludus.planning.devices import Overlap, Pool, SimEngine, SimLearner
 from ludus.planning.estimate import estimate, model_seconds, running_of, slowest_of
 from ludus.planning.fit import Calls, fit, measured, tool_cost
 from ludus.planning.simulate import simulate
-from ludus.rollout.in_flight import InFlight, Load, Passes, PassLine
+from ludus.rollout import stream
+from ludus.rollout.in_flight import Flow, InFlight, Load, Passes, PassLine
 from ludus.training.run import RunFolder
 from tiny_run import ludus, refused
 
@@ -105,6 +106,46 @@ def test_learner_and_engine_slow_each_other_while_both_work():
     assert ends == pytest.approx(
         [8, 13]
     )  # 3 s of work take 6 s, and 5 of the engine's 10 passes are left then
+
+
+def test_an_engine_that_rests_takes_longer_and_leaves_the_learner_its_speed():
+    async def play(times):
+        overlap = Overlap(0.5)
+        engine, learner = SimEngine(EngineCost(1.0, 0.0), overlap), SimLearner(overlap)
+        loop = asyncio.get_running_loop()
+        sampling = asyncio.create_task(engine.generate(10))
+        await asyncio.sleep(0)
+        overlap.rest(times)
+        await learner.work(3)
+        learned = loop.time()
+        overlap.rest(0)
+        await sampling
+        return learned, loop.time(), engine.counts.busy_s
+
+    # the learner has 1, then 1 - 0.5 / 4 of its speed; the engine half of its own in a fourth of the time
+    assert run_virtual(play(0))[0] == pytest.approx((6, 6 + 7, 13))
+    learned = 3 / 0.875
+    assert run_virtual(play(3))[0] == pytest.approx(
+        (learned, learned + 10 - learned / 8, learned / 4 + 10 - learned / 8)
+    )
+
+
+def test_a_simulated_engine_of_the_learner_s_process_rests_and_one_elsewhere_does_not(monkeypatch):
+    slow = replace(TINY, learner=LearnerCost(0.5, 0.0003), overlap=0.5)
+    setup = Setup(groups=4, members=4, steps=30, max_staleness=6)
+
+    def both(costs):
+        with monkeypatch.context() as patch:
+            patch.setattr(stream, "REST", 0.0)
+            never = simulate(costs, setup)
+        return never, simulate(costs, setup)
+
+    never, rested = both(slow)
+    assert rested.step_s < 0.95 * never.step_s
+    assert rested.engine_idle > never.engine_idle + 0.1
+    assert rested.oldest <= 6
+    never, elsewhere = both(replace(slow, transfer_s=0.01))
+    assert elsewhere == never
 
 
 def test_episodes_go_to_the_engine_that_has_the_fewest():
@@ -202,6 +243,24 @@ def test_what_is_found_by_measurement_comes_near_the_best_number_in_flight():
         assert simulate(TINY, setup).step_s < 1.12 * best
 
 
+def test_the_number_in_flight_settles_and_the_learner_does_not_wait():
+    costs = replace(TINY, learner=LearnerCost(0.0, 0.0006), overlap=0.9)
+    run = simulate(costs, Setup(groups=8, steps=80, max_staleness=6))
+    later = run.steps[20:-7]
+    numbers = [step.in_flight for step in later]
+    assert max(numbers) < 2 * min(numbers)
+    assert sum(step.rollout_s for step in later) < 0.02 * sum(step.learn_s for step in later)
+    assert run.age < 4.5  # with as many in flight as there is room for, the bound
+
+
+def test_the_pace_of_the_learner_needs_as_many_as_its_batches_fly_long():
+    limit = InFlight(12, 4, 100)
+    fills, busy = Load(0.9, 0.0, 0.0, 0.0, seconds=100.0), Load(0.0, 0.0, 0.0, 1.5, seconds=10.0)
+    limit.after(fills, None, None)  # the stream fills: that it was waited for says nothing of later
+    assert limit.after(busy, None, Flow(200.0, 2.0)) == 10  # a batch flies 100 s, and is wanted every 10 s
+    assert limit.after(busy, None, Flow(100.0, 0.0)) == 13  # none came: they fly longer than was thought
+
+
 def test_little_s_law_and_the_slowest_member():
     costs = replace(EXACT, tool=ToolCost(5.0), episode=EpisodeShape(2, 10))
     inside = model_seconds(costs, running_of(costs, 6))
@@ -226,7 +285,7 @@ def test_the_line_through_passes_tells_what_larger_batches_are_worth():
 
 
 def test_the_limit_grows_fast_until_it_need_not_and_slowly_from_then_on():
-    waits = Load(0.8, 0.5, 0.0, False)
+    waits = Load(0.8, 0.5, 0.0, 0.0)
     limit = InFlight(8, 4, 100)
     assert [limit.after(waits, None) for _ in range(2)] == [16, 32]
     assert limit.after(replace(waits, limited=False), None) == 32  # the bound on staleness lets no more start

@@ -13,7 +13,7 @@ from ludus.engines import server_stats
 from ludus.engines.base import EngineStats, Request, counted
 from ludus.engines.server import ServerEngine
 from ludus.engines.server_stats import Reading, Watched, reading_of
-from ludus.rollout.in_flight import InFlight
+from ludus.rollout.in_flight import Flow, InFlight
 from ludus.types import Message, SamplingParams, Segment, StopReason, Trajectory
 from test_engine_server import QUICK, Fake, serving
 from waiting import until
@@ -143,8 +143,10 @@ def test_the_idle_share_of_an_engine_that_does_not_tell_is_left_out():
 def in_flight_after(stats: list[EngineStats]) -> list[int]:
     """The limits after steps in which the learner waited for half of the time, and the engine did that."""
     limit = InFlight(32, 8, 512)
-    seconds = {"rollout": 1.0, "learn": 1.0}
-    return [limit.after_step(StepTimings(seconds, one.metrics()).metrics([]), False, True) for one in stats]
+    seconds, flow = {"rollout": 1.0, "learn": 1.0}, Flow(64.0, 1.0)
+    return [
+        limit.after_step(StepTimings(seconds, one.metrics()).metrics([]), 0.0, flow, True) for one in stats
+    ]
 
 
 def test_the_number_in_flight_is_not_steered_by_what_is_not_known():

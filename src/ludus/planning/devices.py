@@ -42,6 +42,8 @@ class Overlap:
     """What learner and engines cost each other: the speed of each while both work."""
 
     factor: float
+    duty: float = 1.0
+    """Share of its time with work in which an engine computes; in the rest of it, it rests."""
     engines: list[Device] = field(default_factory=list)
     learner: Device | None = None
     _busy_engines: int = 0
@@ -50,12 +52,21 @@ class Overlap:
     @property
     def engine_speed(self) -> float:
         """Of engines now."""
-        return self.factor if self._learning else 1.0
+        return self.duty * (self.factor if self._learning else 1.0)
 
     @property
     def learner_speed(self) -> float:
         """Of the learner now."""
-        return self.factor if self._busy_engines else 1.0
+        return 1 - (1 - self.factor) * self.duty if self._busy_engines else 1.0
+
+    def rest(self, times: float) -> None:
+        """Engines wait after each pass for `times` as long as it took."""
+        devices: list[Device] = [*self.engines, *([self.learner] if self.learner is not None else [])]
+        for device in devices:
+            device.advance()
+        self.duty = 1 / (1 + times)
+        for device in devices:
+            device.plan()
 
     def learns(self, now: bool) -> None:
         """The learner begins or ends."""
@@ -155,7 +166,7 @@ class SimEngine:
         running = len(self._running)
         if not running or self._paused or not passed_s:
             return
-        self.counts.busy_s += passed_s
+        self.counts.busy_s += passed_s * self.overlap.duty
         work_s = passed_s * self.overlap.engine_speed
         read_s = min(self._backlog_s, work_s)
         self._backlog_s -= read_s

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -236,11 +237,12 @@ class _Run:
         sending = asyncio.create_task(asyncio.sleep(0))
         for step in range(1, setup.steps + 1):
             clock = _Clock()
-            ahead = stream.admission.num_ready >= setup.groups
+            ready = stream.admission.num_ready / setup.groups
             batch = await stream.take()
             episodes = [episode for group in batch.groups for episode in group.episodes]
             clock.mark()
-            await self._learn(episodes)
+            with self._unhurried(stream):
+                await self._learn(episodes)
             clock.mark()
             await sending
             if self.costs.transfer_s and step < setup.steps:
@@ -258,13 +260,19 @@ class _Run:
                     learner_idle=done.learner_idle,
                     engine_idle=done.engine_idle,
                     engine_queue=done.waiting / max(done.running, 1.0),
-                    ahead=ahead,
+                    ready=ready,
                     limited=stream.is_limited and not stream.held,
                     seconds=sum(clock.seconds),
                 )
-                stream.in_flight = limit.after(load, passes)
+                stream.in_flight = limit.after(load, passes, stream.flow())
         await stream.close()
         return self.steps
+
+    def _unhurried(self, stream: Stream) -> AbstractContextManager[None]:
+        """An engine in the learner's process rests: a single one, to which weights need no transfer."""
+        if self.setup.engines > 1 or self.costs.transfer_s:
+            return nullcontext()
+        return stream.unhurried(self.learner.overlap.rest)
 
     async def _send(self, step: int) -> None:
         """Have the engines take new weights, and wait for them."""

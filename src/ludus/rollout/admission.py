@@ -113,17 +113,18 @@ class Admission:
 
         The learner works on them until `published`.
         """
-        if self.learning or self.num_ready < self.pace.groups_per_step:
+        numbers = None if self.learning else self._next_batch()
+        if numbers is None:
             return None
-        ready = sorted((t for t in self._tickets.values() if t.ready), key=lambda t: (t.version, t.number))
-        chosen = {ticket.number: ticket for ticket in ready[: self.pace.groups_per_step]}
-        others = [ticket for ticket in self._tickets.values() if ticket.number not in chosen]
-        if self.pace.hold and not self._feasible(others, self.next_step + 1):
-            return None
-        for number in chosen:
+        for number in numbers:
             del self._tickets[number]
         self.learning = True
-        return list(chosen)
+        return numbers
+
+    @property
+    def batches_ready(self) -> int:
+        """Whole batches that wait for the learner; none where it would wait for a group that is due."""
+        return 0 if self._next_batch() is None else self.num_ready // self.pace.groups_per_step
 
     @property
     def is_held(self) -> bool:
@@ -146,6 +147,17 @@ class Admission:
     def serves(self, version: int) -> None:
         """No episode begins on a version older than this from now on."""
         self.begins = max(self.begins, version)
+
+    def _next_batch(self) -> list[int] | None:
+        """What the next step may train of what is ready now, oldest first."""
+        if self.num_ready < self.pace.groups_per_step:
+            return None
+        ready = sorted((t for t in self._tickets.values() if t.ready), key=lambda t: (t.version, t.number))
+        chosen = {ticket.number: ticket for ticket in ready[: self.pace.groups_per_step]}
+        others = [ticket for ticket in self._tickets.values() if ticket.number not in chosen]
+        if self.pace.hold and not self._feasible(others, self.next_step + 1):
+            return None
+        return list(chosen)
 
     def _due(self, version: int) -> int:
         """The last step that may train a group of this version."""

@@ -1,9 +1,10 @@
 """How many episodes are in flight: the fewest that keep learner and engine busy, found by measurement.
 
-`next_in_flight` is the rule. `InFlight` applies it from step to step, and learns what larger batches are
-worth to the engine: the seconds of a pass are about a straight line over the sequences in it, and what of
-them does not depend on their number is what more sequences share. Neither knows a clock or an engine, so that
-a simulation runs the same code as training.
+`next_in_flight` is the rule. `InFlight` applies it from step to step, and learns two things. What larger
+batches are worth to the engine: the seconds of a pass are about a straight line over the sequences in it, and
+what of them does not depend on their number is what more sequences share. And how many episodes the learner's
+pace needs: by Little's law, the seconds that the episodes of a batch fly over those in which the learner
+takes a batch. Neither knows a clock or an engine, so that a simulation runs the same code as training.
 """
 
 from __future__ import annotations
@@ -18,6 +19,12 @@ QUEUED = 0.25
 GAIN = 0.05
 """Growth of the engine's speed from which larger batches are worth it."""
 MORE, FEWER = 1.3, 0.85
+LEAST = 0.7
+"""What of the number is left from step to step at the least, where it follows what the learner needs."""
+READY = 1.5
+"""Batches that are to wait for the learner."""
+PULL = 0.2
+"""Share of the number by which each batch that waits beyond `READY`, or is missing, changes it."""
 FIRST = 2.0
 """Growth from step to step until there are enough for the first time."""
 FADE = 0.8
@@ -25,19 +32,29 @@ FADE = 0.8
 
 
 @dataclass(frozen=True, slots=True)
-class Load:
-    """What a step measured: idle shares in [0, 1], requests waiting for each that ran, and whether a whole
-    batch was ready when the learner came back.
+class Flow:
+    """What a stream did in a step: seconds of all episodes in flight, and groups made ready, in batches."""
 
-    `gain` is by how much the engine would sample faster with `MORE` times the sequences. `limited` says
-    whether it was this limit that kept more episodes from starting, and not the bound on staleness; `seconds`
-    is what the step took.
+    flown_s: float
+    batches: float
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """What a step measured: idle shares in [0, 1], requests waiting for each that ran, and how many batches
+    were ready when the learner came back.
+
+    `needed` are the episodes in flight that bring batches at the learner's pace, None where that is not
+    known. `gain` is by how much the engine would sample faster with `MORE` times the sequences. `limited`
+    says whether it was this limit that kept more episodes from starting, and not the bound on staleness;
+    `seconds` is what the step took.
     """
 
     learner_idle: float
     engine_idle: float
     engine_queue: float
-    ahead: bool
+    ready: float
+    needed: float | None = None
     gain: float = 0.0
     limited: bool = True
     seconds: float = 1.0
@@ -47,14 +64,19 @@ def next_in_flight(now: int, load: Load, least: int, most: int, more: float = MO
     """The number for the next step, from `least` to `most`; `more` is the factor by which it grows.
 
     More where both wait: then it is tools that everyone waits for; and where the learner waits for an engine
-    that gets faster by it. Fewer where episodes only grow old, in front of the learner or in the engine's
-    queue. The same where the bound on staleness lets no more start.
+    that gets faster by it. Fewer where episodes only grow old in the engine's queue. What the learner's pace
+    needs where it does not wait, with a little less the more batches wait for it. The same where it waits for
+    a group that is due, and no more where the bound on staleness lets no more start.
     """
     wanted = float(now)
-    if load.engine_queue > QUEUED or (load.learner_idle <= IDLE and load.ahead):
+    if load.engine_queue > QUEUED:
         wanted = min(now - 1, now * FEWER)
-    elif load.learner_idle > IDLE and load.limited and (load.engine_idle > IDLE or load.gain > GAIN):
-        wanted = max(now + 1, now * more)
+    elif load.learner_idle > IDLE:
+        if load.ready < 1 and load.limited and (load.engine_idle > IDLE or load.gain > GAIN):
+            wanted = max(now + 1, now * more)
+    elif load.needed is not None:
+        wanted = load.needed * (1 + PULL * (READY - load.ready))
+        wanted = max(now * LEAST, min(now * MORE if load.limited else now, wanted))
     return max(least, min(most, round(wanted)))
 
 
@@ -120,6 +142,26 @@ class Idle:
 
 
 @dataclass
+class Flown:
+    """What went through the stream in the last steps, older ones weighing less."""
+
+    _flown_s: float = 0.0
+    _batches: float = 0.0
+    _learner_s: float = 0.0
+    _steps: float = 0.0
+
+    def add(self, flow: Flow, load: Load) -> float | None:
+        """Take a step in; gives the episodes in flight that bring batches at the learner's pace."""
+        self._flown_s = FADE * self._flown_s + flow.flown_s
+        self._batches = FADE * self._batches + flow.batches
+        self._learner_s = FADE * self._learner_s + load.seconds * (1 - load.learner_idle)
+        self._steps = FADE * self._steps + 1
+        if not self._batches or not self._learner_s:
+            return None
+        return self._flown_s / self._batches / (self._learner_s / self._steps)
+
+
+@dataclass
 class InFlight:
     """The limit on episodes in flight: `now`, from `least` to `most`.
 
@@ -131,12 +173,15 @@ class InFlight:
     most: int
     line: PassLine = field(default_factory=PassLine)
     idle: Idle = field(default_factory=Idle)
+    flown: Flown = field(default_factory=Flown)
     _more: float = FIRST
+    _fills: bool = True
+    """Whether the first step is yet to come, in which the learner waits for the stream to fill."""
 
     def __post_init__(self) -> None:
         self.now = max(self.least, min(self.most, self.now))
 
-    def after_step(self, timings: Mapping[str, float], ahead: bool, limited: bool) -> int:
+    def after_step(self, timings: Mapping[str, float], ready: float, flow: Flow, limited: bool) -> int:
         """The limit after a step with these timings; the same where they say nothing of the engine.
 
         An idle share that is not known steers nothing: what larger batches gain decides then.
@@ -148,20 +193,23 @@ class InFlight:
             learner_idle=timings.get("idle/learner", 0.0),
             engine_idle=timings.get("idle/engine", 0.0),
             engine_queue=timings["engine/requests_waiting"] / max(running, 1.0),
-            ahead=ahead,
+            ready=ready,
             limited=limited,
             seconds=timings.get("time/step_s", 0.0),
         )
         passes = Passes(running, running / speed) if speed else None  # each gives a token for each sequence
-        return self.after(load, passes)
+        return self.after(load, passes, flow)
 
-    def after(self, load: Load, passes: Passes | None) -> int:
+    def after(self, load: Load, passes: Passes | None, flow: Flow | None = None) -> int:
         """The limit after a step; `passes` is None where the engine does not tell, else gives `load.gain`.
 
         Where learner and engine share cores a pass takes longer while the learner works, and that is no
         fault of larger batches: seconds of a pass are compared as if the learner cost the engine its half.
         """
-        load = self.idle.add(load)
+        if flow is not None:
+            load = replace(load, needed=self.flown.add(flow, load))
+        load = load if self._fills else self.idle.add(load)
+        self._fills = False
         if passes is not None:
             self.line.add(replace(passes, seconds=passes.seconds / (2 - load.learner_idle)))
             load = replace(load, gain=self.line.gain(passes.running))

@@ -11,13 +11,18 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludus.errors import LudusError
 from ludus.rollout.admission import Admission
+from ludus.rollout.in_flight import Flow
 from ludus.rollout.scheduler import Episode, Job
+
+REST = 1.0
+"""Times the length of a pass that the engine waits after it."""
 
 
 @dataclass
@@ -88,7 +93,11 @@ class Stream:
     _running: dict[asyncio.Task[None], tuple[StreamedGroup, int]] = field(default_factory=dict, init=False)
     _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
     _failure: BaseException | None = field(default=None, init=False)
+    _rest: Callable[[float], None] | None = field(default=None, init=False)
     _draining: bool = field(default=False, init=False)
+    _num_ready: int = field(default=0, init=False)
+    _flown_s: float = field(default=0.0, init=False)
+    _since: float = field(default=0.0, init=False)
 
     def start(self) -> list[Episode]:
         """Go on with the groups of before, and start as many as there is room for.
@@ -107,6 +116,7 @@ class Stream:
         going_on = [episode for group in going for episode in group.episodes]
         for group in tuple(self._groups.values()):
             self._end_group(group)
+        self._num_ready = 0  # of those nothing has flown
         self._fill()
         return going_on
 
@@ -129,6 +139,21 @@ class Stream:
         groups = tuple(self._groups.pop(number) for number in numbers)
         self._fill()
         return Batch(groups, others)
+
+    @contextmanager
+    def unhurried(self, rest: Callable[[float], None]) -> Iterator[None]:
+        """In the block, in which the learner computes, let the engine rest while the next batch is there.
+
+        Not where the last one waited for a group that was due: then episodes are in a hurry. `rest` takes
+        how many times the length of a pass the engine is to wait after it; 0 at the end.
+        """
+        self._rest = rest
+        self._tell_rest()
+        try:
+            yield
+        finally:
+            self._rest = None
+            rest(0.0)
 
     def published(self, version: int, *, everywhere: bool = True) -> None:
         """The engine has the weights of the batch that was taken; of several engines not yet all need to."""
@@ -188,6 +213,23 @@ class Stream:
         ended, self.ended = self.ended, []
         return ended
 
+    def flow(self) -> Flow:
+        """What went through since the last call."""
+        self._count()
+        found = Flow(self._flown_s, self._num_ready / self.admission.pace.groups_per_step)
+        self._flown_s, self._num_ready = 0.0, 0
+        return found
+
+    def _count(self) -> None:
+        """The number in flight is about to change, or is asked for."""
+        now = asyncio.get_running_loop().time()
+        self._flown_s += len(self._running) * (now - self._since)
+        self._since = now
+
+    def _tell_rest(self) -> None:
+        if self._rest is not None:
+            self._rest(REST if self.admission.batches_ready and not self.held else 0.0)
+
     def _fill(self) -> None:
         """Start what there is room for; the oldest groups first."""
         while not self._draining and self._failure is None and len(self._running) < self.in_flight:
@@ -196,6 +238,7 @@ class Stream:
             if not self._pending:
                 return
             group, place = self._pending.popleft()
+            self._count()
             task = asyncio.get_running_loop().create_task(self._play(group, place))
             self._running[task] = (group, place)
             task.add_done_callback(self._after)
@@ -231,6 +274,8 @@ class Stream:
             group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
         if self.source.counts(group.episodes):
             self.admission.ready(group.number)
+            self._num_ready += 1
+            self._tell_rest()
         else:
             self.admission.discard(group.number)
             group.counts = False
@@ -256,6 +301,7 @@ class Stream:
 
     def _after(self, task: asyncio.Task[None]) -> None:
         """An episode is over: keep what it raised, and start others."""
+        self._count()
         self._running.pop(task, None)
         error = None if task.cancelled() else task.exception()
         self._failure = self._failure or error

@@ -14,13 +14,14 @@ import asyncio
 import statistics
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
 
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines.base import Engine, Measured, RollingUpdate, Rolls, counted
+from ludus.engines.base import Engine, Measured, Rests, RollingUpdate, Rolls, counted
 from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.in_flight import InFlight, first_in_flight
 from ludus.rollout.ledger import Outcome
@@ -209,12 +210,12 @@ class AsyncRun:
         """One batch: wait for it, learn, send the weights."""
         loop, clock = self.loop, StepTimings(beside=True)
         await counted(loop.engine)
-        loop.reporter.phase(f"step {step}: episodes", self.player.num_jobs, loop.engine)
-        ahead = self.stream.admission.num_ready >= loop.session.config.training.tasks_per_step
+        loop.reporter.phase(f"step {step}: episodes of the stream", None, loop.engine)
+        ready = self.stream.admission.num_ready / loop.session.config.training.tasks_per_step
         with clock.phase("rollout"):
             batch = await self.stream.take()
             credits = await self._credit(step, batch)
-        with clock.phase("learn"):
+        with clock.phase("learn"), self._unhurried():
             credits, learned = await loop.learning.learn(step, credits, self.thread)
         with clock.phase("sync"):
             now = await self._publish(step)
@@ -224,10 +225,22 @@ class AsyncRun:
         self.replay.add(credits)
         learned |= self._staleness(step, credits) | self.replay.metrics(credits)
         clock.engine = await self._engine_load() | self._queues() | self._transfers()
-        self._adjust(clock, ahead)
+        self._adjust(clock, ready)
         metrics = await loop.report(step, credits, learned, clock, self.thread)
         loop.sampled = loop.sampler.state
         await loop.end_step(step, metrics, self.thread, self.texts())
+
+    def _unhurried(self) -> AbstractContextManager[None]:
+        """Leave the learner more of what it shares with an engine of its process, where batches wait for it.
+
+        Not where the episodes are to end before the engine takes new weights: they would take longer.
+        """
+        engine, interruptible = self.loop.engine, self.loop.session.config.staleness.interruptible
+        return (
+            self.stream.unhurried(engine.rest)
+            if isinstance(engine, Rests) and interruptible
+            else nullcontext()
+        )
 
     def texts(self) -> Texts:
         """What a checkpoint keeps of the stream and of what may train again, as it is now."""
@@ -336,12 +349,12 @@ class AsyncRun:
             "queue/room": float(stream.admission.room),
         }
 
-    def _adjust(self, clock: StepTimings, ahead: bool) -> None:
+    def _adjust(self, clock: StepTimings, ready: float) -> None:
         """Let more or fewer episodes fly, where that is left to measurement."""
         if self.loop.session.config.staleness.in_flight:
             return
         limited = self.stream.is_limited and not self.stream.held
-        self.stream.in_flight = self.limit.after_step(clock.metrics([]), ahead, limited)
+        self.stream.in_flight = self.limit.after_step(clock.metrics([]), ready, self.stream.flow(), limited)
 
 
 async def follow(stream: Stream, engines: RollingUpdate, version: int) -> None:
