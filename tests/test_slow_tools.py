@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import tiny_world
+from ludus.types import Message, StepResult
 
 METRICS = Path({metrics!r})
 
@@ -33,7 +34,7 @@ def steps():
     return METRICS.read_text().count("\\n") if METRICS.exists() else 0
 
 
-async def slow(seconds):
+async def slow(seconds, turn):
     {wait}
 
 
@@ -42,20 +43,24 @@ class Environment:
     inner: object
     is_slow: bool
     since: float = 0.0
+    turn: int = 0
 
     def __getattr__(self, name):
         return getattr(self.inner, name)
 
     async def start(self, task):
         found = await self.inner.start(task)
-        self.since = time.monotonic()
+        self.since, self.turn = time.monotonic(), 0
         return found
 
     async def step(self, action):
         took = time.monotonic() - self.since
         if self.is_slow:
-            await slow(took)
+            await slow(took, self.turn)
+        self.turn += 1
         found = await self.inner.step(action)
+        if {asks_again} and self.is_slow and found.done and self.turn == 1:
+            found = StepResult((Message(role="user", content="Go on."),))
         self.since = time.monotonic()
         return found
 
@@ -74,21 +79,29 @@ class World:
 def make_world(settings, limits):
     return World(tiny_world.make_world(settings, limits))
 """
-SOME_STEPS = """aim = steps() + 3
-    for _ in range(100):
-        if steps() >= aim:
-            return
+THREE_STEPS = """aim, end = steps() + 3, time.monotonic() + {limit_s}
+    while steps() < aim and time.monotonic() < end:
         await asyncio.sleep(0.01)"""
-"""Wait for three steps of the learner, whatever the machine does meanwhile; at the end there are none."""
+SOME_STEPS = THREE_STEPS.format(limit_s=1)
+"""Wait for three steps of the learner; not for long, as it may wait for this episode, or be at its end."""
+STEPS = 24
+AT_FIRST = f"""if turn or not 0 < steps() <= {STEPS - 5}:
+        return
+    {THREE_STEPS.format(limit_s=60)}"""
+"""Wait in the first turn alone, and have a second: tokens of one are old at the end, of the other young."""
 TWENTY_TIMES = "await asyncio.sleep(20 * seconds)"
 
 
 class Watching(Silent):
-    """A reporter that keeps what had ended when each step was done."""
+    """A reporter that keeps what had ended when each step was done, and the total of each phase."""
 
     def __init__(self) -> None:
         super().__init__()
         self.ended = [[]]
+        self.totals = []
+
+    def phase(self, name, total, engine=None) -> None:
+        self.totals.append((name, total))
 
     def episode(self, episode) -> None:
         self.ended[-1].append(episode.trajectory)
@@ -100,7 +113,7 @@ class Watching(Silent):
 def run(tiny_run, folder: Path, wait: str, which: str, **changes) -> Watching:
     world = folder / "slow.py"
     metrics = str(folder / "run" / "metrics.jsonl")
-    world.write_text(SLOW.format(metrics=metrics, wait=wait, which=which))
+    world.write_text(SLOW.format(metrics=metrics, wait=wait, which=which, asks_again=wait == AT_FIRST))
     given = words(
         tiny_run,
         folder,
@@ -125,10 +138,15 @@ def action_tokens(trajectory, step, bound) -> tuple[int, int]:
     return len(every), sum(age > bound for age in every)
 
 
+APPLE = 'task.id.endswith(":apple")'
+
+
 def test_what_outlives_the_bound_is_masked_token_by_token_and_the_learner_goes_on(tiny_run, tmp_path):
-    steps, bound = 12, 1
+    steps, bound = STEPS, 1
     changes = {"staleness__over_age": "mask", "staleness__max_staleness": bound, "training__steps": steps}
-    run(tiny_run, tmp_path, SOME_STEPS, 'task.id.endswith(":apple")', **changes)
+    reporter = run(tiny_run, tmp_path, AT_FIRST, APPLE, **changes)
+    waits = [total for name, total in reporter.totals if "of the stream" in name]
+    assert waits == [None] * steps  # the episodes of several steps end in it
     rows = {row.step: row.metrics for row in read_metrics(tmp_path / "run" / "metrics.jsonl")}
     late, partly = 0, 0
     for step in range(1, steps + 1):
