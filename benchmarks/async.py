@@ -5,10 +5,10 @@
 It runs the same tasks in the modes sync, one_step and async, in turn over the repetitions; `apart` is
 async with the engine in a process of its own, behind `ludus serve` (engine.url), and `cluster` async with
 engine and episodes in processes of their own (`--cluster local`). The median latency of the tool is what one
-turn's generation takes, 5 % of the calls take 20 times as long. The ideal is
-the larger of pure engine time (the same episodes with tools that take no time, nothing else running) and pure
-learner time (its work on batches that are there), each on one thread, for as many action tokens as the arm
-trains, measured again in each repetition: the tokens of a batch differ by a third.
+turn's generation takes, 5 % of the calls take 20 times as long. The ideal is the larger of pure engine time
+(episodes whose tools take no time, nothing else running, measured in each repetition, for as many action
+tokens as the arm trains) and pure learner time (the work on the very batches that the arm trained, done once
+more after it with nothing beside it), each on one thread.
 Speeds are taken over the steps in the middle of a run, without those in which the stream fills and empties;
 the whole run's stand beside them.
 
@@ -25,9 +25,10 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
-from dataclasses import astuple, dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import astuple, dataclass, field
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -40,6 +41,8 @@ from ludus.planning.costs import Setup
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.setup import Play
+from ludus.training.batch import Row
+from ludus.training.learner import Learner
 from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.session import make_engine, open_session, session_scheduler
 from ludus.training.start import train
@@ -55,13 +58,15 @@ STREAMS = ("async", "apart", "cluster")
 class Arm:
     """One run: episodes per second in the middle and over all, idle shares, ages, seconds by phase.
 
-    `cpu_s` are the processor's seconds of one step, of all threads together; `tokens_per_s` are action tokens
-    that train, in the middle.
+    `cpu_s` are the processor's seconds of one step, of all threads together. Of a step in the middle `tokens`
+    are the action tokens that train, `alone_s` the learner's seconds for them with nothing beside it.
     """
 
     mode: str
     speed: float
-    tokens_per_s: float
+    step_s: float
+    tokens: float
+    alone_s: float
     whole: float
     learner_idle: float
     engine_idle: float
@@ -75,8 +80,8 @@ class Arm:
 class Pure:
     """Seconds of one step's episodes: in the engine alone, in the learner alone; and of one turn.
 
-    `token_s` are seconds of one action token, in the engine or in the learner: the larger. `cpu_s` are the
-    processor's seconds of a synchronous step whose tools take no time.
+    `token_s` are the engine's seconds of one action token. `cpu_s` are the processor's seconds of a
+    synchronous step whose tools take no time.
     """
 
     engine_s: float
@@ -84,6 +89,40 @@ class Pure:
     token_s: float
     turn_s: float
     cpu_s: float
+
+    def ideal(self, arm: Arm) -> float:
+        """The share of the ideal that an arm of the same repetition came to."""
+        return max(self.token_s * arm.tokens, arm.alone_s) / arm.step_s
+
+
+@dataclass
+class Batches:
+    """What the learner trains, step by step, so that it can do it once more with nothing beside it."""
+
+    seen: list[Callable[[], object]] = field(default_factory=list)
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the batches of the run in this block."""
+        plain = Learner.train
+
+        def train(learner: Learner, rows: Sequence[Row], seed: int) -> dict[str, float]:
+            self.seen.append(partial(plain, learner, rows, seed))
+            return plain(learner, rows, seed)
+
+        Learner.train = train
+        try:
+            yield
+        finally:
+            Learner.train = plain
+
+    def again(self, steps: slice) -> float:
+        """Seconds of a step, mean over these."""
+        batches = self.seen[steps]
+        begin = time.perf_counter()
+        for batch in batches:
+            batch()
+        return (time.perf_counter() - begin) / len(batches)
 
 
 @dataclass(frozen=True)
@@ -111,7 +150,7 @@ def settings(args: argparse.Namespace, mode: str, folder: Path, work: Work, **mo
 
 def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
     """Train, and look at the clock."""
-    folder, watch = Path(tempfile.mkdtemp()), Watch()
+    folder, watch, batches = Path(tempfile.mkdtemp()), Watch(), Batches()
     torch.set_num_threads(1)
     with ExitStack() as stack:
         more = {}
@@ -122,7 +161,8 @@ def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
         stack.enter_context(locked(new_run(config, "async", "rl")))
         session = open_session(config)
         cluster = stack.enter_context(open_cluster(session)) if mode == "cluster" else None
-        train(session, RunFolder(folder / "run"), watch, cluster)
+        with batches.kept():
+            train(session, RunFolder(folder / "run"), watch, cluster)
     shutil.rmtree(folder)
     per_step = args.groups * args.members
     times = [watch.began, *watch.ends]
@@ -130,8 +170,6 @@ def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
     middle = slice(edge, len(watch.ends) - (edge if mode in STREAMS else 0))
     inner = watch.timings[middle]
     seconds = times[middle.stop] - times[middle.start]
-
-    learn_s = sum(t["time/learn_s"] for t in inner)
     trained = sum(m["batch/trained_tokens"] for m in watch.metrics[middle])
 
     def share(name: str) -> float:
@@ -141,14 +179,15 @@ def run_arm(args: argparse.Namespace, mode: str, work: Work) -> Arm:
     return Arm(
         mode=mode,
         speed=len(inner) * per_step / seconds,
-        tokens_per_s=trained / seconds,
+        step_s=seconds / len(inner),
+        tokens=trained / len(inner),
+        alone_s=batches.again(middle),
         whole=len(watch.ends) * per_step / (times[-1] - times[0]),
         learner_idle=share("idle/learner"),
         engine_idle=share("idle/engine"),
         age=sum(m.get("staleness/mean", 0.0) for m in watch.metrics[middle]) / len(inner),
         oldest=max(m.get("staleness/max", float(mode == "one_step")) for m in watch.metrics),
-        phases={"learn_token": learn_s / trained}
-        | {name: median(t[f"time/{name}_s"] for t in inner) for name in ("rollout", "learn", "sync", "step")},
+        phases={name: median(t[f"time/{name}_s"] for t in inner) for name in ("rollout", "learn", "sync")},
         cpu_s=(watch.cpu[middle.stop - 1] - watch.cpu[middle.start - 1]) / len(inner),
     )
 
@@ -181,8 +220,7 @@ def pure(args: argparse.Namespace, sizes: Sizes) -> Pure:
     few = argparse.Namespace(**vars(args) | {"steps": args.pure_steps + 1})
     arm = run_arm(few, "sync", work)  # here nothing runs beside the learner
     sampled = sum(episode.trajectory.num_action_tokens for episode in episodes)
-    token_s = max(seconds / sampled, arm.phases["learn_token"])
-    return Pure(seconds / args.pure_steps, arm.phases["learn"], token_s, turn_s, arm.cpu_s)
+    return Pure(seconds / args.pure_steps, arm.phases["learn"], seconds / sampled, turn_s, arm.cpu_s)
 
 
 def middle_of(measured: Sequence[Pure]) -> Pure:
@@ -190,8 +228,9 @@ def middle_of(measured: Sequence[Pure]) -> Pure:
     return Pure(*(median(values) for values in zip(*map(astuple, measured), strict=True)))
 
 
-def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> str:
-    """The table, as Markdown."""
+def report(arms: Sequence[list[Arm]], measured: Sequence[Pure], args: argparse.Namespace) -> str:
+    """The table, as Markdown; each arm beside what was `measured` in its repetition."""
+    alone = middle_of(measured)
     names = ("mode", "episodes/s", "of sync", "of ideal", "whole run", "learner idle", "engine idle")
     more = ("mean age", "oldest", "CPU, of alone")
     rows = [f"| {' | '.join((*names, *more))} |", "|---|" + "---:|" * (len(names) + len(more) - 1)]
@@ -203,7 +242,7 @@ def report(arms: Sequence[list[Arm]], alone: Pure, args: argparse.Namespace) -> 
             arm.mode,
             f"{own:.2f}",
             f"{own / speeds['sync']:.2f}" if "sync" in speeds else "",
-            f"{median(arm.tokens_per_s for arm in found) * alone.token_s:.0%}",
+            f"{median(map(Pure.ideal, measured, found)):.0%}",
             f"{arm.whole:.2f}",
         ]
         cells += [f"{arm.learner_idle:.0%}", f"{arm.engine_idle:.0%}", f"{arm.age:.1f}", f"{arm.oldest:.0f}"]
@@ -225,7 +264,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="medium")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=list(MODES))
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=24, help="of an asynchronous run")
+    parser.add_argument("--steps", type=int, default=40, help="of an asynchronous run")
     parser.add_argument("--sync-steps", type=int, default=4, help="of the other modes")
     parser.add_argument("--pure-steps", type=int, default=3)
     parser.add_argument("--groups", type=int, default=8, help="a step")
@@ -258,7 +297,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             few = argparse.Namespace(**vars(args) | {"steps": steps})
             found.append(run_arm(few, mode, work))
             print(found[-1], file=sys.stderr, flush=True)
-    text = report(arms, middle_of(measured), args)
+    text = report(arms, measured, args)
     print(text)
     if args.page:
         fill(args.page, "async", text)
