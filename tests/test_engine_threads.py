@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import threading
 import time
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
+from ludus.engines import worker
 from ludus.engines.base import Request
 from ludus.engines.local import LocalEngine
 from ludus.training.session import engine_settings
@@ -145,3 +148,18 @@ def test_a_request_whose_time_ends_during_a_rest_ends_then():
         return done.finish_reason, done.tokens
 
     assert asyncio.run(run()) == ("abort", ())
+
+
+def test_a_rest_that_ends_while_the_engine_makes_up_its_mind_is_over(monkeypatch):
+    clock = itertools.count()  # a second passes whenever it is looked at
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+
+    async def run():
+        engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
+        engine.rest(1.5)
+        request = Request("e", (1, 2, 3), SamplingParams(max_new_tokens=10))
+        done = await asyncio.wait_for(engine.generate(request), 10)
+        await engine.close()
+        return len(done.tokens)
+
+    assert asyncio.run(run()) == 10

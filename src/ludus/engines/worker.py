@@ -89,32 +89,30 @@ class Worker:
                 self._core.fail_all(EngineError("The engine is closed."))
                 return
             self._core.expire()
-            if self._ready:
+            if self._has_work and not self._rest_s:
                 self._step()
 
     def _next(self) -> tuple[deque[Callable[[], object]], bool]:
         """Wait for a command, for work or for a deadline."""
         with self._wake:
-            while not (self.closed or self._commands or self._ready):
-                self._wake.wait(self._patience)
+            while not (self.closed or self._commands):
+                rest_s = self._rest_s
+                if self._has_work and not rest_s:
+                    break
+                known = [left for left in (self._core.patience, rest_s or None) if left is not None]
+                self._wake.wait(min(known, default=None))
                 if self._core.patience == 0:
                     break
             commands, self._commands = self._commands, deque()
             return commands, self.closed
 
     @property
-    def _ready(self) -> bool:
-        """Whether a pass may begin, as far as pauses and rests go."""
-        return self._core.busy and not self._paused and not self._resting_s
+    def _has_work(self) -> bool:
+        return self._core.busy and not self._paused
 
     @property
-    def _patience(self) -> float | None:
-        """Seconds until a deadline or the end of a rest, at least 0; None without either."""
-        known = (self._core.patience, self._resting_s or None)
-        return min((seconds for seconds in known if seconds is not None), default=None)
-
-    @property
-    def _resting_s(self) -> float:
+    def _rest_s(self) -> float:
+        """What is left of the rest after the last pass, 0 where it is over."""
         return max(0.0, self._ended + self._rest * self._took_s - time.monotonic())
 
     def _step(self) -> None:
