@@ -571,6 +571,10 @@ def test_the_fewest_episodes_fly_that_keep_both_busy(load, expected):
     assert next_in_flight(10, load, 10, 10) == 10
 
 
+def test_a_single_episode_in_flight_gets_company_where_the_learner_needs_it():
+    assert next_in_flight(1, replace(BUSY, needed=20.0), 1, 100) == 2
+
+
 def test_what_a_checkpoint_gets_of_the_stream_does_not_change_any_more():
     world = World(6)
 

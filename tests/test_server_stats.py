@@ -159,6 +159,8 @@ def test_the_number_in_flight_is_not_steered_by_what_is_not_known():
 
     limits = in_flight_after([full(32), full(64), full(64), full(64)])
     assert limits[-1] == limits[-2] < 512
+    unseen = EngineStats(steps=3, decode_tokens=50, wall_s=3.0)  # sampled between the looks at what runs
+    assert in_flight_after([unseen]) == [64]
     queued = EngineStats(steps=2, running_steps=20, queue_steps=40, decode_tokens=1000, wall_s=2.0)
     assert in_flight_after([queued])[0] < 32
 

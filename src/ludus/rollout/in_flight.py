@@ -76,7 +76,8 @@ def next_in_flight(now: int, load: Load, least: int, most: int, more: float = MO
             wanted = max(now + 1, now * more)
     elif load.needed is not None:
         wanted = load.needed * (1 + PULL * (READY - load.ready))
-        wanted = max(now * LEAST, min(now * MORE if load.limited else now, wanted))
+        grown = max(now + 1, now * MORE) if load.limited else now
+        wanted = max(now * LEAST, min(grown, wanted))
     return max(least, min(most, round(wanted)))
 
 
@@ -113,7 +114,7 @@ class PassLine:
         """
         count, x, y, xx, xy = self._sums
         spread = xx * count - x * x
-        if count == 0 or spread < 1e-3 * x * x:
+        if count == 0 or spread <= 1e-3 * x * x:
             return MORE - 1
         slope = max(0.0, (xy * count - x * y) / spread)
         shared = max(0.0, (y - slope * x) / count)
@@ -184,7 +185,8 @@ class InFlight:
     def after_step(self, timings: Mapping[str, float], ready: float, flow: Flow, limited: bool) -> int:
         """The limit after a step with these timings; the same where they say nothing of the engine.
 
-        An idle share that is not known steers nothing: what larger batches gain decides then.
+        An engine's idle share that is not known steers nothing: where the learner waits, what larger batches
+        gain decides then.
         """
         if "engine/requests_running" not in timings:
             return self.now

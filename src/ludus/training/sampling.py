@@ -39,7 +39,7 @@ class EpisodeReporter(Protocol):
     """Whoever watches episodes being played."""
 
     def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """A phase of `total` episodes begins, played with `engine`; None where it is not of episodes."""
+        """A phase of `total` episodes begins, played with `engine`; None where that is unknown."""
         ...
 
     def episode(self, episode: Episode) -> None:
