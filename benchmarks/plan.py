@@ -1,7 +1,7 @@
 """What the cost model and the simulation say of a run, beside what the run then does.
 
     python benchmarks/plan.py --page docs/scaling.md
-    python benchmarks/plan.py --steps 4 --fit-steps 3 --latency 0.02    to see that it works
+    python benchmarks/plan.py --model tiny --steps 4 --fit-steps 3 --latency 0.02    to see that it works
 
 Two small synchronous runs are measured and fitted (`ludus.planning.fit`). A third, asynchronous one says how
 fast learner and engine each go while both work: the `overlap` with which the simulation takes its time,
@@ -111,9 +111,9 @@ def measured_overlap(costs: Costs, setup: Setup, step_s: float) -> float:
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="tiny")
+    parser.add_argument("--model", choices=tuple(async_work.SHAPES), default="small")
     parser.add_argument(
-        "--latency", type=float, default=0.1, help="median seconds of a call, in the fitted runs"
+        "--latency", type=float, default=0.2, help="median seconds of a call, in the fitted runs"
     )
     parser.add_argument("--overlap", type=float, help="not measured, but this")
     parser.add_argument("--steps", type=int, default=16, help="of the runs that are predicted")
