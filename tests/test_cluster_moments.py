@@ -388,7 +388,7 @@ def test_an_attempt_that_is_given_up_while_its_worker_ends_leaves_a_pool_that_go
         async def goes_on():
             worker.may_end.set()
             next_one = asyncio.create_task(play(crowd))
-            await until(lambda: JOB in launcher.made[-1].said, 10)
+            await until(lambda: launcher.made[-1] is not worker and JOB in launcher.made[-1].said, 10)
             launcher.made[-1].dead = True
             with pytest.raises(WorkerLost):
                 await next_one

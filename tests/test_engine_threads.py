@@ -151,8 +151,8 @@ def test_a_request_whose_time_ends_during_a_rest_ends_then():
 
 
 def test_a_rest_that_ends_while_the_engine_makes_up_its_mind_is_over(monkeypatch):
-    clock = itertools.count()  # a second passes whenever it is looked at
-    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
+    clock = itertools.count()  # a hundredth of a second passes whenever it is looked at
+    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: next(clock) / 100))
 
     async def run():
         engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
