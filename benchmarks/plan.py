@@ -136,8 +136,8 @@ def fitted(args: argparse.Namespace, root: Path) -> tuple[Costs, str]:
     if overlap is None:
         setup = Setup(steps=args.steps, groups=3, max_staleness=5, in_flight=48)
         seen = make(setup, Latency(args.latency * FASTER), args.model, root / "overlap")
-        costs = slower(found.costs, FASTER)
-        overlap, source = measured_overlap(costs, setup, seen.step_s), "so a third run, async, says"
+        overlap = measured_overlap(slower(found.costs, FASTER), setup, seen.step_s)
+        source = "so a third run, async, says"
         print(f"overlap {overlap:.2f}: {seen}", flush=True)
     costs = replace(found.costs, overlap=overlap)
     groups = " and ".join(map(str, FITTED_GROUPS))

@@ -12,7 +12,8 @@ from __future__ import annotations
 import asyncio
 import heapq
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import count
 from typing import Protocol
@@ -61,12 +62,8 @@ class Overlap:
 
     def rest(self, times: float) -> None:
         """Engines wait after each pass for `times` as long as it took."""
-        devices: list[Device] = [*self.engines, *([self.learner] if self.learner is not None else [])]
-        for device in devices:
-            device.advance()
-        self.duty = 1 / (1 + times)
-        for device in devices:
-            device.plan()
+        with _at_another_speed([*self.engines, *self._learners]):
+            self.duty = 1 / (1 + times)
 
     def learns(self, now: bool) -> None:
         """The learner begins or ends."""
@@ -74,16 +71,26 @@ class Overlap:
 
     def samples(self, more: int) -> None:
         """Engines begin (1) or end (-1)."""
-        self._change([self.learner] if self.learner is not None else [], more=more)
+        self._change(self._learners, more=more)
 
     def _change(self, others: Sequence[Device], *, learning: bool | None = None, more: int = 0) -> None:
-        others = others if self.factor < 1 else ()
-        for device in others:
-            device.advance()
-        self._learning = self._learning if learning is None else learning
-        self._busy_engines += more
-        for device in others:
-            device.plan()
+        with _at_another_speed(others if self.factor < 1 else ()):
+            self._learning = self._learning if learning is None else learning
+            self._busy_engines += more
+
+    @property
+    def _learners(self) -> Sequence[Device]:
+        return [self.learner] if self.learner is not None else []
+
+
+@contextmanager
+def _at_another_speed(devices: Sequence[Device]) -> Iterator[None]:
+    """Until the block these went as before; they plan anew after it."""
+    for device in devices:
+        device.advance()
+    yield
+    for device in devices:
+        device.plan()
 
 
 @dataclass
