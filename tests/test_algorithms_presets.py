@@ -17,9 +17,9 @@ from ludus.algorithms.kl import FULL_KLS, KLS
 from ludus.algorithms.losses import LOSSES
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import algorithm_of, check_placement, resolve
+from ludus.config.algorithm import AlgorithmConfig
 from ludus.config.load import load_config
 from ludus.config.rewards import RewardsConfig
-from ludus.config.schema import AlgorithmConfig
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from ludus.cli.main import main
-from ludus.config.schema import ScratchConfig
+from ludus.config.model import ScratchConfig
 from ludus.engines.loading import build_tiny, load_tokenizer, save_model
 from ludus.training.session import model_path
 from small_runs import SMALLEST, config, words

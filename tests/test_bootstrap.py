@@ -9,7 +9,7 @@ import torch
 
 from ludus.algorithms.algorithm import CRITIC_ADVANTAGES
 from ludus.algorithms.resolve import resolve
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.algorithm import AlgorithmConfig
 from ludus.training.branches import last_actions
 from ludus.training.credit import assign_credit
 from ludus.training.judges import train_judge

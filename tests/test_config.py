@@ -12,7 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.config import Config, config_from_toml, describe, list_settings, load_config, to_toml
-from ludus.config.schema import EnvConfig, LoraConfig, ModelConfig, RolloutConfig
+from ludus.config.model import LoraConfig, ModelConfig
+from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.config.settings import NAME
 from ludus.errors import ConfigError
 from ludus.recipes import list_recipes, recipe_folder

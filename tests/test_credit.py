@@ -14,7 +14,7 @@ from ludus.algorithms.kl import penalised_advantages, penalised_rewards
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
 from ludus.algorithms.shaping import soft_overlong
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError, SyncError
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from chat_server import DROP, Reply, call, error, fault_in, say, serving
 from ludus.chat.parse import PARSERS
-from ludus.config.schema import RolloutConfig
+from ludus.config.rollout import RolloutConfig
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate

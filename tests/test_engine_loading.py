@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
-from ludus.config.schema import ScratchConfig
+from ludus.config.model import ScratchConfig
 from ludus.engines.fingerprint import fingerprint_module
 from ludus.engines.loading import build_tiny, load_model, load_tokenizer, resolve_device, save_model
 from ludus.engines.local import LocalEngine

@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from ludus.config import load_config
-from ludus.config.schema import Config, EnvConfig
+from ludus.config.rollout import EnvConfig
+from ludus.config.schema import Config
 from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, ToolWorld

@@ -10,7 +10,7 @@ import torch
 from ludus.algorithms.kl import FULL_KLS
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError
 from ludus.training.full_kl import Against, States, divergence
 from ludus.training.head import Head

@@ -11,7 +11,7 @@ from itertools import islice
 import pytest
 
 from ludus.config.load import load_config
-from ludus.config.schema import EnvConfig, RolloutConfig
+from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.envs.functions.catalogue import catalogue
 from ludus.envs.functions.generate import SPLITS, request_of
 from ludus.envs.functions.gold import Ask, GoldCall, asks_for, calls_agree, equal, solved

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from ludus.config.schema import EnvConfig, RolloutConfig
+from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import WORLDS, build_world
 from ludus.rewards import maths, published, shaping
 from ludus.rewards.answers import Answers, exact_match, token_f1

@@ -12,7 +12,7 @@ from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 from ludus.algorithms import advantages
 from ludus.algorithms.presets import PRESETS
 from ludus.cli.main import main
-from ludus.config.schema import LoraConfig
+from ludus.config.model import LoraConfig
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import row_of_trajectory

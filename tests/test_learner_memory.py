@@ -14,7 +14,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from ludus.algorithms.presets import PRESETS
-from ludus.config.schema import LoraConfig
+from ludus.config.model import LoraConfig
 from ludus.errors import LearnerError
 from ludus.training import dry_run as dry_runs
 from ludus.training.dry_run import dry_run, dry_run_of, longest_rows

@@ -17,7 +17,7 @@ from ludus.chat.parse_tags import RETOOL
 from ludus.chat.render import render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.config.load import load_config
-from ludus.config.schema import EnvConfig, RolloutConfig
+from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.envs.math.foreign import GymJudge
 from ludus.envs.math.generate import (
     DEFAULT_TOPICS,

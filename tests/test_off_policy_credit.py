@@ -9,8 +9,8 @@ import pytest
 
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import algorithm_of, resolve
+from ludus.config.algorithm import AlgorithmConfig
 from ludus.config.load import load_config
-from ludus.config.schema import AlgorithmConfig
 from ludus.errors import ConfigError
 from ludus.training.credit import assign_credit, training_rows
 from ludus.training.judges import train_judge

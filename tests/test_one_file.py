@@ -13,7 +13,7 @@ import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.algorithms.presets import PRESETS
-from ludus.config.schema import TrainingConfig
+from ludus.config.training import TrainingConfig
 from ludus.envs.search.facts import load_facts
 from ludus.envs.search.questions import all_questions
 from ludus.envs.search.world import SearchWorld

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from ludus.algorithms import preference as losses
 from ludus.config import load_config
-from ludus.config.schema import PreferenceConfig
+from ludus.config.stages import PreferenceConfig
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome

@@ -28,7 +28,7 @@ from ludus.algorithms.kl import KLS, penalised_rewards
 from ludus.algorithms.objective import objective
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError
 
 EXACT, MISSED = 1e-10, 1e-6

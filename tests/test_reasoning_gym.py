@@ -2,7 +2,8 @@
 
 import pytest
 
-from ludus.config.schema import Config, EnvConfig
+from ludus.config.rollout import EnvConfig
+from ludus.config.schema import Config
 from ludus.envs.math.grading import solved
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError

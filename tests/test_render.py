@@ -29,7 +29,7 @@ from ludus.chat.parse_tags import RETOOL
 from ludus.chat.render import _MARK, TemplateRenderer, render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.chat.tokenizer import chat_template, train_tokenizer
-from ludus.config.schema import EnvConfig
+from ludus.config.rollout import EnvConfig
 from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.search.world import SearchWorld
 from ludus.envs.tool_env import ToolEnv

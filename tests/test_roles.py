@@ -14,7 +14,8 @@ from ludus.algorithms.advantages import RoleBaselines
 from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.presets import PRESETS
 from ludus.cli.main import main
-from ludus.config.schema import AlgorithmConfig, Config
+from ludus.config.algorithm import AlgorithmConfig
+from ludus.config.schema import Config
 from ludus.config.staleness import ReplayConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ludus.config import load_config
-from ludus.config.schema import RolloutConfig
+from ludus.config.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.base import Request
 from ludus.engines.scripted import Faults, ScriptedEngine

@@ -13,7 +13,7 @@ from itertools import islice
 
 import pytest
 
-from ludus.config.schema import EnvConfig, RolloutConfig
+from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world
 from ludus.envs.search.expert import Expert, Flaws, to_messages
 from ludus.envs.search.facts import load_facts

@@ -13,7 +13,7 @@ from itertools import chain, islice, pairwise
 
 import pytest
 
-from ludus.config.schema import EnvConfig, RolloutConfig
+from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world
 from ludus.envs.sql.data import Naming, make_image
 from ludus.envs.sql.domains import DOMAINS, Kind

@@ -13,7 +13,8 @@ from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
 from ludus.cli.main import main
-from ludus.config.schema import AlgorithmConfig, Config
+from ludus.config.algorithm import AlgorithmConfig
+from ludus.config.schema import Config
 from ludus.engines.loading import load_tokenizer
 from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from ludus.config import load_config
-from ludus.config.schema import Config, EnvConfig, RolloutConfig
+from ludus.config.rollout import EnvConfig, RolloutConfig
+from ludus.config.schema import Config
 from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.evaluation.agents import Agent, Kind, actions_of
 from ludus.evaluation.check import CheckPlan, check_world, play

@@ -13,7 +13,8 @@ from typing import Literal
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.kl_control import PIDKL, AdaptiveKL, KLGuard
 from ludus.algorithms.schedules import Schedule
-from ludus.config.schema import Config, KlControlConfig
+from ludus.config.algorithm import KlControlConfig
+from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError
 
 ControlKind = Literal["constant", "linear", "cosine", "adaptive", "pid"]

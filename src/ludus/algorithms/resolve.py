@@ -34,8 +34,9 @@ from ludus.algorithms.algorithm import (
 from ludus.algorithms.bounds import check_option, check_together
 from ludus.algorithms.combinations import check_corrections
 from ludus.algorithms.presets import PRESETS
-from ludus.config.schema import AlgorithmConfig, Config
-from ludus.config.schema import PartOptions as PartOptionsConfig
+from ludus.config.algorithm import AlgorithmConfig
+from ludus.config.algorithm import PartOptions as PartOptionsConfig
+from ludus.config.schema import Config
 from ludus.errors import ConfigError, did_you_mean
 
 OFF_POLICY = ("dppo", "distill_full")

@@ -26,7 +26,7 @@ from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
 from ludus.cli.arguments import no_settings
 from ludus.cli.terminal import make_console, say
-from ludus.config.schema import AlgorithmConfig
+from ludus.config.algorithm import AlgorithmConfig
 from ludus.config.toml import value_text
 
 

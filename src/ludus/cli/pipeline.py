@@ -22,7 +22,8 @@ from ludus.cli.stages import HowToResume, TrainingStage
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
 from ludus.config.rewards import RewardModelConfig, RewardsConfig
-from ludus.config.schema import Config, PreferenceConfig
+from ludus.config.schema import Config
+from ludus.config.stages import PreferenceConfig
 from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.rewards.named import added_parts

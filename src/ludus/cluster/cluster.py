@@ -15,7 +15,8 @@ from ludus.cluster.crowd import Crowd, Plan
 from ludus.cluster.local import LocalLauncher
 from ludus.cluster.messages import EngineSpec, PlayJob, RewardSpec, WorkerSpec
 from ludus.cluster.remote import Launcher
-from ludus.config.schema import Config, RolloutConfig
+from ludus.config.rollout import RolloutConfig
+from ludus.config.schema import Config
 from ludus.engines.base import EngineStats, Request, RollingUpdate, WeightCheck, combined
 from ludus.engines.rolling import Rolling
 from ludus.engines.server import ServerEngine

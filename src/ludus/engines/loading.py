@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 import torch
 
-from ludus.config.schema import ScratchConfig
+from ludus.config.model import ScratchConfig
 from ludus.engines import smollm2
 from ludus.engines.adapters import is_peft
 from ludus.errors import StorageError, UserError

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ludus.config.schema import RolloutConfig
+from ludus.config.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.sandbox.base import BoundsSessions, Sandbox

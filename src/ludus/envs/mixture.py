@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from ludus.config.mixture import BUDGETS, MIXTURE, MemberConfig
-from ludus.config.schema import Config, RolloutConfig
+from ludus.config.rollout import RolloutConfig
+from ludus.config.schema import Config
 from ludus.envs.base import (
     Anchored,
     Closes,

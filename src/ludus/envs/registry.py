@@ -12,8 +12,8 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.config.sandbox import SandboxConfig
-from ludus.config.schema import EnvConfig, RolloutConfig
 from ludus.envs.base import Closes, HoldsSessions, UsesSandbox, World, runs_programs
 from ludus.envs.mixture import Member, MixedWorld, bounded, check_tools
 from ludus.envs.toolbox import ToolLimits, describe_error

@@ -9,7 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.config.schema import Config, EnvConfig
+from ludus.config.rollout import EnvConfig
+from ludus.config.schema import Config
 from ludus.envs.base import World, check_tasks
 from ludus.errors import UserError
 from ludus.evaluation.stats import Interval, bootstrap_mean, pass_at_k, pass_hat_k, wilson

@@ -31,7 +31,7 @@ from pydantic import BaseModel, Field, JsonValue
 from ludus.chat.parse import PARSERS, ToolCallParser
 from ludus.chat.parse_draft import Malformed
 from ludus.chat.parse_json import call_of, decode
-from ludus.config.schema import RolloutConfig
+from ludus.config.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError

@@ -25,8 +25,8 @@ from dataclasses import dataclass
 from typing import BinaryIO
 
 from ludus.config.rewards import RewardsConfig
+from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.config.sandbox import SandboxConfig
-from ludus.config.schema import EnvConfig, RolloutConfig
 from ludus.envs.base import World
 from ludus.envs.registry import WORLDS, build_world
 from ludus.errors import LudusError

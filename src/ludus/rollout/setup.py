@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ludus.chat.render import Renderer
-from ludus.config.schema import RolloutConfig
+from ludus.config.rollout import RolloutConfig
 from ludus.engines.base import Engine, seed_for
 from ludus.envs.base import HoldsSessions, SetsBounds, World
 from ludus.rollout.conversation import Conversation, EngineConversation

@@ -13,7 +13,8 @@ from pathlib import Path
 
 from ludus.algorithms.algorithm import EXPERT_LOSSES, Algorithm
 from ludus.chat.render import render_dialogue
-from ludus.config.schema import Config, ExpertsConfig
+from ludus.config.algorithm import ExpertsConfig
+from ludus.config.schema import Config
 from ludus.envs.base import ShowsTasks, World
 from ludus.errors import ConfigError, UserError
 from ludus.rollout.ledger import RolloutKey

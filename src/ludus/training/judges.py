@@ -15,7 +15,8 @@ from torch import Tensor
 
 from ludus.algorithms.algorithm import CRITIC_ADVANTAGES, TURN_VALUE_ADVANTAGES, Algorithm, number
 from ludus.algorithms.resolve import resolve
-from ludus.config.schema import Config, CriticConfig
+from ludus.config.algorithm import CriticConfig
+from ludus.config.schema import Config
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory

@@ -7,7 +7,7 @@ import random
 from functools import lru_cache
 
 from ludus.config.rewards import RewardModelConfig
-from ludus.config.schema import PreferenceConfig
+from ludus.config.stages import PreferenceConfig
 
 
 def num_steps(settings: PreferenceConfig | RewardModelConfig, num_pairs: int) -> int:

@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 
 from ludus.config.rewards import RewardModelConfig
-from ludus.config.schema import PreferenceConfig, RftConfig, SftConfig, TrainingConfig
+from ludus.config.stages import PreferenceConfig, RftConfig, SftConfig
+from ludus.config.training import TrainingConfig
 from ludus.errors import LearnerError
 from ludus.training.ranks import Alone, Ranks, raise_together, sum_gradients
 from ludus.training.sharding import local, put, whole

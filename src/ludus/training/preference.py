@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms import preference as losses
-from ludus.config.schema import PreferenceConfig
+from ludus.config.stages import PreferenceConfig
 from ludus.diagnostics.trackers import Tracker
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger

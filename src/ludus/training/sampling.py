@@ -14,7 +14,8 @@ from itertools import chain
 from typing import Protocol
 
 from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, Algorithm
-from ludus.config.schema import Config, RolloutConfig
+from ludus.config.rollout import RolloutConfig
+from ludus.config.schema import Config
 from ludus.engines.base import Engine
 from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate

@@ -11,7 +11,9 @@ import torch
 
 from ludus.chat.render import Renderer, TemplateRenderer
 from ludus.chat.tags import PROTOCOLS, TagsRenderer
-from ludus.config.schema import Config, EngineConfig, EnvConfig, LoraConfig, RolloutConfig
+from ludus.config.model import LoraConfig
+from ludus.config.rollout import EngineConfig, EnvConfig, RolloutConfig
+from ludus.config.schema import Config
 from ludus.engines.base import Engine
 from ludus.engines.loading import load_model, load_tokenizer, num_positions
 from ludus.engines.local import EngineSettings, LocalEngine

@@ -16,7 +16,8 @@ import torch
 from ludus.algorithms.losses import sft as sft_loss
 from ludus.chat.render import Renderer, render_dialogue
 from ludus.chat.tokenizer import train_tokenizer
-from ludus.config.schema import Config, SftConfig
+from ludus.config.schema import Config
+from ludus.config.stages import SftConfig
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.loading import build_tiny
 from ludus.envs.base import Demonstrates, World
