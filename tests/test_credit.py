@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,16 +12,20 @@ import torch
 from ludus.algorithms import advantages
 from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, PartOptions
 from ludus.algorithms.kl import penalised_advantages, penalised_rewards
+from ludus.algorithms.kl_run import control_of
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import resolve
 from ludus.algorithms.shaping import soft_overlong
 from ludus.config.algorithm import AlgorithmConfig
+from ludus.config.load import load_config
 from ludus.errors import LearnerError, SyncError
-from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.training.batch import row_of_trajectory
 from ludus.training.credit import Estimates, assign_credit, training_rows, with_estimates
-from ludus.training.refine import check_parity, refine, rejected_share
+from ludus.training.learning import Learning
+from ludus.training.memory import Memory
+from ludus.training.refine import check_parity, refine, rejected_share, with_entropy_filter
 from ludus.types import Segment, StopReason, Task, Trajectory
 from test_learner import learner, tiny_model
 
@@ -218,6 +223,83 @@ def test_gtpo_leaves_out_completions_of_high_entropy():
     assert {(c.outcome, c.reason) for c in credits} == {(Outcome.MASKED, "entropy")}
     one.algorithm = replace(one.algorithm, options=PartOptions(loss={"entropy_bound": math.log(61)}))
     assert all(c.outcome is Outcome.TRAINED for c in refine(assign_credit([episodes], one.algorithm), one, 0))
+
+
+def gtpo_parts(credits, one):
+    """The plain advantages, the mean entropies and the weights of conflict tokens, each by a plain loop."""
+    plain = [c.advantages for c in assign_credit([[c.episode for c in credits]], PRESETS["grpo"])]
+    rows = [row_of_trajectory(c.episode.trajectory, 0.0) for c in credits]
+    scored = zip(one.entropies(rows), rows, strict=True)
+    means = [float(e[torch.tensor(row.trains)].double().mean()) for e, row in scored]
+    return plain, means
+
+
+def test_gtpo_subtracts_a_multiple_of_the_mean_entropy_from_the_advantage():
+    episodes, one = real_group()
+    for penalty in (0.1, 0.0, 0.7):
+        loss = {"entropy_bound": 10.0} | ({} if penalty == 0.1 else {"entropy_penalty": penalty})
+        one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss=loss))
+        before = assign_credit([episodes], one.algorithm)
+        credits = refine(before, one, 0)
+        plain, means = gtpo_parts(credits, one)
+        for i, credit in enumerate(credits):
+            weights = [a / p for a, p in zip(before[i].advantages, plain[i], strict=True)]
+            expected = [w * (p - penalty * means[i]) for w, p in zip(weights, plain[i], strict=True)]
+            assert credit.advantages == pytest.approx(expected, abs=1e-6)
+
+
+def test_the_entropy_filter_of_gtpo_is_for_policies_that_begin_below_its_bound():
+    algorithm = PRESETS["gtpo"]
+    assert with_entropy_filter(algorithm, 0.69) == algorithm
+    assert with_entropy_filter(algorithm, 0.70).options.loss["entropy_bound"] == math.inf
+    wide = replace(algorithm, options=PartOptions(loss={"entropy_bound": 2.0, "amplify": 3.0}))
+    assert with_entropy_filter(wide, 1.9) == wide
+    assert with_entropy_filter(wide, 2.0).options.loss == {"entropy_bound": math.inf, "amplify": 3.0}
+
+
+@pytest.mark.parametrize(("bound", "filters"), [(math.log(61) + 0.1, True), (1.0, False)])
+def test_a_run_measures_the_initial_entropy_once_and_keeps_it(bound, filters):
+    """The tiny model starts near ln 61; a bound below that would keep nothing, and is switched off."""
+    episodes, one = real_group()
+    one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": bound}))
+    control = control_of(load_config("guess", []), one.algorithm)
+    learning = Learning(SimpleNamespace(config=load_config("guess", [])), one, control, Ledger())
+    credits = learning._prepare(1, assign_credit([episodes], one.algorithm))
+    assert {c.outcome for c in credits} == {Outcome.TRAINED}
+    assert one.algorithm.options.loss["entropy_bound"] == (bound if filters else math.inf)
+    first = learning.initial_entropy
+    with torch.no_grad():
+        one.scorer.model.get_output_embeddings().weight.zero_()
+    learning._prepare(2, assign_credit([episodes], one.algorithm))
+    assert learning.initial_entropy == first
+    memory = replace(Memory(), initial_entropy=first)
+    assert Memory.start(one.algorithm, memory.to_json()).initial_entropy == first
+
+
+def test_conflict_tokens_of_gtpo_are_those_of_unbroken_runs_unless_set_otherwise():
+    task = Task("t", (), None)
+    actions = [(9, 1, 9, 1), (9, 2, 9, 2)]
+    episodes = [
+        Episode(
+            RolloutKey(1, "t", i),
+            task,
+            replace(
+                trajectory(0, 1.0 - i, turns=1),
+                segments=(
+                    Segment("prompt", (1,)),
+                    Segment("action", own, 0, logprobs=(-1.0,) * 4, versions=(0,) * 4),
+                ),
+            ),
+        )
+        for i, own in enumerate(actions)
+    ]
+    found = {}
+    for contiguous in (1.0, 0.0):
+        options = PartOptions(loss={"contiguous": contiguous})
+        (_, bad) = assign_credit([episodes], replace(PRESETS["gtpo"], options=options))
+        found[contiguous] = [a == 0 for a in bad.advantages]
+    assert found == {1.0: [True, False, False, False], 0.0: [True, False, True, False]}
+    assert [a == 0 for a in assign_credit([episodes], PRESETS["gtpo"])[1].advantages] == found[1.0]
 
 
 PENALISING = [name for name, preset in PRESETS.items() if preset.kl_coef]

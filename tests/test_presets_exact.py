@@ -369,7 +369,7 @@ def signs(case: Case, advantages: Tensor) -> list[int]:
 def conflict_table(case: Case, advantages: Tensor) -> Tensor:
     ids = [[int(case.token_ids[i, t]) for t in case.columns[i]] for i in range(len(case.b.mask))]
     return slow.lay(
-        case.b, slow_losses.conflicts(ids, signs(case, advantages), case.b.group.tolist(), contiguous=False)
+        case.b, slow_losses.conflicts(ids, signs(case, advantages), case.b.group.tolist(), contiguous=True)
     )
 
 

@@ -49,7 +49,7 @@ LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "gmpo": (),
     "sapo": ("tau_pos", "tau_neg"),
     "dppo": ("bound", "divergence"),
-    "gtpo": ("amplify", "entropy_bound"),
+    "gtpo": ("amplify", "contiguous", "entropy_bound", "entropy_penalty"),
     "clip_cov": ("share", "low", "high"),
     "kl_cov": ("share", "coef"),
     "distill": (),

@@ -33,7 +33,7 @@ ADVANTAGE_DEFAULTS: Mapping[str, Mapping[str, float]] = {
 LOSS_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05},
     "dppo": {"bound": 0.2},
-    "gtpo": {"amplify": 2.0, "entropy_bound": math.log(2)},
+    "gtpo": {"amplify": 2.0, "contiguous": 1.0, "entropy_bound": math.log(2), "entropy_penalty": 0.1},
     "clip_cov": {"share": 2e-4, "low": 1.0, "high": 5.0},
     "kl_cov": {"share": 2e-4, "coef": 1.0},
     "mixed_policy": {"gamma": 0.1},

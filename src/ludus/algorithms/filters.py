@@ -52,9 +52,13 @@ def entropy_bound(*, entropy: Tensor, mask: Tensor, bound: float = math.log(2)) 
     GTPO's filter (arXiv:2508.03772: ln 2, below which one token holds more than half of the
     probability; its code has 0.7). `entropy` and `mask` [N, L]. Without action tokens True.
     """
+    return mean_entropy(entropy=entropy, mask=mask) <= bound
+
+
+def mean_entropy(*, entropy: Tensor, mask: Tensor) -> Tensor:
+    """The mean of `entropy` over each trajectory's action tokens, [N] from [N, L]; 0 without any."""
     check_shapes(mask, entropy=entropy)
-    mean = select(entropy.detach(), mask).sum(1) / mask.bool().sum(1).clamp(min=1)
-    return mean <= bound
+    return select(entropy.detach(), mask).sum(1) / mask.bool().sum(1).clamp(min=1)
 
 
 def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float = 0.5) -> Tensor:

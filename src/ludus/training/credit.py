@@ -19,7 +19,7 @@ from ludus.algorithms.algorithm import (
     word,
 )
 from ludus.algorithms.batch import Outcomes
-from ludus.algorithms.filters import overlong_mask, zero_variance
+from ludus.algorithms.filters import mean_entropy, overlong_mask, zero_variance
 from ludus.algorithms.kl import penalised_advantages, penalised_rewards
 from ludus.algorithms.losses import conflict_weights
 from ludus.algorithms.shaping import soft_overlong
@@ -156,9 +156,9 @@ class Estimates:
     """What models say of the credits that were compared, in their order, per action token `[n_i]`.
 
     `kl` to the reference, `values` of the critic, `outcome_probs` of a critic of outcomes, `prm_logprobs` of
-    the process reward model and `ref_logprobs` beside them, `old_logprobs` of the policy at the start of the
-    step; `bootstrap` [one for each path] of the critic after the last action token, 0 for episodes that ended
-    by themselves; None where the algorithm asks for none.
+    the process reward model and `ref_logprobs` beside them, `old_logprobs` and `entropies` of the policy at
+    the start of the step; `bootstrap` [one for each path] of the critic after the last action token, 0 for
+    episodes that ended by themselves; None where the algorithm asks for none.
     """
 
     kl: Sequence[Tensor] | None = None
@@ -167,6 +167,7 @@ class Estimates:
     prm_logprobs: Sequence[Tensor] | None = None
     ref_logprobs: Sequence[Tensor] | None = None
     old_logprobs: Sequence[Tensor] | None = None
+    entropies: Sequence[Tensor] | None = None
     bootstrap: Sequence[Tensor] | None = None
 
     def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
@@ -184,6 +185,7 @@ class Estimates:
             prm_logprobs=spread(self.prm_logprobs),
             ref_logprobs=spread(self.ref_logprobs),
             old_logprobs=spread(self.old_logprobs),
+            entropies=spread(self.entropies),
             bootstrap=None if self.bootstrap is None else [v[None] for own in self.bootstrap for v in own],
         )
 
@@ -197,6 +199,7 @@ class Estimates:
             "log-probability under the process reward model": self.prm_logprobs,
             "log-probability under the reference": self.ref_logprobs,
             "log-probability at the start of the step": self.old_logprobs,
+            "entropy at the start of the step": self.entropies,
             "value of the critic at the end": self.bootstrap,
         }
 
@@ -343,7 +346,8 @@ def _of_chains(
             trains=outcomes.trains,
         )
     if algorithm.loss == "gtpo":
-        found = found * _spared(credits, outcomes, found, algorithm)
+        weights = _spared(credits, outcomes, found, algorithm)
+        found = weights * (found - _entropy_penalty(estimates, outcomes.mask, algorithm))
     rows = found.tolist()
     return [tuple(row[:n]) for row, n in zip(rows, outcomes.mask.sum(1).tolist(), strict=True)]
 
@@ -483,7 +487,20 @@ def _spared(
         advantages=advantages,
         mask=outcomes.mask,
         amplify=number(algorithm.options.loss, "amplify", 2.0),
+        contiguous=number(algorithm.options.loss, "contiguous", 1.0) == 1,
     )
+
+
+def _entropy_penalty(estimates: Estimates, mask: Tensor, algorithm: Algorithm) -> Tensor:
+    """What GTPO subtracts from the advantages, [N, 1]: a multiple of each trajectory's mean entropy.
+
+    0 before the entropies are known.
+    """
+    entropy = _table(estimates.entropies, mask.shape[1])
+    if entropy is None:
+        return torch.zeros(len(mask), 1, dtype=torch.float64)
+    coef = number(algorithm.options.loss, "entropy_penalty", 0.1)
+    return coef * mean_entropy(entropy=entropy, mask=mask)[:, None]
 
 
 def settle(ledger: Ledger, credits: Sequence[Credit]) -> None:

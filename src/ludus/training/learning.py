@@ -6,9 +6,12 @@ says on which thread it computes. The ledger is touched on the caller's thread a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
+
+import torch
 
 from ludus.algorithms.kl_run import KlControl
 from ludus.rollout.ledger import Ledger
@@ -16,12 +19,18 @@ from ludus.training.batch import Row
 from ludus.training.credit import Credit, settle, training_rows
 from ludus.training.judges import Judge, train_judge
 from ludus.training.learner import Learner
-from ludus.training.refine import refine, rejected_share
+from ludus.training.refine import compared_entropies, refine, rejected_share, with_entropy_filter
 from ludus.training.sampling import max_action_tokens
 from ludus.training.session import Session
 from ludus.training.staleness import age_metrics, mask_over_age, on_policy
 
+log = logging.getLogger("ludus.learning")
+
 T = TypeVar("T")
+ENTROPY_FILTER_OFF = (
+    "The entropy filter of gtpo is off: the policy's mean entropy on the first batch is %.3g nats per token, "
+    "not below algorithm.options.loss.entropy_bound."
+)
 
 
 class Work(Protocol):
@@ -42,7 +51,8 @@ class Learning:
     """What turns credits into weights: the learner, the model that judges beside it, the control of the KL.
 
     `ledger` is the run's. Tokens older than `bound` versions do not train; None is no bound. In the first
-    `warmup` steps of the run the judge alone learns.
+    `warmup` steps of the run the judge alone learns. `initial_entropy` is the policy's mean entropy on the
+    first batch, which decides whether GTPO's entropy filter applies; None until that batch.
     """
 
     session: Session
@@ -52,6 +62,7 @@ class Learning:
     judge: Judge | None = None
     bound: int | None = None
     warmup: int = 0
+    initial_entropy: float | None = None
     _checked: bool = field(default=False, init=False)
 
     async def learn(
@@ -80,12 +91,23 @@ class Learning:
         """The credits as they train."""
         if self.kl.acts:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
+        if self.learner.algorithm.loss == "gtpo":
+            self._set_entropy_filter(credits)
         if self.bound is not None:
             credits = mask_over_age(credits, step, self.bound)
         limit = max_action_tokens(self.session.config)
         check = not self._checked and bool(on_policy(credits, step))
         self._checked = self._checked or check
         return refine(credits, self.learner, limit, self.judge, check=check, version=step - 1)
+
+    def _set_entropy_filter(self, credits: Sequence[Credit]) -> None:
+        """Measure the initial entropy on the first batch; switch GTPO's entropy filter off if it is high."""
+        if self.initial_entropy is None and (found := compared_entropies(credits, self.learner)):
+            self.initial_entropy = float(torch.cat(found).mean())
+            if with_entropy_filter(self.learner.algorithm, self.initial_entropy) != self.learner.algorithm:
+                log.warning(ENTROPY_FILTER_OFF, self.initial_entropy)
+        if self.initial_entropy is not None:
+            self.learner.algorithm = with_entropy_filter(self.learner.algorithm, self.initial_entropy)
 
     def _train(self, step: int, credits: Sequence[Credit], rows: Sequence[Row]) -> dict[str, float]:
         metrics = {} if self.judge is None else train_judge(self.judge, credits)

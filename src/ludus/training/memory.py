@@ -15,11 +15,13 @@ class Memory:
     """`averages`: the moving average of rewards of each role (`rae`).
 
     `greso` is the state of skipping, and `position` the place in the order of tasks that goes with it.
+    `initial_entropy` is the policy's mean entropy on the first batch, nats per token (`gtpo`).
     """
 
     averages: RoleBaselines = field(default_factory=RoleBaselines)
     greso: GresoState = field(default_factory=GresoState)
     position: int = 0
+    initial_entropy: float | None = None
 
     @classmethod
     def start(cls, algorithm: Algorithm, text: str = "") -> Memory:
@@ -28,10 +30,13 @@ class Memory:
         averages = RoleBaselines.from_json(saved["averages"]) if "averages" in saved else RoleBaselines()
         decay = number(algorithm.options.advantage, "decay", 0.95) if algorithm.advantage == "rae" else 0.95
         greso = GresoState(**saved.get("greso", {}))
-        return cls(replace(averages, decay=decay), greso, saved.get("position", 0))
+        entropy = saved.get("initial_entropy")
+        return cls(replace(averages, decay=decay), greso, saved.get("position", 0), entropy)
 
     def to_json(self) -> str:
         """One line that `start` reads back."""
         greso = asdict(self.greso)
         parts = {"averages": self.averages.to_json(), "greso": greso, "position": self.position}
+        if self.initial_entropy is not None:
+            parts["initial_entropy"] = self.initial_entropy
         return json.dumps(parts, sort_keys=True)

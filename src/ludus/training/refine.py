@@ -18,6 +18,7 @@ from ludus.algorithms.algorithm import (
     CRITERIA,
     FULL_KL_NAMES,
     WHITENED_ADVANTAGES,
+    Algorithm,
     number,
     word,
 )
@@ -58,15 +59,17 @@ def refine(
     if check:
         trained = [c for c in found if c.outcome is Outcome.TRAINED and not c.expert]
         check_parity([_row(credit) for credit in trained if _is_of(credit, version)], learner)
-    algorithm = learner.algorithm
+    algorithm, entropies = learner.algorithm, None
     if algorithm.correction == "reject_sequence":
         found = _rejected(found, learner)
     if algorithm.loss == "gtpo":
-        found = _without_the_uncertain(found, learner)
+        entropies = compared_entropies(found, learner)
+        found = _without_the_uncertain(found, entropies, algorithm)
     # Last: a mean over the batch is over what is left.
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
-    if judge is not None or penalised or algorithm.advantage in WHITENED_ADVANTAGES:
-        found = _estimated(found, learner, judge, max_action_tokens)
+    whitened = algorithm.advantage in WHITENED_ADVANTAGES
+    if judge is not None or penalised or whitened or entropies is not None:
+        found = _estimated(found, learner, judge, max_action_tokens, Estimates(entropies=entropies))
     return found
 
 
@@ -112,15 +115,16 @@ def _row(credit: Credit) -> Row:
 
 
 def _estimated(
-    credits: list[Credit], learner: Learner, judge: Judge | None, max_action_tokens: int
+    credits: list[Credit], learner: Learner, judge: Judge | None, max_action_tokens: int, known: Estimates
 ) -> list[Credit]:
+    """The credits with `known` and whatever else the algorithm asks of the models."""
     compared = [credit for credit in credits if credit.advantages is not None]
     rows = [_row(credit) for credit in compared]
     if not rows:
         return credits
-    algorithm, estimates = learner.algorithm, Estimates()
+    algorithm, estimates = learner.algorithm, known
     if judge is not None:
-        estimates = judged(judge, compared, rows, learner)
+        estimates = replace(judged(judge, compared, rows, learner), entropies=known.entropies)
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
     compared_to_engine = algorithm.advantage in BEHAVIOUR_ADVANTAGES
     sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
@@ -158,15 +162,34 @@ def rejected_share(credits: Sequence[Credit]) -> float:
     return lost / max(kept + lost, 1)
 
 
-def _without_the_uncertain(credits: list[Credit], learner: Learner) -> list[Credit]:
-    trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED]
-    if not trained:
-        return credits
-    rows = [_row(credit) for credit in trained]
-    entropies = learner.entropies(rows)
-    spread, _, mask = _table(rows, entropies)
-    bound = number(learner.algorithm.options.loss, "entropy_bound", math.log(2))
-    return _masked(credits, trained, entropy_bound(entropy=spread, mask=mask, bound=bound), "entropy")
+def compared_entropies(credits: Sequence[Credit], learner: Learner) -> list[Tensor]:
+    """The policy's entropies at the action tokens of the credits that were compared, `[n_i]` each."""
+    rows = [_row(credit) for credit in credits if credit.advantages is not None]
+    return at_actions(learner.entropies(rows), rows) if rows else []
+
+
+def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
+    """The algorithm without GTPO's entropy filter if the policy's `initial` mean entropy reached its bound.
+
+    Such a policy is uncertain everywhere, and the filter would keep nothing (arXiv:2508.03772).
+    """
+    if initial < number(algorithm.options.loss, "entropy_bound", math.log(2)):
+        return algorithm
+    options = replace(algorithm.options, loss=algorithm.options.loss | {"entropy_bound": math.inf})
+    return replace(algorithm, options=options)
+
+
+def _without_the_uncertain(
+    credits: list[Credit], entropies: Sequence[Tensor], algorithm: Algorithm
+) -> list[Credit]:
+    bound = number(algorithm.options.loss, "entropy_bound", math.log(2))
+    compared = [credit for credit in credits if credit.advantages is not None]
+    pairs = [
+        (credit, bool(entropy_bound(entropy=row[None], mask=torch.ones(1, len(row)), bound=bound)))
+        for credit, row in zip(compared, entropies, strict=True)
+        if credit.outcome is Outcome.TRAINED
+    ]
+    return _masked(credits, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
 
 
 def _masked(credits: list[Credit], judged: list[Credit], keep: Tensor, reason: str) -> list[Credit]:

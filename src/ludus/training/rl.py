@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludus.algorithms.resolve import resolve
@@ -252,7 +252,7 @@ class RlLoop:
             optimiser_steps=learning.learner.optimiser.num_steps,
             ledger=self.sampler.ledger.state(),
             judge_steps=0 if learning.judge is None else learning.judge.optimiser.num_steps,
-            memory=self.sampled.memory.to_json(),
+            memory=replace(self.sampled.memory, initial_entropy=learning.initial_entropy).to_json(),
             reward_moments=self.sampled.moments,
             kl=learning.kl.state,
             origins=dict(self.origins),

@@ -322,13 +322,13 @@ def build_loop(
     save_config(folder, config)
     forget_after(folder, done)
     warmup = warmup_steps(parts.judge, config, None if stored is None else stored.warmup)
-    bound = over_age_bound(config)
+    bound, entropy = over_age_bound(config), memory.initial_entropy
     sampler = Sampler(session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere)
     loop = RlLoop(
         session=session,
         folder=folder,
         sampler=sampler,
-        learning=Learning(session, parts.learner, control, ledger, parts.judge, bound, warmup),
+        learning=Learning(session, parts.learner, control, ledger, parts.judge, bound, warmup, entropy),
         origins=parts.origins,
         sync=WeightSync.of(config, model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),

@@ -1,8 +1,9 @@
 """GTPO of arXiv:2508.03772: spare the tokens that good and bad trajectories of a group have in common.
 
 The weights need whole groups and are computed once for the batch; the loss takes those of its microbatch. The
-method's entropy filter is `filters.entropy_bound`. It has no KL term and no reference. (arXiv:2604.02869 and
-arXiv:2508.04349 give the name GTPO to other algorithms.)
+method's entropy filter is `filters.entropy_bound`, and `training.credit` subtracts its entropy penalty. It
+has no KL term and no reference. (arXiv:2604.02869 and arXiv:2508.04349 give the name GTPO to other
+algorithms.)
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ def conflict_weights(
     advantages: Tensor,
     mask: Tensor,
     amplify: float = 2.0,
-    contiguous: bool = False,
+    contiguous: bool = True,
 ) -> Tensor:
     """0 on conflict tokens of negative trajectories, `amplify` on those of positive ones, else 1, [N, L].
 
     A token is in conflict where a positive and a negative member of its group (by the sign of their mean
     advantage) have the same id at the same action index, counted from the left or from the right.
-    `token_ids` [N, L], `group` [N] integers; 0 off the mask. `amplify` 2 as in the authors' code, which
-    counts only unbroken runs from either end (`contiguous`) and multiplies twice where both runs meet.
+    With `contiguous` only unbroken runs from either end count, as in the paper and its code; without it every
+    such token. `token_ids` [N, L], `group` [N] integers; 0 off the mask. `amplify` 2 as in the authors' code,
+    which multiplies twice where both runs meet.
     """
     check_shapes(mask, token_ids=token_ids, advantages=advantages)
     if group.shape != mask.shape[:1]:
