@@ -29,6 +29,7 @@ ORDER = (
     *(
         "types",
         "errors",
+        "untrusted",
         "recipes",
         "config",
         "sandbox",

@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -32,6 +33,7 @@ _ATTENTION = "sdpa"
 _MOST_LOST = 0.1
 """Share of what adapters change that merging them may lose."""
 _TRIAL_TOKENS = 24
+_SAFE = "Unpickling them could run code. Save them as safetensors."
 
 
 def resolve_device(device: DeviceName) -> torch.device:
@@ -87,10 +89,14 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
             dtype=_DTYPES[dtype],
             attn_implementation=None,  # torch's own where the family has it (Gemma2 has not)
             local_files_only=_is_folder(path),
+            trust_remote_code=False,
+            weights_only=True,
             ignore_mismatched_sizes=True,  # reported below, in one sentence
             output_loading_info=True,
         )
-    except (OSError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+    except UnpicklingError as error:
+        raise UserError(f"The weights of {path} are pickled with more than tensors.", _SAFE) from error
+    except (OSError, EOFError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
         raise UserError(
             f"The model {path} cannot be loaded: {_first_line(error)}.", "Check its weight files."
         ) from error
@@ -116,6 +122,8 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
 
     Raises UserError where the weights' format rounds a good part of what the adapters learnt away.
     """
+    from safetensors import SafetensorError
+
     try:
         base = json.loads((folder / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
         from peft import PeftModel
@@ -132,7 +140,9 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
             f"{folder} holds adapters only, which need the package peft.",
             "Install it: pip install 'ludus[lora]'.",
         ) from error
-    except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
+    except UnpicklingError as error:
+        raise UserError(f"The adapters in {folder} are pickled with more than tensors.", _SAFE) from error
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
         raise UserError(
             f"The adapters in {folder} cannot be loaded: {_first_line(error)}.", "Give a whole model."
         ) from error
@@ -170,7 +180,7 @@ def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedToke
     _check_exists(path)
     try:
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            path, local_files_only=_is_folder(path)
+            path, local_files_only=_is_folder(path), trust_remote_code=False
         )
     except (OSError, ValueError, KeyError, ImportError) as error:
         raise UserError(
@@ -277,7 +287,7 @@ def _load_config(path: str) -> PreTrainedConfig:
             "Give the folder that holds config.json and the weights.",
         )
     try:
-        return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path))
+        return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path), trust_remote_code=False)
     except (OSError, ValueError, KeyError, StrictDataclassError) as error:
         raise UserError(
             f"The model {path} cannot be read: {_first_line(error)}.",

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Final, Protocol
 
 import numpy as np
@@ -148,8 +149,15 @@ def _load(folder: Path) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModel, AutoTokenizer
 
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-        model = AutoModel.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        model = AutoModel.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False, weights_only=True
+        )
+    except UnpicklingError as error:
+        raise UserError(
+            f"The weights in {folder} are pickled with more than tensors.",
+            "Unpickling them could run code. Save them as safetensors.",
+        ) from error
+    except (OSError, EOFError, ValueError, RuntimeError) as error:
         raise UserError(f"The encoder in {folder} cannot be read: {error}", "Is the folder whole?") from error
     return model.eval(), tokenizer

@@ -10,19 +10,19 @@ import ast
 import base64
 import gzip
 import hashlib
-import io
 import json
-import pickle
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Final, Literal
 
 from ludus.envs.code.grading import Case, CodeTruth
 from ludus.errors import UserError
 from ludus.tools.lines import json_lines
 from ludus.types import JSON, Message, Task
+from ludus.untrusted.pickles import load_pickle
 
 Format = Literal["own", "humaneval", "mbpp", "apps", "livecodebench"]
 SPLITS: Final = ("train", "validation", "test")
@@ -268,19 +268,11 @@ def _tests(record: Record, key: str) -> list[Record]:
     return [_object(test) for test in given]
 
 
-class _OnlyText(pickle.Unpickler):
-    """Reads texts; whatever would import something is refused."""
-
-    def find_class(self, module_name: str, global_name: str, /) -> object:
-        """Raises UnpicklingError."""
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}")
-
-
 def _unpacked(text: str, key: str) -> str:
     try:
         data = zlib.decompressobj().decompress(base64.b64decode(text, validate=True), _LONGEST)
-        value: object = _OnlyText(io.BytesIO(data)).load()
-    except (ValueError, zlib.error, pickle.UnpicklingError, EOFError, IndexError, KeyError) as error:
+        value = load_pickle(data)
+    except (ValueError, zlib.error, UnpicklingError) as error:
         raise _Fault(f'"{key}" cannot be unpacked ({error})') from None
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")

@@ -1,0 +1,57 @@
+"""Restricted unpickling: a pickle from a file may name the listed globals only, and runs no code.
+
+The interpreter is the pure Python one, because its table of opcodes can be cut: persistent ids, extension
+codes, `BUILD` on a class, and opcodes that allocate as many bytes as the file claims are refused.
+"""
+
+from __future__ import annotations
+
+import io
+import pickle
+from collections.abc import Mapping
+from pickle import UnpicklingError
+from types import MappingProxyType
+from typing import ClassVar
+
+_REFUSED = (
+    *(pickle.PERSID, pickle.BINPERSID, pickle.EXT1, pickle.EXT2, pickle.EXT4, pickle.INST, pickle.OBJ),
+    *(pickle.BYTEARRAY8, pickle.NEXT_BUFFER, pickle.READONLY_BUFFER),
+)
+_FAULTS = (ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, MemoryError)
+
+
+def _build(machine: pickle.Unpickler) -> None:
+    assert isinstance(machine, _Restricted)
+    if isinstance(machine.stack[-2], type):
+        raise UnpicklingError("it changes a class")
+    _OPCODES[pickle.BUILD[0]](machine)
+
+
+_OPCODES = pickle._Unpickler.dispatch
+_ALLOWED = {code: run for code, run in _OPCODES.items() if bytes([code]) not in _REFUSED}
+
+
+class _Restricted(pickle._Unpickler):
+    dispatch: ClassVar = _ALLOWED | {pickle.BUILD[0]: _build}
+    stack: list[object]
+
+    def __init__(self, data: bytes, known: Mapping[str, object]) -> None:
+        super().__init__(io.BytesIO(data))
+        self._known = known
+
+    def find_class(self, module: str, name: str) -> object:
+        """Raise UnpicklingError unless the global is listed."""
+        if f"{module}.{name}" not in self._known:
+            raise UnpicklingError(f"it names {module}.{name}")
+        return self._known[f"{module}.{name}"]
+
+
+def load_pickle(data: bytes, known: Mapping[str, object] = MappingProxyType({})) -> object:
+    """Return the object in a pickle that names no globals but `known` (dotted name: object).
+
+    Raises UnpicklingError for everything else, including broken data.
+    """
+    try:
+        return _Restricted(data, known).load()
+    except _FAULTS as error:
+        raise UnpicklingError(f"{type(error).__name__}: {error}") from error
