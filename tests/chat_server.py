@@ -108,8 +108,6 @@ def fault_in(messages):
             continue
         if open_ids:
             return f"calls without an answer: {open_ids}"
-        if "reasoning_content" in message:
-            return "unknown field reasoning_content"
         for call in message.get("tool_calls", ()):
             try:
                 fine = isinstance(json.loads(call["function"]["arguments"]), dict)

@@ -120,7 +120,9 @@ def test_a_two_hop_dialogue_is_played_and_scored():
         "role": "assistant",
         "content": None,
         "tool_calls": [call("airport EGLL city", "x1")],
+        "reasoning_content": "First EGLL.",
     }
+    assert last["messages"][4]["reasoning"] == "Then London."
     assert last["messages"][3] == {
         "role": "tool",
         "content": PASSAGES[0],
@@ -246,10 +248,99 @@ def test_wrong_model_or_key_is_the_users_to_mend(status, words):
 
 
 def test_a_request_that_the_server_refuses_is_not_sent_again():
-    failed, server = fails([Reply({"detail": "top_p is not supported"}, 422)])
+    failed, server = fails([Reply({"detail": "tools are not supported"}, 422)])
     assert "422" in str(failed)
-    assert "top_p is not supported" in str(failed)
+    assert "tools are not supported" in str(failed)
     assert len(server.requests) == 1
+
+
+def picky(*refusals):
+    """A server that refuses a body by the first of `refusals`, functions of it, that returns a reply."""
+
+    def script(body):
+        refused = next(filter(None, (refuse(body) for refuse in refusals)), None)
+        thought = {} if any(m["role"] == "assistant" for m in body["messages"]) else {"reasoning": "EGLL?"}
+        return refused or Reply(
+            say(None, call("EGLL", "x1"), **thought) if thought else say("United Kingdom")
+        )
+
+    return script
+
+
+def openai(name, allowed=lambda _: False):
+    """Refuses a field as OpenAI does."""
+    told = f"Unsupported parameter: '{name}' is not supported with this model. Change 'top_p' at will."
+    return lambda body: Reply(error(told, param=name), 400) if not allowed(body.get(name)) else None
+
+
+def pydantic_style(name):
+    """Refuses a field as servers built on FastAPI do."""
+    detail = [{"loc": ["body", name], "msg": "Extra inputs are not permitted"}]
+    return lambda body: Reply({"detail": detail}, 422) if name in body else None
+
+
+def hidden_reasoning(body):
+    """Refuses reasoning in the history."""
+    found = any("reasoning" in message for message in body["messages"])
+    return Reply(error("messages.2: unknown field reasoning"), 400) if found else None
+
+
+ABSENT = (lambda value: value is None,)
+REFUSALS = {
+    "max_tokens": (openai("max_tokens", *ABSENT), {"max_completion_tokens": 32}, {"max_tokens"}),
+    "temperature": (openai("temperature", lambda v: v in (None, 1)), {}, {"temperature"}),
+    "seed": (pydantic_style("seed"), {"max_tokens": 32}, {"seed"}),
+    "reasoning": (hidden_reasoning, {"temperature": 0.7}, set()),
+}
+
+
+@pytest.mark.parametrize("field", REFUSALS)
+def test_a_field_that_the_server_refuses_is_learned_once(field):
+    refusal, kept, gone = REFUSALS[field]
+    trajectory, server, endpoint = play(picky(refusal))
+    assert trajectory.stop_reason is StopReason.ANSWERED
+    last = server.requests[-1]
+    assert kept.items() <= last.items()
+    assert not gone & last.keys()
+    assert not any("reasoning" in message for message in last["messages"]) or field != "reasoning"
+    assert last["top_p"] == 0.9
+    assert len(server.requests) == 3  # two turns, and one refusal
+    assert [field in notice for notice in endpoint.notices] == [True]
+
+
+def test_several_refusals_are_learned_together_and_a_temperature_of_zero_stays_near_greedy():
+    def above_zero(body):
+        refused = {"error": "`temperature` must be strictly positive", "error_type": "validation"}
+        return Reply(refused, 422) if body["temperature"] == 0 else None
+
+    fields = (above_zero, *map(pydantic_style, ("seed", "top_p", "max_tokens", "max_completion_tokens")))
+
+    async def run(server):
+        async with Endpoint(EndpointSettings(server.url, "m")) as endpoint:
+            params = SamplingParams(temperature=0.0, max_new_tokens=8)
+            await asyncio.gather(*(endpoint.chat(task().prompt, (), params, 0) for _ in range(3)))
+            before = len(server.requests)
+            await endpoint.chat(task().prompt, (), params, 0)
+            return endpoint.notices, len(server.requests) - before
+
+    with serving(picky(*fields)) as server:
+        notices, requests = asyncio.run(run(server))
+    assert requests == 1
+    assert server.requests[-1].keys() == {"model", "messages", "temperature"}
+    assert server.requests[-1]["temperature"] == 0.01
+    assert len(notices) == 4
+
+
+def test_what_a_refusal_of_something_else_quotes_is_not_learned():
+    failed, server = fails([Reply(error("bad history: {'temperature': 0.7, 'seed': 1}"), 400)] * 9)
+    assert "bad history" in str(failed)
+    assert len(server.requests) == 3  # without temperature, then without the seed
+
+
+def test_a_field_that_the_user_sets_is_not_changed():
+    failed, server = fails([Reply(error("no seed", param="seed"), 400)] * 2, extra={"seed": 3})
+    assert "no seed" in str(failed)
+    assert [body["seed"] for body in server.requests] == [3]
 
 
 def test_nobody_listens():
@@ -433,7 +524,7 @@ def test_a_parser_reads_calls_that_the_server_leaves_in_the_text():
     assert without.answer == asked
 
 
-def test_thinking_stays_here_and_what_an_environment_says_besides_goes_along():
+def test_reasoning_and_what_an_environment_says_besides_go_along():
     opening = [
         {"role": "user", "content": "Name a city."},
         {"role": "assistant", "content": "Oslo", "reasoning_content": "A capital."},
@@ -456,7 +547,7 @@ def test_thinking_stays_here_and_what_an_environment_says_besides_goes_along():
     with serving([Reply(say(None, call("cities", "x0"), call("more", "x1"))), Reply(say("Paris"))]) as server:
         asyncio.run(run(server))
     messages = server.requests[1]["messages"]
-    assert messages[1] == {"role": "assistant", "content": "Oslo"}
+    assert messages[1] == {"role": "assistant", "content": "Oslo", "reasoning_content": "A capital."}
     assert [(m["role"], m["content"]) for m in messages[4:]] == [
         ("tool", "Paris"),
         ("tool", "Bonn"),

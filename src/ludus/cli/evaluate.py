@@ -17,6 +17,7 @@ import argparse
 import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console = make_console()
     played, kept = asyncio.run(_evaluate(args, config, world, console))
     print_evaluations(console, played, [part.name for part in world.rewards if part.outcome])
+    for notice in played[-1].result.notices:
+        say(console, notice, "yellow")
     reproducible = config.rollout.reproducible and not args.endpoint
     for one in kept:
         say(console, verdict(one, reproducible), "yellow" if one.verdict == "differs" else "")
@@ -154,6 +157,7 @@ async def _evaluate(
         async with leaving_no_empty(folder, args.run), closing(world):
             for plan in plans(config, player.step, policy_name(args)):
                 result, episodes = await play(player, plan, console)
+                result = replace(result, notices=player.notices)
                 kept.append(keep(folder.evaluations, result, episodes, label))
                 played.append(Played(result, [episode.trajectory for episode in episodes]))
     finally:

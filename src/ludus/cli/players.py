@@ -27,6 +27,11 @@ class Player(Protocol):
     @property
     def step(self) -> int: ...
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was sampled otherwise than asked, in sentences."""
+        ...
+
     def scheduler(self, play: Play) -> Scheduler:
         """What plays one round of episodes, with a ledger of its own."""
         ...
@@ -40,6 +45,7 @@ class EnginePlayer:
 
     world: World
     opened: Opened
+    notices: tuple[str, ...] = ()
 
     @property
     def step(self) -> int:
@@ -68,6 +74,11 @@ class EndpointPlayer:
     endpoint: Endpoint
     scoring: ProcessScoring
     step: int = 0
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """The fields that the server refuses."""
+        return self.endpoint.notices
 
     def scheduler(self, play: Play) -> Scheduler:
         """The same limits as for an engine."""

@@ -109,7 +109,8 @@ class EvaluationPlan:
 class Evaluation:
     """Success by task, in the order of the tasks; `successes[i]` of `plan.samples` attempts at task i.
 
-    `worlds` are those of the tasks in a mixture, empty otherwise.
+    `worlds` are those of the tasks in a mixture, empty otherwise. `notices` say in which respects the
+    policy was not sampled as the plan says, because its server refused to.
     """
 
     plan: EvaluationPlan
@@ -119,6 +120,7 @@ class Evaluation:
     parts: Mapping[str, float]
     failed: int
     worlds: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
 
     @property
     def rate(self) -> float:
@@ -309,6 +311,8 @@ def save_evaluation(
     }
     if result.worlds:
         data |= _worlds_data(result)
+    if result.notices:
+        data["notices"] = list(result.notices)
     records = [_record(episode) for episode in episodes]
     write_rollouts(path.with_suffix(".jsonl.gz"), records)
     with replaced_file(path) as file:
@@ -335,6 +339,7 @@ def load_evaluation(path: Path) -> Evaluation:
             parts=data["parts"],
             failed=data["failed"],
             worlds=tuple(data.get("worlds", ())),
+            notices=tuple(data.get("notices", ())),
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(

@@ -8,8 +8,10 @@ at most `concurrency` answers in all.
   timeout, for the server may still be at work on it. The waits are fixed by the settings and by Retry-After.
 - What is left is an `EngineError` with the server's own words, or a `UserError` where URL, model or key are
   wrong. That the context is too long is a stop reason of the episode.
-- The history holds the model's messages as the server gave them, without `reasoning_content`. Servers
-  refuse a dialogue whose history has tool calls that are no JSON, so that a malformed call stays in the
+- A request that is refused for one of its fields is adapted (`accepted_fields`); what a server refuses is
+  learned once and said in `Endpoint.notices`.
+- The history holds the model's messages as the server sent them, reasoning included. Servers
+  refuse a dialogue whose history has tool calls that are not JSON, so that a malformed call stays in the
   history as text, and the error that answers it goes back as a user message. So does whatever answers a
   call that a `parser` found in the text: such a server does not know of the call.
 - Nothing is read from the environment, proxies included; pass a client of your own for those.
@@ -35,6 +37,7 @@ from ludus.config.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
+from ludus.rollout.accepted_fields import REASONING, REFUSED, AcceptedFields
 from ludus.rollout.conversation import Conversation
 from ludus.rollout.scheduler import ConversationFactory, Job
 from ludus.rollout.setup import Play, rollout_for, sampling_params
@@ -57,7 +60,6 @@ WireMessage = Mapping[str, object]
 
 _PATH = "/chat/completions"
 _EXCERPT_CHARS = 300
-_NEVER_SENT = ("reasoning_content",)
 _LENGTH_STATUS = (400, 413, 422, 500)
 _TOO_LONG = re.compile(
     r"context_length_exceeded|exceed_context_size|maximum context length|maximum model length"
@@ -168,6 +170,7 @@ class Endpoint:
     client: httpx.AsyncClient | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     usage: Usage = field(init=False, default_factory=Usage)
+    accepted: AcceptedFields = field(init=False, default=AcceptedFields())
     _owned: httpx.AsyncClient | None = field(init=False, default=None)
     _slots: asyncio.Semaphore = field(init=False)
 
@@ -203,7 +206,7 @@ class Endpoint:
         """
         body = self._body(messages, tools, params)
         async with self._slots:
-            response = await self._send(body)
+            response = await self._send_accepted(body)
         if response.status_code in _LENGTH_STATUS and _TOO_LONG.search(response.text):
             return None
         if response.status_code != httpx.codes.OK:
@@ -215,13 +218,18 @@ class Endpoint:
         self.usage += answer.usage
         return answer
 
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was changed in the requests because the server refuses it, in sentences."""
+        return tuple(self.accepted.notices())
+
     def _body(
         self, messages: Sequence[WireMessage], tools: Sequence[ToolSchema], params: SamplingParams
-    ) -> bytes:
-        """The request as ASCII JSON, so that any text can be sent."""
+    ) -> dict[str, object]:
+        """The request without what `settings.extra` sets."""
         body: dict[str, object] = {
             "model": self.settings.model,
-            "messages": messages,
+            "messages": list(messages),
             "temperature": params.temperature,
             "top_p": params.top_p,
             "max_tokens": params.max_new_tokens,
@@ -235,8 +243,24 @@ class Endpoint:
             body["min_p"] = params.min_p
         if params.stop:
             body["stop"] = params.stop
-        body |= self.settings.extra
-        return json.dumps({key: value for key, value in body.items() if value is not None}).encode()
+        return {key: value for key, value in body.items() if key not in self.settings.extra}
+
+    async def _send_accepted(self, body: Mapping[str, object]) -> httpx.Response:
+        """The answer to a request, adapted until the server accepts its fields or names none of them."""
+        fields: AcceptedFields | None = self.accepted
+        while fields is not None:
+            tried = fields
+            response = await self._send(self._encoded(tried.apply(body)))
+            if response.status_code == httpx.codes.OK:
+                self.accepted = self.accepted.merged(tried)
+            refused = response.status_code in REFUSED and not _TOO_LONG.search(response.text)
+            fields = tried.after_refusal(body, response.content) if refused else None
+        return response
+
+    def _encoded(self, body: Mapping[str, object]) -> bytes:
+        """The whole request as ASCII JSON, so that any text can be sent."""
+        whole = {**body, **self.settings.extra}
+        return json.dumps({key: value for key, value in whole.items() if value is not None}).encode()
 
     async def _send(self, body: bytes) -> httpx.Response:
         """The answer to a request, after as many attempts as it takes and the settings allow."""
@@ -333,7 +357,7 @@ class EndpointConversation:
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
         """Keep the prompt. Whether it fits is known at the first turn."""
-        self._messages = [_to_wire(message) for message in messages]
+        self._messages = list(messages)
         self._tools = tuple(tool.schema for tool in tools)
         return None
 
@@ -362,12 +386,12 @@ class EndpointConversation:
         """Keep what the environment said, in an order that servers accept: answers to known calls first."""
         answers = [m for m in messages if m["role"] == "tool" and m.get("tool_call_id") in self._callable_ids]
         others = [m for m in messages if m["role"] == "tool" and m not in answers]
-        self._messages += map(_to_wire, answers)
+        self._messages += answers
         if others:
             before, after = _AROUND_RESULTS.get(self.parser.name, ("", "")) if self.parser else ("", "")
             said = "\n".join(f"{before}{message['content']}{after}" for message in others)
             self._messages.append(Message(role="user", content=said))
-        self._messages += [_to_wire(message) for message in messages if message["role"] != "tool"]
+        self._messages += [message for message in messages if message["role"] != "tool"]
         return None
 
     def close(self) -> None:
@@ -476,9 +500,10 @@ def _read_message(
         history = {"role": "assistant", "content": shown}
         if action.calls:
             history["tool_calls"] = action.message["tool_calls"]
-    for thought in (message.reasoning_content, message.reasoning):
+    for name, thought in zip(REASONING, (message.reasoning_content, message.reasoning), strict=True):
         if isinstance(thought, str) and thought:
             action.message.setdefault("reasoning_content", thought)
+            history[name] = thought
     return action, history
 
 
@@ -513,10 +538,6 @@ def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JS
     tool, arguments = call_of({**function, "arguments": value}, "arguments")
     as_given = text and isinstance(value, dict)
     return tool, arguments, text if as_given else json.dumps(arguments, ensure_ascii=False)
-
-
-def _to_wire(message: Message) -> WireMessage:
-    return {key: value for key, value in message.items() if key not in _NEVER_SENT}
 
 
 def _may_pass(response: httpx.Response) -> bool:

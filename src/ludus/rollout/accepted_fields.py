@@ -1,0 +1,120 @@
+"""Which request fields a chat-completions server accepts, learned from its refusals.
+
+Servers differ in what they refuse: `max_tokens` (for `max_completion_tokens`), a temperature of 0, any
+temperature but 1, seeds, `top_k`, the model's reasoning in the history. A refusal that names such a field
+adapts the request, and what was learned is kept once a request has succeeded with it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+REFUSED = (400, 422)
+"""Statuses of a request that the server understood and does not accept."""
+REASONING = ("reasoning_content", "reasoning")
+"""Names of the field of an assistant message that holds the model's reasoning."""
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
+NEAR_ZERO = 0.01
+"""Temperature sent in place of a refused 0."""
+_RENAMED = "max_completion_tokens"
+_SENT_AS_MAX_TOKENS = ("max_tokens", _RENAMED)
+
+
+@dataclass(frozen=True, slots=True)
+class AcceptedFields:
+    """Changes to a request body that a server has asked for.
+
+    `dropped` are fields that are left out; `max_tokens_name` is the field of the length limit;
+    `zero_as` replaces a temperature of 0.
+    """
+
+    dropped: frozenset[str] = frozenset()
+    max_tokens_name: str = "max_tokens"
+    zero_as: float = 0.0
+
+    def apply(self, body: Mapping[str, object]) -> dict[str, object]:
+        """The body as this server accepts it."""
+        adapted = {self._name(key): self._value(key, value) for key, value in body.items()}
+        return {key: value for key, value in adapted.items() if key not in self.dropped}
+
+    def after_refusal(self, body: Mapping[str, object], refusal: bytes) -> AcceptedFields | None:
+        """The next thing to try after `refusal` of `apply(body)`, or None if it names no adaptable field."""
+        sent = self.apply(body)
+        named = [name for name in _adaptable(sent) if _names(refusal, name)]
+        told = _error_param(refusal)
+        if told in named:
+            named = [told]
+        return self._without(named[0], sent) if named else None
+
+    def merged(self, other: AcceptedFields) -> AcceptedFields:
+        """What both have learned."""
+        renamed = _RENAMED in (self.max_tokens_name, other.max_tokens_name)
+        return AcceptedFields(
+            self.dropped | other.dropped,
+            _RENAMED if renamed else "max_tokens",
+            max(self.zero_as, other.zero_as),
+        )
+
+    def notices(self) -> Iterator[str]:
+        """One sentence for each change."""
+        if self.max_tokens_name == _RENAMED and _RENAMED not in self.dropped:
+            yield f"The server refuses max_tokens: {_RENAMED} is sent instead."
+        if self.zero_as and "temperature" not in self.dropped:
+            yield f"The server refuses a temperature of 0: {self.zero_as:g} is sent instead."
+        for name in sorted(self.dropped):
+            yield f"The server refuses {name}: it is left out, {_consequence(name)}."
+
+    def _without(self, name: str, sent: Mapping[str, object]) -> AcceptedFields:
+        if name == "max_tokens":
+            return replace(self, max_tokens_name=_RENAMED)
+        if name == "temperature" and sent[name] == 0:
+            return replace(self, zero_as=NEAR_ZERO)
+        return replace(self, dropped=self.dropped | {name})
+
+    def _name(self, key: str) -> str:
+        return self.max_tokens_name if key == "max_tokens" else key
+
+    def _value(self, key: str, value: object) -> object:
+        if key == "temperature" and value == 0:
+            return self.zero_as
+        if key == "messages" and isinstance(value, list):
+            hidden = self.dropped.intersection(REASONING)
+            return [{k: v for k, v in message.items() if k not in hidden} for message in value]
+        return value
+
+
+def _adaptable(sent: Mapping[str, object]) -> Iterator[str]:
+    """Fields of a body that can be changed or left out."""
+    yield from (name for name in (*_SENT_AS_MAX_TOKENS, *SAMPLING) if name in sent)
+    messages = sent.get("messages")
+    for name in REASONING:
+        if isinstance(messages, list) and any(name in message for message in messages):
+            yield name
+
+
+def _names(refusal: bytes, field: str) -> bool:
+    """Whether the refusal's text holds the field's name as a word. `max_tokens` is not `max_tokens_total`."""
+    return re.search(rf"(?<![\w]){field}(?![\w])".encode(), refusal) is not None
+
+
+def _error_param(refusal: bytes) -> str:
+    """`error.param` of a refusal as OpenAI writes it; empty if there is none."""
+    try:
+        error = json.loads(refusal)["error"]
+        param = error["param"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return param if isinstance(param, str) else ""
+
+
+def _consequence(name: str) -> str:
+    if name in REASONING:
+        return "so the model does not see its earlier reasoning"
+    if name in _SENT_AS_MAX_TOKENS:
+        return "so turns are as long as the server allows"
+    if name == "seed":
+        return "so repeated evaluations may differ"
+    return "so the server's own default holds"
