@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import math
 import shutil
-from dataclasses import replace
+import statistics
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
 import torch
+from pydantic import ValidationError
 
 from ludus.algorithms.advantages.running import DomainMoments
 from ludus.algorithms.presets import PRESETS
@@ -27,7 +29,7 @@ from ludus.tasks.order import TaskOrder
 from ludus.training.combine import Combiner, check_reward_settings, plan_parts
 from ludus.training.credit import assign_credit
 from ludus.training.head_model import HeadModel
-from ludus.training.reward_model import RewardModel
+from ludus.training.reward_model import RewardEnsemble, RewardModel
 from ludus.training.task_stream import TaskStream
 from ludus.types import Failure, Group, Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
@@ -137,7 +139,9 @@ def judged(kind, combination: str = "weighted_sum", takes_turns: bool = False) -
     with torch.no_grad():
         states.head.bias.fill_(math.log(3))  # the head's weights are 0: sigmoid(score) is 3/4 everywhere
     parts = plan_parts(Config(rewards=settings), WORLD)
-    return Combiner(settings, parts, takes_turns=takes_turns, model=RewardModel(states, kind))
+    return Combiner(
+        settings, parts, takes_turns=takes_turns, model=RewardEnsemble((RewardModel(states, kind),))
+    )
 
 
 def test_a_reward_model_is_a_part_of_its_own():
@@ -223,28 +227,73 @@ def test_a_run_that_is_cut_and_resumed_equals_the_uninterrupted_one(tiny_run, tm
     assert [row["reward/weight/well_formed"] for row in rows] == pytest.approx([0.1, 0.05])
 
 
-def test_a_trained_reward_model_judges_in_training(tiny_run, tmp_path):
+@dataclass(frozen=True)
+class Says:
+    """A member of an ensemble that has made up its mind."""
+
+    values: tuple[tuple[float, ...], ...]
+    kind: str = "process"
+
+    def judge(self, arms, max_tokens):
+        return list(self.values[: len(arms)])
+
+
+def test_an_ensemble_takes_its_disagreement_off_the_mean():
+    members = (Says(((0.9, 0.5), (0.1,))), Says(((0.5, 0.5), (0.5,))), Says(((0.1, 0.5), (0.0,))))
+    first, second = RewardEnsemble(members, 0.5).judge([None, None], 100)
+    std = ((0.4**2 + 0 + 0.4**2) / 3) ** 0.5
+    assert first.values == pytest.approx((0.5 - 0.5 * std, 0.5), abs=1e-15)
+    assert first.std == pytest.approx(std / 2, abs=1e-15)
+    far = statistics.pstdev((0.1, 0.5, 0.0))
+    assert second.values == pytest.approx((0.2 - 0.5 * far,), abs=1e-15)
+    assert RewardEnsemble(members, 5.0).judge([None, None], 100)[1].values == (0.0,)
+    (alone, _) = RewardEnsemble(members[:1]).judge([None, None], 100)
+    assert (alone.values, alone.std) == (members[0].values[0], 0.0)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"model": []}, "is an empty list"),
+        ({"model": ["a", "a"]}, "names a reward model twice"),
+        ({"model": "a", "model_std_coef": 1.0}, "needs an ensemble"),
+        ({"model_std_coef": 1.0}, "needs an ensemble"),
+    ],
+)
+def test_an_ensemble_that_cannot_be_is_refused(settings, words):
+    with pytest.raises(ValidationError, match=words):
+        RewardsConfig(**settings)
+
+
+def test_a_trained_ensemble_of_reward_models_judges_in_training(tiny_run, tmp_path):
     recipe = make_recipe(tmp_path)
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     start = ("--model", model)
     made = ludus(
         "reward-model", recipe, "--run", tiny_run, *start, "--run.folder", tmp_path / "judge",
         "--reward_model.kind", "process", "--reward_model.steps", "2",
+        "--reward_model.checkpoint_every", "1", "--reward_model.keep_checkpoints", "2",
+        "--reward_model.learning_rate", "1e-2",
     )  # fmt: skip
     assert made.code == 0, made
-    use = ("--rewards.model", tmp_path / "judge", "--evaluation.splits", "[]", "--training.steps", "1")
+    members = [str(folder) for folder in sorted((tmp_path / "judge" / "checkpoints").iterdir())]
+    assert len(members) == 2
+    use = ("--rewards.model", json.dumps(members), "--rewards.model_std_coef", "1.0")
+    use += ("--evaluation.splits", "[]", "--training.steps", "1")
     said = ludus("train", recipe, *start, *use, "--run.folder", tmp_path / "run")
     assert said.code == 0, said
     records = list(read_rollouts(rollouts_path(tmp_path / "run", 1)))
     for trajectory in (record.trajectory for record in records):
         value = trajectory.rewards["reward_model"]
         assert 0 < value < 1
+        assert trajectory.rewards["reward_model_std"] > 1e-6
         world = trajectory.rewards["exact_match"] + 0.1 * trajectory.rewards["well_formed"]
         assert trajectory.reward == pytest.approx(world + 0.2 * value)
     (row,) = read_metrics(tmp_path / "run" / "metrics.jsonl")
     mean = sum(r.trajectory.rewards["reward_model"] for r in records) / len(records)
     assert row.metrics["reward/part/reward_model"] == pytest.approx(mean)
-    assert "no reward model" in refused("train", recipe, *start, "--rewards.model", tmp_path / "run")
+    missing = json.dumps([members[0], str(tmp_path / "run")])
+    assert "no reward model" in refused("train", recipe, *start, "--rewards.model", missing)
     other = ("--rewards.normalise_by", "colour")
     assert "no tag 'colour'" in refused("train", recipe, *start, *other)
 

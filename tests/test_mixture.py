@@ -135,7 +135,8 @@ def test_two_worlds_of_one_name_are_refused():
     ],
 )
 def test_worlds_that_cannot_be_built_are_named(recipe, words, said):
-    assert said in refused("env", "show", recipe, *words.split())
+    for command in (("env", "show"), ("config",)):
+        assert said in refused(*command, recipe, *words.split())
 
 
 # whose turn it is

@@ -52,23 +52,25 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     print(to_toml(config))
     print("\n".join(algorithm_lines(algorithm, config)))
     if unchecked:
-        print(f"# the names of rewards are not checked: {unchecked}")
+        print(f"# the world cannot be built here, so its rewards are not checked: {unchecked}")
     return 0
 
 
 def check_rewards(config: Config, algorithm: Algorithm) -> str:
-    """Raise ConfigError for parts of rewards that there are not, for weights, caps or a gate of such, and for
-    rewards that the advantage does not take.
+    """Raise ConfigError for worlds that do not exist (also in a mixture), settings that they refuse, unknown
+    reward parts, weights, caps or a gate of such, and rewards that the advantage does not accept.
 
-    The world says what parts it has. Where it cannot be made here this is why; otherwise the text is empty.
+    Return why the world cannot be built on this machine (an extra that is not installed); empty if it can.
     """
     added_parts(config.rewards)
-    if config.rewards.is_default and algorithm.advantage not in BINARY_ADVANTAGES:
-        return ""
     try:
         world = build_world(config.env, config.rollout, config.sandbox)
+    except ConfigError:
+        raise
     except LudusError as error:
         return str(error)
+    if config.rewards.is_default and algorithm.advantage not in BINARY_ADVANTAGES:
+        return ""
     parts = parts_that_train(config.rewards, world.rewards)
     check_names(config.rewards, parts)
     check_binary_rewards(algorithm, config.rewards, parts)

@@ -112,9 +112,12 @@ class RewardsConfig(Section):
     turns: dict[str, float] = Field({})
     """Rewards of turns by what happened in them: the tools that were called (`a+b` for two), how a call
     failed (`raised`, `malformed`, ...), or `answer`. `ludus rewards calibrate RUN` finds them."""
-    model: str | None = None
+    model: str | list[str] | None = None
     """A run folder of `ludus reward-model`, or a checkpoint of it: `sigmoid(score)` becomes the part
-    reward_model; none adds no part."""
+    reward_model; none adds no part. A list is an ensemble of models of one kind, and the part is the mean of
+    their values minus `model_std_coef` times their standard deviation."""
+    model_std_coef: float = Field(0.0, ge=0)
+    """Of an ensemble: how much a disagreement of its members lowers the part."""
     model_weight: float = Field(0.2, ge=0)
     """Weight of the part reward_model."""
 
@@ -131,6 +134,27 @@ class RewardsConfig(Section):
         if self.normalise_over != "run" and self.normalise_by is None:
             raise ValueError("rewards.normalise_over belongs to rewards.normalise_by, which is none")
         return self
+
+    @model_validator(mode="after")
+    def _has_ensemble(self) -> Self:
+        if self.model is not None and not self.models:
+            raise ValueError(
+                "rewards.model is an empty list; name at least one reward model, or leave it out"
+            )
+        if len(set(self.models)) < len(self.models):
+            raise ValueError("rewards.model names a reward model twice; members of an ensemble must differ")
+        if self.model_std_coef and len(self.models) < 2:
+            raise ValueError(
+                "rewards.model_std_coef needs an ensemble: a list of two or more in rewards.model"
+            )
+        return self
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The members of the ensemble of reward models; empty without one."""
+        if self.model is None:
+            return ()
+        return (self.model,) if isinstance(self.model, str) else tuple(self.model)
 
     @property
     def is_default(self) -> bool:

@@ -17,7 +17,7 @@ from ludus.config.sandbox import SandboxConfig
 from ludus.envs.base import Closes, HoldsSessions, UsesSandbox, World, runs_programs
 from ludus.envs.mixture import Member, MixedWorld, bounded, check_tools
 from ludus.envs.toolbox import ToolLimits, describe_error
-from ludus.errors import ConfigError, LudusError, did_you_mean
+from ludus.errors import ConfigError, LudusError, UserError, did_you_mean
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.probe import python_inside
@@ -44,7 +44,7 @@ def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig |
     defines `make_world(settings, limits)`. A world that is a `UsesSandbox` gets the sandbox of the settings
     (none: the default one). Where `env.mixture` names worlds it is they, as one. Raises ConfigError for an
     unknown name, a file without that function or that raises, and rewards in which shaping could outweigh
-    the outcome.
+    the outcome; UserError for a file that is missing and for a package that is not installed.
     """
     if env.mixture:
         mixture = _mixture(env, rollout)
@@ -71,9 +71,9 @@ def _mixture(env: EnvConfig, rollout: RolloutConfig) -> MixedWorld:
         own = bounded(rollout, member)
         try:
             world = _one_world(member.world or name, member.settings, own)
-        except ConfigError as error:
+        except UserError as error:
             place = f"env.mixture.{name}.settings"
-            raise ConfigError(
+            raise type(error)(
                 error.message.replace("env.settings", place),
                 f"{error.hint.replace('env.settings', place)} (The world is env.mixture.{name}.)",
             ) from error
@@ -180,7 +180,7 @@ def _blaming(path: Path) -> Iterator[None]:
 
 def _from_file(path: Path) -> Factory:
     if not path.is_file():
-        raise ConfigError(
+        raise UserError(
             f"There is no file {path}.",
             f"env.name takes the path of a Python file, as seen from the working directory ({Path.cwd()}).",
         )

@@ -41,13 +41,21 @@ from ludus.rewards.published import PUBLISHED
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.scoring import ProcessScoring, waited
 from ludus.training.reward_data import Judged, action_ends
-from ludus.training.reward_model import RewardModel, find_reward_model, load_reward_model
+from ludus.training.reward_model import (
+    Judgement,
+    RewardEnsemble,
+    check_ensemble,
+    find_reward_model,
+    load_ensemble,
+)
 from ludus.training.reward_terms import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
 from ludus.training.session import Session
 from ludus.types import WORLD_TAG, Failure, Group, StopReason, Task, Trajectory
 
 COMBINED_PART = "combined"
 """The combined reward before it is normalised, on record as a part."""
+MODEL_STD = f"{MODEL_PART}_std"
+"""The disagreement of an ensemble of reward models, on record as a part."""
 FULL = 1 - 1e-9
 """A gate is open above this."""
 
@@ -125,8 +133,7 @@ def check_reward_settings(config: Config, world: World) -> None:
             f"rewards.turns would have no effect: the advantage {algorithm.advantage} reads no turns.",
             f"Take one of {', '.join((*TURN_ADVANTAGES, *CRITIC_ADVANTAGES))}.",
         )
-    if settings.model is not None:
-        find_reward_model(Path(settings.model))
+    check_ensemble(settings.models)
     by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
     for task in by_world.values():
         _check_task(settings, task)
@@ -176,9 +183,8 @@ def make_combiner(session: Session, algorithm: Algorithm) -> Combiner | None:
     settings = config.rewards
     if settings.is_default:
         return None
-    if settings.model is not None:
-        path = Path(settings.model)
-        theirs = load_tokenizer(str(find_reward_model(path)[0]), needs_template=False).get_vocab()
+    for path in settings.models:
+        theirs = load_tokenizer(str(find_reward_model(Path(path))[0]), needs_template=False).get_vocab()
         if theirs != session.tokenizer.get_vocab():
             raise UserError(
                 f"The reward model {path} reads another vocabulary than the policy writes.",
@@ -229,13 +235,14 @@ async def one_with_added(
 def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
     """The combiner of the settings as they stand. Loads the reward model where they name one."""
     settings, parts = config.rewards, parts_of(config, world)
+    models = settings.models
     return Combiner(
         settings=settings,
         parts=plan_parts(config, parts),
         adds=bool(added_parts(settings)),
         microbatch_tokens=config.training.microbatch_tokens,
         takes_turns=takes_turns,
-        model=None if settings.model is None else load_reward_model(Path(settings.model), config),
+        model=load_ensemble(models, settings.model_std_coef, config) if models else None,
     )
 
 
@@ -251,7 +258,7 @@ class Combiner:
     parts: tuple[Part, ...]
     microbatch_tokens: int = 4096
     takes_turns: bool = False
-    model: RewardModel | None = None
+    model: RewardEnsemble | None = None
     adds: bool = False
     moments: DomainMoments = field(default_factory=DomainMoments)
 
@@ -338,13 +345,16 @@ class Combiner:
             for i, places in zip(known, ends, strict=True)
         ]
         judged = dict(zip(known, model.judge(arms, self.microbatch_tokens), strict=True)) if arms else {}
-        return [self._with_values(t, judged.get(i, ()), step) for i, t in enumerate(trajectories)]
+        unknown = Judgement((), 0.0)
+        return [self._with_values(t, judged.get(i, unknown), step) for i, t in enumerate(trajectories)]
 
-    def _with_values(self, trajectory: Trajectory, values: Sequence[float], step: int) -> Trajectory:
+    def _with_values(self, trajectory: Trajectory, judgement: Judgement, step: int) -> Trajectory:
         """The part is the mean of the values; as turn rewards they add up to its weight times that mean."""
-        part = self.parts[-1]
-        mean = sum(values) / len(values) if values else 0.0
-        found = replace(trajectory, rewards={**trajectory.rewards, MODEL_PART: mean})
+        part, values = self.parts[-1], judgement.values
+        rewards = {MODEL_PART: sum(values) / len(values) if values else 0.0}
+        if len(self.settings.models) > 1:
+            rewards[MODEL_STD] = judgement.std
+        found = replace(trajectory, rewards={**trajectory.rewards, **rewards})
         if not self._gives_turns or not self._is_open(found):
             return found
         weight = part.weight.at(step - 1)

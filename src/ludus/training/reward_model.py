@@ -83,6 +83,44 @@ class RewardModel:
 
 
 @dataclass(frozen=True)
+class Judgement:
+    """What an ensemble says of one attempt: a value in [0, 1] at each position, and the standard deviation
+    over the members, averaged over the positions."""
+
+    values: tuple[float, ...]
+    std: float
+
+
+@dataclass(frozen=True)
+class RewardEnsemble:
+    """Reward models of one kind, which judge conservatively: mean - std_coef * std, at least 0.
+
+    The deviation is that of the population of members (ddof 0). Subtracting it counters over-optimisation:
+    attempts far from the training data, on which members disagree, earn less (arXiv:2310.02743, which
+    subtracts the variance).
+    """
+
+    members: tuple[RewardModel, ...]
+    std_coef: float = 0.0
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the members."""
+        return self.members[0].kind
+
+    def judge(self, arms: Sequence[Judged], max_tokens: int) -> list[Judgement]:
+        """The judgement of each attempt, in parts of at most `max_tokens` tokens (or one attempt)."""
+        said = [member.judge(arms, max_tokens) for member in self.members]
+        return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*said, strict=True)]
+
+    def _pooled(self, values: Tensor) -> Judgement:
+        """The judgement of values `[members, positions]`."""
+        std = values.std(0, correction=0)
+        pooled = (values.mean(0) - self.std_coef * std).clamp(min=0.0)
+        return Judgement(tuple(pooled.tolist()), float(std.mean()))
+
+
+@dataclass(frozen=True)
 class RewardTraining:
     """A session that is to become a reward model from step `done` on; `last` is that step's checkpoint."""
 
@@ -134,6 +172,22 @@ def load_reward_model(path: Path, config: Config) -> RewardModel:
     states = HeadModel(policy, "reward model", "Make another one.")
     states.load_head(load_part(folder, head_name(kind)))
     return RewardModel(states, kind)
+
+
+def check_ensemble(paths: Sequence[str]) -> None:
+    """Raise UserError for a path without a reward model, and for models of different kinds."""
+    kinds = {path: find_reward_model(Path(path))[1] for path in paths}
+    if len(set(kinds.values())) > 1:
+        told = ", ".join(f"{path} is {kind}" for path, kind in kinds.items())
+        raise UserError(
+            f"The reward models of an ensemble differ in kind: {told}.", "Use models of one kind."
+        )
+
+
+def load_ensemble(paths: Sequence[str], std_coef: float, config: Config) -> RewardEnsemble:
+    """The reward models at `paths`. Raises UserError as `check_ensemble`."""
+    check_ensemble(paths)
+    return RewardEnsemble(tuple(load_reward_model(Path(path), config) for path in paths), std_coef)
 
 
 def open_training(session: Session, folder: RunFolder, examples: Sequence[Example] | None) -> RewardTraining:
