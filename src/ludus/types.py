@@ -63,7 +63,10 @@ class MessageToolCall(TypedDict):
 
 
 class Message(TypedDict, total=False):
-    """One chat message in the OpenAI shape; `reasoning_content` holds the model's thinking."""
+    """One chat message in the OpenAI shape; `reasoning_content` holds the model's thinking.
+
+    `train` stands in assistant messages of demonstrations: false keeps the message out of the loss.
+    """
 
     role: Required[Literal["system", "user", "assistant", "tool"]]
     content: Required[str]
@@ -71,7 +74,11 @@ class Message(TypedDict, total=False):
     tool_calls: list[MessageToolCall]
     tool_call_id: str
     name: str
+    train: bool
 
+
+DataClass = Literal["format", "reasoning", "tool_use", "negatives"]
+"""What a demonstration teaches: the form of an answer, thinking, calls, or that no call is right."""
 
 WORLD_TAG: Final = "world"
 """The tag of a task that names its world in a mixture."""

@@ -2,11 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from ludus.config.section import OptimiserSection
+from ludus.config.section import OptimiserSection, Section
+from ludus.types import DataClass
+
+
+class SftSource(Section):
+    """Dialogues that fine-tuning draws from: a file's or a world's. With neither `dialogues` nor `world` they
+    are those of the run's own world."""
+
+    dialogues: str | None = None
+    """A file of dialogues; none takes a world."""
+    world: str | None = None
+    """A registered world or the path of a .py file, whose demonstrations are taken; none is the run's own,
+    unless `dialogues` is set."""
+    settings: dict[str, object] = Field({})
+    """The settings of `world`; it checks them against its own schema."""
+    weight: float = Field(1.0, gt=0)
+    """The share of dialogues from this source is its weight by the sum of all."""
+    data_class: DataClass | None = None
+    """The class of its dialogues, unless they name one; none takes what their messages show."""
+
+    @model_validator(mode="after")
+    def _is_one(self) -> Self:
+        if self.dialogues is not None and self.world is not None:
+            raise ValueError(f'dialogues ("{self.dialogues}") and world ("{self.world}") exclude each other')
+        if self.settings and self.world is None:
+            raise ValueError("settings are those of a world, and world is not set")
+        return self
 
 
 class SftConfig(OptimiserSection):
@@ -34,6 +60,19 @@ class SftConfig(OptimiserSection):
     """The newest ones that are kept."""
     dialogues: str | None = None
     """A JSON-lines file of dialogues (`{"messages": [...]}`); None uses the world's own demonstrations."""
+    sources: dict[str, SftSource] = Field({})
+    """Several files and worlds that each step draws from, by a name of your choice."""
+    classes: dict[DataClass, Annotated[float, Field(ge=0)]] = Field({})
+    """How often dialogues of a class are taken, relative to how often they occur: 1 for a class that is not
+    named, 0 leaves a class out."""
+
+    @model_validator(mode="after")
+    def _has_dialogues(self) -> Self:
+        if self.dialogues is not None and self.sources:
+            raise ValueError(f'sft.dialogues ("{self.dialogues}") and sft.sources exclude each other')
+        if len(self.classes) == len(get_args(DataClass)) and not any(self.classes.values()):
+            raise ValueError("every weight in sft.classes is 0: no dialogue is left")
+        return self
 
 
 class PreferenceConfig(OptimiserSection):

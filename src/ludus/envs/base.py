@@ -11,7 +11,7 @@ from ludus.rewards.base import Reward
 from ludus.sandbox.base import BoundsSessions, Sandbox
 from ludus.tasks.order import Order, TaskOrder
 from ludus.tools.base import Tool
-from ludus.types import Action, Message, StepResult, Task, ToolOutcome
+from ludus.types import Action, DataClass, Message, StepResult, Task, ToolOutcome
 
 
 class Environment(Protocol):
@@ -255,6 +255,32 @@ class Demonstration(Protocol):
 
     @property
     def tools(self) -> Sequence[Tool]: ...
+
+    @property
+    def trains(self) -> Sequence[bool]:
+        """For each message whether it enters the loss."""
+        ...
+
+    @property
+    def data_class(self) -> DataClass | None:
+        """What it teaches; None if this follows from its messages (`class_of`)."""
+        ...
+
+
+def class_of(shown: Demonstration) -> DataClass:
+    """Return what a demonstration teaches.
+
+    Unless it names its class: `tool_use` if it has a call, `negatives` if tools are on offer and none is
+    called, `reasoning` if it has thinking, otherwise `format`.
+    """
+    if shown.data_class is not None:
+        return shown.data_class
+    if any(message.get("tool_calls") for message in shown.messages):
+        return "tool_use"
+    if shown.tools:
+        return "negatives"
+    thinks = any(message.get("reasoning_content") for message in shown.messages)
+    return "reasoning" if thinks else "format"
 
 
 WorldFactory = Callable[[Mapping[str, Any]], World]

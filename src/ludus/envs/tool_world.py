@@ -12,15 +12,24 @@ from ludus.envs.toolbox import ToolLimits, as_text
 from ludus.errors import UserError, did_you_mean
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
-from ludus.types import JSON, FunctionCall, Message, MessageToolCall, Task
+from ludus.types import JSON, DataClass, FunctionCall, Message, MessageToolCall, Task
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """A demonstration: messages, and the tools that its prompt offers."""
+    """A demonstration: messages, and the tools that its prompt offers.
+
+    An assistant message with `train` false is context for those after it and does not enter the loss.
+    """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...]
+    data_class: DataClass | None = None
+
+    @property
+    def trains(self) -> tuple[bool, ...]:
+        """For each message whether it enters the loss."""
+        return tuple(m["role"] == "assistant" and m.get("train", True) for m in self.messages)
 
 
 @dataclass(frozen=True)

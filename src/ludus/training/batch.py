@@ -26,7 +26,7 @@ class Row:
     `trains` marks the tokens that enter the loss, `behavior` holds the engine's log-probabilities (0 where
     there is none, with `sampled` False), `advantages` one value per token. `observed` marks what the
     environment wrote (empty: nothing), `positive` a trajectory that succeeded, `expert` one that an expert
-    made. `name` says to a reader whose tokens they are.
+    made. `name` says to a reader whose tokens they are, `data_class` what a demonstration teaches.
     """
 
     tokens: tuple[int, ...]
@@ -38,6 +38,7 @@ class Row:
     positive: bool = False
     expert: bool = False
     name: str = ""
+    data_class: str = ""
 
 
 @dataclass(frozen=True, slots=True)

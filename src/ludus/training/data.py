@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from ludus.errors import UserError
 from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
@@ -27,10 +27,11 @@ from ludus.training.messages import (
     read_tools,
     read_train_flags,
 )
-from ludus.types import Message
+from ludus.types import DataClass, Message
 
 DataKind = Literal["dialogue", "pair", "rollout"]
 
+DATA_CLASSES: tuple[DataClass, ...] = get_args(DataClass)
 _HOW = "docs/data.md has the formats; `ludus data check {path}` lists what is wrong."
 
 
@@ -38,13 +39,15 @@ _HOW = "docs/data.md has the formats; `ludus data check {path}` lists what is wr
 class FileDialogue:
     """A dialogue with the tools that its prompt offers; `trains` says which messages enter the loss.
 
-    `task` is the id of the task that it solves; empty where it names none.
+    `task` is the id of the task that it solves; empty where it names none. `data_class` is what it teaches,
+    where the file says so.
     """
 
     messages: tuple[Message, ...]
     tools: tuple[Tool, ...] = ()
     trains: tuple[bool, ...] = ()
     task: str = ""
+    data_class: DataClass | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +182,8 @@ def row_of(record: Record) -> dict[str, object]:
         case FileDialogue():
             marked = zip(record.messages, record.trains, strict=True)
             messages = [{**m, "train": trains} if m["role"] == "assistant" else m for m, trains in marked]
-            return {"messages": messages, "tools": _tools_text(record.tools), "task": record.task or None}
+            said: dict[str, object] = {"messages": messages, "tools": _tools_text(record.tools)}
+            return {**said, "task": record.task or None, "data_class": record.data_class}
         case FilePair():
             chosen, rejected = list(record.chosen), list(record.rejected)
             row = {"prompt": list(record.prompt), "chosen": chosen, "rejected": rejected}
@@ -200,7 +204,15 @@ def _dialogue(data: dict[str, object]) -> FileDialogue:
     if not any(trains):
         said = any(message["role"] == "assistant" for message in messages)
         raise ValueError("no assistant message trains" if said else "it has no assistant message")
-    return FileDialogue(messages, tools, trains, as_text(data.get("task", ""), "task"))
+    task, named = as_text(data.get("task", ""), "task"), data.get("data_class")
+    return FileDialogue(messages, tools, trains, task, None if named is None else _data_class(named))
+
+
+def _data_class(name: object) -> DataClass:
+    for known in DATA_CLASSES:
+        if name == known:
+            return known
+    raise ValueError(f"data_class is {name!r}, and must be one of {', '.join(DATA_CLASSES)}")
 
 
 def _pair(data: dict[str, object]) -> FilePair:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import logging
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
+from torch import Tensor
 
 from ludus.algorithms.losses import sft as sft_loss
 from ludus.chat.render import Renderer, render_dialogue
@@ -20,11 +19,10 @@ from ludus.config.schema import Config
 from ludus.config.stages import SftConfig
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.loading import build_tiny
-from ludus.envs.base import Demonstrates, World
+from ludus.envs.base import Demonstration, World
 from ludus.envs.registry import build_world
 from ludus.errors import LearnerError, UserError
 from ludus.rollout.ledger import Ledger
-from ludus.tasks.order import permutation
 from ludus.training.batch import Row, microbatches, row_of_segments
 from ludus.training.checkpoint import (
     TrainerState,
@@ -34,14 +32,13 @@ from ludus.training.checkpoint import (
     prune,
     save_checkpoint,
 )
-from ludus.training.data import FileDialogue, read_dialogues
+from ludus.training.data import read_dialogues
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.run import RunFolder
 from ludus.training.scoring import Scorer
 from ludus.training.session import Session, make_renderer, open_session, set_up_compute
-
-if TYPE_CHECKING:
-    from ludus.envs.base import Demonstration
+from ludus.training.sources import Labelled, check_sources, demonstrating, dialogues, sources_of
+from ludus.types import Message
 
 log = logging.getLogger("ludus.sft")
 
@@ -57,17 +54,16 @@ def make_session(config: Config) -> Session:
         return _checked(open_session(config))
     set_up_compute(config)
     world = build_world(config.env, config.rollout, config.sandbox)
-    tokenizer = train_tokenizer(_demonstrating(world).texts(), config.model.scratch.vocab_size)
+    tokenizer = train_tokenizer(demonstrating(world).texts(), config.model.scratch.vocab_size)
     model = build_tiny(config.model.scratch, tokenizer, config.run.seed)
     return _checked(Session(config, world, model, tokenizer, make_renderer(config.env, tokenizer)))
 
 
 def check_sft(config: Config, world: World) -> None:
-    """Raise UserError for a world that shows nothing, and for a file of dialogues with a fault."""
-    if config.sft.dialogues is None or config.model.from_scratch:
-        _demonstrating(world)
-    if config.sft.dialogues is not None:
-        read_dialogues(Path(config.sft.dialogues))
+    """Raise UserError for a world that shows nothing, and for a source of dialogues with a fault."""
+    if config.model.from_scratch:
+        demonstrating(world)
+    check_sources(config, world)
 
 
 @dataclass(frozen=True)
@@ -117,12 +113,14 @@ def sft_step(scorer: Scorer, optimiser: Optimiser, rows: list[Row], max_tokens: 
     """One optimiser step of `-sum m lp / M` over `rows`. Raises LearnerError where the loss is not finite."""
     parameter = next(scorer.model.parameters())
     tokens = sum(sum(row.trains[1:]) for row in rows)
-    total = 0.0
+    total, by_class = 0.0, ClassLosses()
     shared = scorer.shares_prefixes
     for part in microbatches(rows, max_tokens, parameter.device, torch.float32, shared=shared):
         logprobs = scorer.score(part.tokens, part.trains).logprobs
-        loss = (sft_loss(logprobs=logprobs, mask=part.trains) / tokens).sum()
+        losses = sft_loss(logprobs=logprobs, mask=part.trains)
+        loss = (losses / tokens).sum()
         torch.autograd.backward(loss)
+        by_class.add([rows[i].data_class for i in part.index], losses.detach(), part.trains)
         total += float(loss.detach())
     if total != total:
         raise LearnerError("The loss is not a number.", "Lower sft.learning_rate.")
@@ -134,7 +132,30 @@ def sft_step(scorer: Scorer, optimiser: Optimiser, rows: list[Row], max_tokens: 
         "optim/learning_rate": rate,
         "batch/trained_tokens": float(tokens),
         "batch/total_tokens": float(sum(len(row.tokens) for row in rows)),
+        **by_class.metrics(),
     }
+
+
+@dataclass
+class ClassLosses:
+    """The dialogues of a step, their trained tokens and the sum of their losses, by class of data."""
+
+    sums: dict[str, list[float]] = field(default_factory=dict)
+
+    def add(self, classes: Sequence[str], losses: Tensor, trains: Tensor) -> None:
+        """Count rows: `losses` and `trains` are `[B, L]`, a class for each row; rows without one are not."""
+        each = zip(classes, losses.sum(1).tolist(), trains[:, 1:].sum(1).tolist(), strict=True)
+        for name, loss, tokens in each:
+            if name:
+                own = self.sums.setdefault(name, [0.0, 0.0, 0.0])
+                self.sums[name] = [own[0] + 1, own[1] + tokens, own[2] + loss]
+
+    def metrics(self) -> dict[str, float]:
+        """The share of dialogues of each class, and its loss in nats per trained token."""
+        num = sum(count for count, _, _ in self.sums.values())
+        shares = {f"data/{name}/share": own[0] / num for name, own in self.sums.items()}
+        losses = {f"data/{name}/loss": own[2] / max(own[1], 1) for name, own in self.sums.items()}
+        return dict(sorted((shares | losses).items()))
 
 
 def _restore(session: Session, optimiser: Optimiser, folder: RunFolder) -> tuple[int, Path]:
@@ -154,17 +175,16 @@ def batches(session: Session, settings: SftConfig) -> Iterator[list[Row]]:
 
     A file of dialogues is passed over again and again, each time in another order.
     """
-    budget = session.config.rollout.max_tokens
-    rows = _rows(_dialogues(session, settings), session.renderer, budget)
+    rows = _rows(session, dialogues(session.config, session.world))
     while batch := list(islice(rows, settings.batch_size)):
         yield batch
 
 
-def _rows(dialogues: Iterator[Demonstration], renderer: Renderer, budget: int) -> Iterator[Row]:
+def _rows(session: Session, shown: Iterator[Labelled]) -> Iterator[Row]:
     """Rows of the dialogues that fit into the token budget of a trajectory; warns of the first longer one."""
-    told = False
-    for dialogue in dialogues:
-        row = dialogue_row(renderer, dialogue)
+    told, budget = False, session.config.rollout.max_tokens
+    for dialogue, data_class in shown:
+        row = replace(dialogue_row(session.renderer, dialogue), data_class=data_class)
         if len(row.tokens) <= budget:
             yield row
         elif not told:
@@ -177,45 +197,42 @@ def _rows(dialogues: Iterator[Demonstration], renderer: Renderer, budget: int) -
 
 
 def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
-    """A dialogue as tokens; of one from a file only those assistant messages train that are to."""
-    segments = render_dialogue(renderer, dialogue.messages, dialogue.tools)
-    if isinstance(dialogue, FileDialogue):
-        said = zip(dialogue.messages, dialogue.trains, strict=True)
-        trains = [kept for message, kept in said if message["role"] == "assistant"]
-        segments = tuple(
-            s if s.kind != "action" or trains[s.turn] else replace(s, kind="observation") for s in segments
+    """Return a dialogue as tokens, of which those of messages that enter the loss train.
+
+    Raises UserError if none does.
+    """
+    messages = [_plain(message) for message in dialogue.messages]
+    segments = render_dialogue(renderer, messages, dialogue.tools)
+    said = zip(dialogue.messages, dialogue.trains, strict=True)
+    trains = [kept for message, kept in said if message["role"] == "assistant"]
+    if not any(trains):
+        raise UserError(
+            f"A demonstration trains no message: {dialogue.messages[-1]['content'][:80]!r} ends it.",
+            'Take "train": false away from one of its messages.',
         )
-    return row_of_segments(segments)
+    return row_of_segments(
+        tuple(s if s.kind != "action" or trains[s.turn] else replace(s, kind="observation") for s in segments)
+    )
 
 
-def _dialogues(session: Session, settings: SftConfig) -> Iterator[Demonstration]:
-    if settings.dialogues is None:
-        yield from _demonstrating(session.world).demonstrations(session.config.run.seed + 1)
-        return
-    dialogues = read_dialogues(Path(settings.dialogues))
-    for epoch in itertools.count():
-        order = permutation(len(dialogues), f"sft:{session.config.run.seed}", epoch)
-        yield from (dialogues[i] for i in order)
+def _plain(message: Message) -> Message:
+    """The message without what is for training only: the prompt of a rollout has no such key."""
+    plain = message.copy()
+    plain.pop("train", None)
+    return plain
 
 
 def _checked(session: Session) -> Session:
-    """The session itself. Raises UserError for a file of dialogues with a fault, or of which none fits."""
+    """The session. Raises UserError for a source with a fault, and a file with no dialogue that fits."""
     config = session.config
-    if config.sft.dialogues is None:
-        return session
-    dialogues = iter(read_dialogues(Path(config.sft.dialogues)))
-    if next(_rows(dialogues, session.renderer, config.rollout.max_tokens), None) is None:
-        raise UserError(
-            f"No dialogue of {config.sft.dialogues} fits into {config.rollout.max_tokens} tokens.",
-            "Raise rollout.max_tokens.",
-        )
+    check_sources(config, session.world)
+    for source in sources_of(config).values():
+        if source.dialogues is None:
+            continue
+        found = read_dialogues(Path(source.dialogues))
+        budget = config.rollout.max_tokens
+        if not any(len(dialogue_row(session.renderer, one).tokens) <= budget for one in found):
+            raise UserError(
+                f"No dialogue of {source.dialogues} fits into {budget} tokens.", "Raise rollout.max_tokens."
+            )
     return session
-
-
-def _demonstrating(world: World) -> Demonstrates:
-    if not isinstance(world, Demonstrates):
-        raise UserError(
-            f"The world {world.name!r} has no demonstrations to fine-tune on.",
-            "Pass dialogues in a file (sft.dialogues), or start from a model (model.path).",
-        )
-    return world

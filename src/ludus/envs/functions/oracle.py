@@ -38,7 +38,8 @@ class Flaws:
     habit: float = 0.0
     """A request of several calls: stop after the first. Otherwise: call although no call is right."""
     mended: float = 0.0
-    """Call first with a parameter that is missing or has the catalogue's name, and then rightly."""
+    """Call first with a parameter that is missing or has the catalogue's name, and then rightly. The wrong
+    call does not train."""
 
 
 @dataclass
@@ -53,12 +54,13 @@ class Attempt:
     def __post_init__(self) -> None:
         self._tools = {tool.name: tool for tool in truth_of(self.task).scene.tools()}
 
-    def call(self, *calls: ExpectedCall) -> None:
+    def call(self, *calls: ExpectedCall, train: bool = True) -> None:
         """One turn of calls, and what the tools say to them."""
         ids = [f"call_{self._num_turns}_{i}" for i in range(len(calls))]
         self._num_turns += 1
         made = [_as_call(id_, call) for id_, call in zip(ids, calls, strict=True)]
-        self.messages.append(Message(role="assistant", content="", tool_calls=made))
+        said = Message(role="assistant", content="", tool_calls=made)
+        self.messages.append(said if train else Message({**said, "train": False}))
         for id_, call in zip(ids, calls, strict=True):
             status, text = self._answer(call)
             self.messages.append(Message(role="tool", content=text, tool_call_id=id_, name=call.name))
@@ -95,7 +97,7 @@ def play(task: Task, flaws: Flaws, rng: random.Random) -> Attempt:
         turns = turns_of(truth.gold)
         wrong = _unmended(truth, turns[0][0]) if rng.random() < flaws.mended else None
         if wrong is not None:
-            attempt.call(wrong)
+            attempt.call(wrong, train=False)
         if slips and len(truth.gold) > 1:
             turns = [turns[0][:1]]
         for calls in turns:

@@ -25,7 +25,7 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
-from ludus.types import JSON, Message, Task
+from ludus.types import JSON, DataClass, Message, Task
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
 """Tasks of each split for one of training."""
@@ -135,8 +135,9 @@ class FunctionsWorld:
                     yield f'{{"name": "{said["name"]}", "arguments": {said["arguments"]}}}'
 
     def _show(self, task: Task, flaws: Flaws, rng: random.Random) -> Dialogue:
-        messages = play(task, flaws, rng).messages
-        return Dialogue((*task.prompt, *messages), truth_of(task).scene.tools())
+        messages, truth = play(task, flaws, rng).messages, truth_of(task)
+        teaches: DataClass = "tool_use" if truth.right == "call" else "negatives"
+        return Dialogue((*task.prompt, *messages), truth.scene.tools(), teaches)
 
     def _tools(self, task: Task) -> Sequence[SchemaTool]:
         """Those of the task; for a question of somebody's own one function of each domain."""

@@ -31,7 +31,7 @@ class Flaws:
     blind: float = 0.15
     """Where a query is asked for: write it without a look at the tables, with the names of the question."""
     slip: float = 0.15
-    """First misspell a name, read the error, and mend the query. This one does no harm."""
+    """First misspell a name, read the error, and mend the query. The wrong call does not train."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,8 @@ class Expert:
         played = list(self._call(self.schema, {}, "Look at the tables.", 0))
         if rng.random() < self.flaws.slip:
             wrong = self._misspelt(query, question, rng)
-            played += self._call(self.sql, {"query": wrong}, "Run the query.", 1)
+            said, told = self._call(self.sql, {"query": wrong}, "Run the query.", 1)
+            played += [Message({**said, "train": False}), told]
         played += self._call(self.sql, {"query": query}, "Run the query.", len(played))
         if question.kind == "query":
             return [*played, _answer(query)]
