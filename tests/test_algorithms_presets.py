@@ -72,12 +72,15 @@ def test_every_setting_reaches_the_algorithm():
         "tis_cap": 1.5,
         "zero_variance": True,
         "resample_rounds": 2,
+        "variance_filter": "top_p",
         "variance_top": 0.5,
         "greso": True,
         "overlong_mask": True,
         "std_ddof": 0,
         "entropy_coef": 0.01,
         "overlong_cache": 0.3,
+        "overlong_measure": "action_tokens",
+        "overlong_length": 99,
     }
     assert set(settings) == set(AlgorithmConfig.model_fields) - {"preset", "options"}
     resolved = resolve(AlgorithmConfig(preset="rloo", **settings))
@@ -228,6 +231,12 @@ def test_a_name_like_no_other_gets_the_list_and_no_guess():
         ({"preset": "pass_at_k", "overlong_cache": 0.1}, "overlong_cache adds to them"),
         ({"preset": "rloo", "resample_rounds": 2}, "resample_rounds = 2 replaces groups"),
         ({"preset": "dapo", "zero_variance": False}, "resample_rounds = 3 replaces groups"),
+        ({"preset": "distill", "zero_variance": True}, "distill reads a teacher and no reward"),
+        ({"preset": "distill", "variance_top": 0.5}, "distill reads a teacher and no reward"),
+        ({"preset": "distill", "variance_filter": "top_p"}, "distill reads a teacher and no reward"),
+        ({"preset": "distill", "greso": True}, "distill reads a teacher and no reward"),
+        ({"preset": "grpo", "overlong_measure": "sequence"}, "overlong_cache is 0"),
+        ({"preset": "grpo", "overlong_length": 5}, "overlong_cache is 0"),
     ],
 )
 def test_contradictions_are_refused(settings, named):

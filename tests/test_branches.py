@@ -137,14 +137,17 @@ def of_two(name, *leaves):
 
 def test_the_groups_that_vary_most_are_those_whose_leaves_do():
     split, near = of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("near", (0.4,) * 3, (0.6,) * 3)
-    credits = keep_most_varied(assign_credit([near, split], PRESETS["grpo"]), 0.5)
+    credits = keep_most_varied(
+        assign_credit([near, split], PRESETS["grpo"]), replace(PRESETS["grpo"], variance_top=0.5)
+    )
     assert {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED} == {"split"}
 
 
 def test_a_task_whose_leaves_differ_is_not_skipped():
     start = Memory(greso=GresoState(streaks={"split": -1}))
     groups = [of_two("split", (1.0, 0.0, 0.5), (0.5, 1.0, 0.0)), of_two("flat", (0.5,) * 3, (0.5,) * 3)]
-    assert after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right").greso.streaks == {"flat": -1}
+    after = after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"])
+    assert after.greso.streaks == {"flat": -1}
 
 
 def test_groups_whose_leaves_alone_differ_are_none_of_equal_rewards():

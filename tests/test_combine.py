@@ -309,7 +309,9 @@ def test_rewards_that_the_advantage_does_not_take_are_refused_before_a_model_is_
 def test_a_group_that_lengths_tell_apart_fills_a_place_of_the_batch_that_streams():
     shaped = combiner(length={"kind": "linear", "target": 8, "cap": 0.1})
     stream = TaskStream(
-        SimpleNamespace(algorithm=PRESETS["dapo"], combiner=shaped), TaskOrder([Task("t", (), None)], 0), 1
+        SimpleNamespace(algorithm=PRESETS["dapo"], combiner=shaped),
+        TaskOrder([Task("t", (), None)], 0),
+        1,
     )
     uneven, even = attempts((0.5,) * 4), attempts((0.5,) * 4)[::2]
     assert stream.counts(uneven)

@@ -10,7 +10,12 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, PartOptions
+from ludus.algorithms.algorithm import (
+    ALONE_ADVANTAGES,
+    GREEDY_ADVANTAGES,
+    TURN_READING_ADVANTAGES,
+    PartOptions,
+)
 from ludus.algorithms.kl import penalised_advantages, penalised_rewards
 from ludus.algorithms.kl_run import control_of
 from ludus.algorithms.presets import PRESETS
@@ -19,6 +24,7 @@ from ludus.algorithms.shaping import soft_overlong
 from ludus.config.algorithm import AlgorithmConfig
 from ludus.config.load import load_config
 from ludus.errors import LearnerError, SyncError
+from ludus.recipes import list_recipes
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.training.batch import row_of_trajectory
@@ -26,6 +32,7 @@ from ludus.training.credit import Estimates, assign_credit, training_rows, with_
 from ludus.training.learning import Learning
 from ludus.training.memory import Memory
 from ludus.training.refine import check_parity, refine, rejected_share, with_entropy_filter
+from ludus.training.sampling import overlong_limit
 from ludus.types import Segment, StopReason, Task, Trajectory
 from test_learner import learner, tiny_model
 
@@ -147,18 +154,100 @@ def test_reinforce_pp_takes_the_kl_token_by_token():
     same(found, advantages.reinforce_pp(rewards=rewards, mask=mask, kl=kl, kl_coef=algorithm.kl_coef))
 
 
-def test_the_end_of_the_budget_costs_reward():
-    algorithm = replace(PRESETS["dr_grpo"], overlong_cache=0.5)
-    credits = assign_credit([group()], algorithm, 14)
+@pytest.mark.parametrize("measure", ["sequence", "action_tokens"])
+def test_the_end_of_the_budget_costs_reward(measure):
+    algorithm = replace(PRESETS["dr_grpo"], overlong_cache=0.5, overlong_measure=measure)
+    longest = {"sequence": 19, "action_tokens": 14}[measure]
+    credits = assign_credit([group()], algorithm, longest)
     _, mask = table(credits)
     lengths = mask.sum(1)
+    if measure == "sequence":
+        lengths = torch.tensor([len(c.episode.trajectory.token_ids) for c in credits])
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
-    shaped = rewards + soft_overlong(lengths=lengths, max_length=14, cache=7)
+    shaped = rewards + soft_overlong(lengths=lengths, max_length=longest, cache=max(1, round(longest / 2)))
     assert float(shaped.sum()) < float(rewards.sum())
     found, _ = table(credits)
     ids = torch.zeros(4, dtype=torch.int64)
     same(found, advantages.dr_grpo(rewards=shaped, group=ids, mask=mask))
     assert [c.episode.trajectory.reward for c in credits] == list(REWARDS)
+
+
+@pytest.mark.parametrize("recipe", list_recipes(), ids=lambda recipe: recipe.name)
+@pytest.mark.parametrize("measure", ["sequence", "action_tokens"])
+def test_in_every_recipe_an_episode_that_a_token_limit_cuts_is_punished(recipe, measure):
+    """One action of rollout.max_new_tokens without an end, or as many as fill rollout.max_tokens."""
+    words = ["--algorithm.preset", "dapo", "--algorithm.overlong_measure", measure]
+    config = load_config(recipe.config, words)
+    algorithm, rollout = resolve(config.algorithm), config.rollout
+    own = [m for m in config.env.mixture.values() if m.max_tokens is not None]
+    fewest = min([rollout.max_tokens, *(m.max_tokens for m in own)])
+    per_turn = min([rollout.max_new_tokens, *(m.max_new_tokens or rollout.max_new_tokens for m in own)])
+
+    def played(length, turns, stop, reward=0.0):
+        action = (7,) * length
+        segments = [Segment("prompt", (1, 2, 3))]
+        for turn in range(turns):
+            lps = {"logprobs": (-1.0,) * length, "versions": (0,) * length}
+            segments += [Segment("action", action, turn, **lps), Segment("observation", (5, 6), turn)]
+        return Trajectory("t", 0, tuple(segments), (), stop, reward=reward)
+
+    right, wrong = (played(2, 1, StopReason.ANSWERED, reward) for reward in (1.0, 0.0))
+    for cut in (
+        played(per_turn, 1, StopReason.TRUNCATED),
+        played(per_turn, max(1, (fewest - 3) // (per_turn + 2)), StopReason.MAX_TOKENS),
+        played(per_turn // 4, 1, StopReason.MAX_TOKENS),
+    ):
+        task = Task("t", (), None)
+        episodes = [Episode(RolloutKey(1, "t", i), task, one) for i, one in enumerate((right, wrong, cut))]
+        credits = assign_credit([episodes], algorithm, overlong_limit(config, algorithm))
+        assert [c.outcome for c in credits] == [Outcome.TRAINED] * 3
+        assert credits[2].advantage < credits[1].advantage <= credits[0].advantage
+
+
+def test_the_longest_episode_is_set_or_that_at_which_one_is_cut():
+    def longest(*words):
+        config = load_config("search", ["--algorithm.preset", "dapo", *words])
+        return overlong_limit(config, resolve(config.algorithm))
+
+    assert longest() == 640
+    assert longest("--algorithm.overlong_measure", "action_tokens") == 6 * 64
+    assert longest("--algorithm.overlong_length", "200") == 200
+
+
+def turn_groups():
+    """Six groups of equal outcomes: in five the turns differ, in one they do not."""
+    found = []
+    for number in range(6):
+        members = group((0.0,) * 4, f"t{number}")
+        turns = [(0.5, 0.0, 0.0), (0.5, 0.0, 0.0), *[((number < 5) * 0.5, 0.0, 0.0)] * 2]
+        turns = turns if number < 5 else [(0.5, 0.0, 0.0)] * 4
+        turns[0] = (0.1 * number, 0.0, 0.0) if number < 5 else turns[0]
+        pairs = zip(members, turns, strict=True)
+        found.append([replace(e, trajectory=replace(e.trajectory, turn_rewards=t)) for e, t in pairs])
+    return found
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_zero_variance_drops_no_group_whose_advantage_is_not_zero(name):
+    """Outcomes, turns and lengths differ or not; what an advantage does not read keeps no group."""
+    algorithm = replace(PRESETS[name], zero_variance=True, kl_coef=0.0, overlong_mask=False)
+    if algorithm.advantage in (*GREEDY_ADVANTAGES, "rae", "raw", "reinforce_pp"):
+        pytest.skip("compares no members of a group")
+    groups = [*turn_groups(), group(name="t6"), group((1.0,) * 4, "t7"), group((0.0,) * 4, "t8")]
+    if algorithm.advantage == "pass_at_k":
+        groups[6] = group((1.0, 0.0, 0.0, 0.0), "t6")
+    credits = assign_credit(groups, algorithm)
+    free = assign_credit(groups, replace(algorithm, zero_variance=False))
+    dropped = {c.group for c in credits if c.reason == "zero_variance"}
+    compares = algorithm.advantage not in ALONE_ADVANTAGES and algorithm.advantage != "reinforce_pp_baseline"
+    for credit in free:
+        if credit.group in dropped and compares:
+            assert not any(credit.advantages), (name, credit.group)
+    by_turns = algorithm.advantage in TURN_READING_ADVANTAGES
+    assert 6 not in dropped
+    if name != "gigpo":  # its returns of turns are compared among equal states alone: here there are none
+        assert ({0, 1, 2, 3, 4} & dropped == set()) == by_turns
+        assert 5 in dropped
 
 
 def test_gtpo_spares_what_good_and_bad_trajectories_share():

@@ -29,7 +29,7 @@ from ludus.training.sampling import Sampler
 from ludus.types import Task
 from test_credit import group
 
-DAPO, PAPER = PRESETS["dapo"], PRESETS["grpo_paper"]
+DAPO, PAPER = replace(PRESETS["dapo"], overlong_measure="action_tokens"), PRESETS["grpo_paper"]
 REWARDS = {0: (1.0,) * 4, 1: (0.0,) * 4, 2: (1.0, 1.0, 0.0, 0.2), 3: (0.0,) * 4}
 """By the task's place in the order; the others have these:"""
 MIXED = (1.0, 0.0, 0.0, 0.5)
@@ -153,8 +153,8 @@ def test_without_a_part_it_is_another_step(part):
 
 
 def test_beyond_the_parts_it_differs_from_the_paper_of_grpo_in_what_it_says():
-    """No KL; the deviation of verl, where it was published; what a limit cut off is masked."""
-    rest = {"kl_coef": PAPER.kl_coef, "std_ddof": PAPER.std_ddof, "overlong_mask": PAPER.overlong_mask}
+    """No KL; the deviation of verl, where it was published."""
+    rest = {"kl_coef": PAPER.kl_coef, "std_ddof": PAPER.std_ddof, "overlong_measure": PAPER.overlong_measure}
     changes = {key: value for part in PARTS.values() for key, value in part.items()}
     text = {"name": PAPER.name, "summary": PAPER.summary, "source": PAPER.source}
     assert replace(DAPO, **changes, **rest, **text) == PAPER

@@ -76,7 +76,7 @@ def test_groups_say_whether_a_task_was_too_easy_or_too_hard():
         [replace(broken[0], trajectory=lost), *broken[1:]],
     ]
     start = Memory(greso=GresoState(streaks={"hard": -1, "good": 3}))
-    after = after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right").greso
+    after = after_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"]).greso
     assert after.streaks == {"easy": 1, "hard": -2}
     assert (after.p_easy, after.p_hard) == (0.49, 0.49)
 

@@ -41,9 +41,12 @@ SAMPLING = {
     "zero_variance": ("test_selection.py", "test_a_group_without_variance_keeps_the_word_of_that_filter"),
     "resample_rounds": ("test_selection.py", "test_a_round_more_replaces_the_groups_without_variance"),
     "variance_top": ("test_selection.py", "test_the_groups_that_vary_most_are_kept_and_the_others_counted"),
+    "variance_filter": ("test_selection.py", "test_top_p_keeps_the_groups_that_hold_most_of_the_deviation"),
     "greso": ("test_greso_loop.py", "test_a_run_skips_what_taught_nothing_and_resumes_with_its_streaks"),
     "overlong_mask": ("test_selection.py", "test_what_a_limit_cut_off_is_compared_and_does_not_train"),
     "overlong_cache": ("test_credit.py", "test_the_end_of_the_budget_costs_reward"),
+    "overlong_measure": ("test_credit.py", "test_the_end_of_the_budget_costs_reward"),
+    "overlong_length": ("test_credit.py", "test_the_longest_episode_is_set_or_that_at_which_one_is_cut"),
 }
 """Fields that act before the gradient: on what is sampled, kept or rewarded; the test of each."""
 TEXT = ("name", "summary", "source")

@@ -388,7 +388,8 @@ def test_the_punishment_of_long_answers_has_a_unit_of_its_own():
         members = [
             replace(e, trajectory=replace(e.trajectory, reward=a * e.trajectory.reward + b)) for e in group()
         ]
-        return table(assign_credit([members], PRESETS["dapo"], most))[0]
+        by_actions = replace(PRESETS["dapo"], overlong_measure="action_tokens")
+        return table(assign_credit([members], by_actions, most))[0]
 
     longest = max(e.trajectory.num_action_tokens for e in group())
     for most, punished in ((longest * 10, False), (longest, True)):

@@ -12,14 +12,16 @@ import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.algorithm import GREEDY_ADVANTAGES
-from ludus.algorithms.filters import variance_top
+from ludus.algorithms.filters import variance_top, variance_top_p
 from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.resolve import resolve
+from ludus.config.algorithm import AlgorithmConfig
 from ludus.config.load import load_config
 from ludus.rollout.ledger import Ledger, Outcome
 from ludus.tasks.order import TaskOrder
 from ludus.training.credit import assign_credit, settle, training_rows
 from ludus.training.sampling import Sampler, num_training_groups
-from ludus.training.selection import as_one_batch, keep_most_varied
+from ludus.training.selection import EmptyBatchGuard, as_one_batch, keep_most_varied
 from ludus.types import StopReason, Task
 from test_baselines import run
 from test_credit import group, same, table
@@ -34,7 +36,9 @@ def groups():
 
 
 def test_the_groups_that_vary_most_are_kept_and_the_others_counted():
-    credits = keep_most_varied(assign_credit(groups(), PRESETS["ppo"]), 0.5)
+    credits = keep_most_varied(
+        assign_credit(groups(), PRESETS["ppo"]), replace(PRESETS["ppo"], variance_top=0.5)
+    )
     fate = {c.episode.task.id: (c.outcome, c.reason) for c in credits}
     dropped = (Outcome.DROPPED, "variance_top")
     assert fate == {
@@ -51,6 +55,68 @@ def test_the_groups_that_vary_most_are_kept_and_the_others_counted():
         ledger.start(credit.episode.key)
     settle(ledger, credits)
     assert ledger.close(1, trained=8).metrics()["ledger/dropped/variance_top"] == 8
+
+
+def top_p_by_hand(deviations, p):
+    """RAGEN-2's rule as a plain loop: the largest first, as long as the sum so far is below the limit."""
+    kept, total = set(), 0.0
+    for number in sorted(range(len(deviations)), key=lambda i: -deviations[i]):
+        if deviations[number] <= 1e-10 or (p < 1 and total >= p * sum(deviations) - 0.01):
+            break
+        kept.add(number)
+        total += deviations[number]
+    return kept
+
+
+@pytest.mark.parametrize("p", [0.3, 0.5, 0.6, 0.9, 1.0])
+def test_top_p_keeps_the_groups_that_hold_most_of_the_deviation(p):
+    for seed in range(20):
+        generator = torch.Generator().manual_seed(seed)
+        rewards = torch.rand(7, 4, generator=generator, dtype=torch.float64)
+        rewards[torch.randint(7, (2,), generator=generator)] = 0.3
+        ids = torch.arange(7).repeat_interleave(4)
+        kept = variance_top_p(rewards=rewards.flatten(), group=ids, p=p)
+        assert set(ids[kept].tolist()) == top_p_by_hand(rewards.std(1).tolist(), p), seed
+    scores = torch.tensor([[-1.0, 1.0], [2.0, 2.0], [0.0, 6.0]], dtype=torch.float64).flatten()
+    ids = [0, 0, 1, 1, 2, 2]
+    for share, expected in ((0.9, [0, 2]), (0.5, [2]), (1.0, [0, 2])):
+        kept = variance_top_p(rewards=scores, group=ids, p=share)
+        assert sorted({i for i, k in zip(ids, kept.tolist(), strict=True) if k}) == expected
+    flat = variance_top_p(rewards=[1.0, 1.0, 0.0, 0.0], group=[0, 0, 1, 1], p=p)
+    assert not flat.any()
+    assert not variance_top_p(rewards=[0.0, 0.01], group=[0, 0], p=0.9).any()
+
+
+def test_top_p_is_set_by_its_name_and_drops_a_whole_batch_of_equal_groups():
+    config = AlgorithmConfig(preset="rloo", variance_filter="top_p")
+    algorithm = resolve(config)
+    assert (algorithm.variance_filter, algorithm.variance_top) == ("top_p", 0.9)
+    assert resolve(config.model_copy(update={"variance_top": 0.5})).variance_top == 0.5
+    credits = as_one_batch(assign_credit(groups(), algorithm), algorithm, 0)
+    kept = {c.episode.task.id for c in credits if c.outcome is Outcome.TRAINED}
+    assert kept == {"t1", "t2"}
+    flat = [group(EQUAL, "a"), group(EQUAL, "b")]
+    credits = as_one_batch(assign_credit(flat, algorithm), algorithm, 0)
+    assert {(c.outcome, c.reason) for c in credits} == {(Outcome.DROPPED, "variance_top")}
+
+
+def test_five_batches_in_a_row_that_the_filter_empties_stop_the_run():
+    algorithm = replace(PRESETS["ppo"], variance_filter="top_p", variance_top=0.9)
+    empty, full = {"ledger/trained": 0.0}, {"ledger/trained": 4.0}
+
+    def verdicts(*steps, filtered=algorithm):
+        guard = EmptyBatchGuard(filtered)
+        return [bool(guard.verdict(metrics)) for metrics in steps]
+
+    assert verdicts(*[empty] * 5) == [False] * 4 + [True]
+    assert verdicts(*[empty] * 4, full, *[empty] * 4) == [False] * 9
+    assert verdicts(*[empty] * 9, filtered=PRESETS["ppo"]) == [False] * 9
+    guard = EmptyBatchGuard(algorithm)
+    guard.recall([full, *[empty] * 4])
+    assert "5 steps in a row" in guard.verdict(empty)
+    guard = EmptyBatchGuard(algorithm)
+    guard.recall([empty] * 5)
+    assert not guard.verdict(empty)
 
 
 def test_a_group_without_variance_keeps_the_word_of_that_filter():
@@ -81,10 +147,11 @@ def test_what_a_limit_cut_off_is_compared_and_does_not_train():
     episodes = group()
     cut = replace(episodes[0].trajectory, stop_reason=StopReason.TRUNCATED)
     episodes[0] = replace(episodes[0], trajectory=cut)
-    credits = assign_credit([episodes], PRESETS["dapo"])
+    masking = replace(PRESETS["grpo"], overlong_mask=True)
+    credits = assign_credit([episodes], masking)
     trained = (Outcome.TRAINED, "trained")
     assert [(c.outcome, c.reason) for c in credits] == [(Outcome.MASKED, "overlong"), *[trained] * 3]
-    plain = assign_credit([episodes], replace(PRESETS["dapo"], overlong_mask=False))
+    plain = assign_credit([episodes], PRESETS["grpo"])
     assert [(c.outcome, c.reason) for c in plain] == [trained] * 4
     assert [c.advantages for c in plain] == [c.advantages for c in credits]
 
@@ -201,7 +268,7 @@ def test_a_group_that_was_cut_off_whole_is_replaced():
         return [cut_off(group(WIDE, t.id)) if t.id == names[0] else group(WIDE, t.id) for t in tasks]
 
     session = SimpleNamespace(config=load_config("search", ["--training.tasks_per_step", "2"]))
-    sampler = Sampler(session, None, replace(PRESETS["dapo"], overlong_cache=0.0), None, Ledger())
+    sampler = Sampler(session, None, replace(PRESETS["dapo"], overlong_mask=True), None, Ledger())
     sampler.roll_out = roll_out
     credits = asyncio.run(sampler.sample(1, order))
     assert asked == names[:3]

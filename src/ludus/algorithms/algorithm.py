@@ -125,6 +125,10 @@ BEHAVIOUR_ADVANTAGES = ("vtrace", "retrace")
 """Advantages that contain the ratio to the behaviour policy."""
 CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGES)
 """Advantages that read the values of a critic."""
+TURN_READING_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", *CRITIC_ADVANTAGES)
+"""Advantages that read the rewards of turns where there are any."""
+WIDER_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", "hierarchical", *GREEDY_ADVANTAGES)
+"""Advantages that may differ from 0 in a group of equal rewards: by turns, other groups, a greedy episode."""
 ALONE_ADVANTAGES = ("raw", "reinforce_pp", "rae", *GREEDY_ADVANTAGES, *CRITIC_ADVANTAGES)
 """Advantages that do not compare the attempts of a group with each other."""
 TURN_VALUE_ADVANTAGES = ("step_gae",)
@@ -137,6 +141,8 @@ TOKEN_ADVANTAGES = ("reinforce_pp", *CRITIC_ADVANTAGES)
 Options = dict[str, float | str]
 
 Placement = Literal["loss", "reward", "advantage"]
+VarianceFilter = Literal["share", "top_p"]
+Measure = Literal["sequence", "action_tokens"]
 
 
 def number(options: Options, name: str, default: float) -> float:
@@ -196,10 +202,18 @@ class Algorithm:
     tis_cap: float = 2.0
     zero_variance: bool = False
     resample_rounds: int = 0
+    variance_filter: VarianceFilter = "share"
     variance_top: float = 1.0
     greso: bool = False
     overlong_mask: bool = False
     std_ddof: int = 1
     entropy_coef: float = 0.0
     overlong_cache: float = 0.0
+    overlong_measure: Measure = "sequence"
+    overlong_length: int | None = None
     options: PartOptions = PartOptions()
+
+    @property
+    def filters_groups(self) -> bool:
+        """Whether groups are dropped by how much they vary within a step."""
+        return self.variance_filter == "top_p" or self.variance_top < 1

@@ -27,7 +27,6 @@ _PRESETS = (
         eps_high=0.28,
         zero_variance=True,
         resample_rounds=3,
-        overlong_mask=True,
         overlong_cache=0.2,
     ),
     Algorithm(

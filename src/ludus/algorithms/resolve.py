@@ -39,6 +39,8 @@ from ludus.config.algorithm import PartOptions as PartOptionsConfig
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, did_you_mean
 
+TOP_P = 0.9
+"""`variance_top` of the filter top_p, unless set (RAGEN-2, arXiv:2604.06268)."""
 OFF_POLICY = ("dppo", "distill_full")
 """Losses that need no correction: they divide by the behaviour policy, or by nothing."""
 
@@ -48,6 +50,8 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     _check_name("preset", config.preset, PRESETS)
     preset = PRESETS[config.preset]
     changes = config.model_dump(exclude_none=True, exclude={"preset", "options"})
+    if changes.get("variance_filter") == "top_p" and preset.variance_top == 1:
+        changes.setdefault("variance_top", TOP_P)
     algorithm = replace(preset, **changes)
     algorithm = replace(algorithm, options=_options(config.options, preset, algorithm))
     _check_name("advantage", algorithm.advantage, ADVANTAGE_NAMES)
@@ -176,6 +180,10 @@ def _refuse_idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> None
         _refuse("std_ddof", config.std_ddof, f"the advantage {algorithm.advantage} has no deviation in it")
     if algorithm.correction != "tis":
         _refuse("tis_cap", config.tis_cap, f"algorithm.correction is {algorithm.correction}")
+    if algorithm.overlong_cache == 0:
+        reason = "algorithm.overlong_cache is 0"
+        _refuse("overlong_measure", config.overlong_measure, reason)
+        _refuse("overlong_length", config.overlong_length, reason)
     if algorithm.kl_coef == 0 and config.kl_coef is None:
         reason = "algorithm.kl_coef is 0 (write it where kl_control raises it, also as 0)"
         _refuse("kl", config.kl, reason)
@@ -197,6 +205,9 @@ def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
         _refuse("advantage", config.advantage, reason)
         _refuse("options.advantage", config.options.advantage or None, reason)
         _refuse("overlong_cache", algorithm.overlong_cache or None, reason)
+        _refuse("zero_variance", algorithm.zero_variance or None, reason)
+        _refuse("greso", algorithm.greso or None, reason)
+        _refuse("variance_top", algorithm.variance_top if algorithm.filters_groups else None, reason)
         _refuse("kl_placement", algorithm.kl_placement if penalised and not in_loss else None, reason)
     one_sided = algorithm.advantage in POSITIVE_ADVANTAGES and loss != "cispo"
     if one_sided and not (penalised and algorithm.kl_placement == "advantage"):
@@ -223,7 +234,7 @@ def _check_group_size(algorithm: Algorithm) -> None:
     compares = {
         f"the advantage {algorithm.advantage}": algorithm.advantage not in ALONE_ADVANTAGES,
         "algorithm.zero_variance": algorithm.zero_variance,
-        "algorithm.variance_top": algorithm.variance_top < 1,
+        "algorithm.variance_top": algorithm.filters_groups,
         "algorithm.greso": algorithm.greso,
     }
     if algorithm.group_size == 1 and any(compares.values()):
@@ -238,7 +249,7 @@ def _refuse(key: str, value: object, reason: str) -> None:
     if value is not None:
         raise ConfigError(
             f"algorithm.{key} = {value} would have no effect: {reason}.",
-            f"Leave {key} out, or change what ignores it.",
+            f"Unset {key}, or change what ignores it; where the preset sets it, switch it off.",
         )
 
 

@@ -64,9 +64,13 @@ class AlgorithmConfig(AlgorithmParts):
     """Drop groups whose rewards are all equal; none keeps the preset's."""
     resample_rounds: int | None = Field(None, ge=0)
     """Further rounds of sampling to replace dropped groups; none keeps the preset's."""
+    variance_filter: Literal["share", "top_p"] | None = None
+    """What variance_top is a share of: the groups of a step, or the sum of their reward deviations. `top_p`
+    drops groups of deviation 0, and skips a step in which none is left; five such in a row stop the run. None
+    keeps the preset's."""
     variance_top: float | None = Field(None, gt=0, le=1)
     """Share of a step's groups that train, those whose rewards deviate most, 1 for all; none keeps the
-    preset's."""
+    preset's, and is 0.9 for `top_p`."""
     greso: bool | None = None
     """Skip tasks whose last groups had equal rewards, before they are played; none keeps the preset's."""
     overlong_mask: bool | None = None
@@ -76,8 +80,14 @@ class AlgorithmConfig(AlgorithmParts):
     entropy_coef: float | None = Field(None, ge=0)
     """Weight of the entropy bonus, 0 for no bonus; none keeps the preset's."""
     overlong_cache: float | None = Field(None, ge=0, le=1)
-    """Soft overlong punishment: the reward falls by up to 1 over this last share of the action tokens that an
-    episode may have, 0 for no punishment; none keeps the preset's."""
+    """Soft overlong punishment: the reward falls by up to 1 over this last share of the longest episode, and
+    by 1 where a token limit cut the episode; 0 for no punishment; none keeps the preset's."""
+    overlong_measure: Literal["sequence", "action_tokens"] | None = None
+    """Length of an episode for the punishment: all its tokens, against rollout.max_tokens, or its action
+    tokens, against rollout.max_turns times max_new_tokens if that is less. None keeps the preset's."""
+    overlong_length: int | None = Field(None, ge=1)
+    """Longest episode, in tokens of overlong_measure, for the punishment; none is the limit at which an
+    episode is cut."""
     options: PartOptions = PartOptions()
 
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.advantages.running import DomainMoments, domain_normalised
-from ludus.algorithms.algorithm import CRITIC_ADVANTAGES, TURN_ADVANTAGES, Algorithm
+from ludus.algorithms.algorithm import TURN_READING_ADVANTAGES, Algorithm
 from ludus.algorithms.combinations import check_binary_rewards
 from ludus.algorithms.resolve import resolve
 from ludus.algorithms.schedules import Schedule
@@ -131,7 +131,7 @@ def check_reward_settings(config: Config, world: World) -> None:
     if settings.turns and not reads_turns(algorithm):
         raise ConfigError(
             f"rewards.turns would have no effect: the advantage {algorithm.advantage} reads no turns.",
-            f"Take one of {', '.join((*TURN_ADVANTAGES, *CRITIC_ADVANTAGES))}.",
+            f"Take one of {', '.join(TURN_READING_ADVANTAGES)}.",
         )
     check_ensemble(settings.models)
     by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
@@ -195,7 +195,7 @@ def make_combiner(session: Session, algorithm: Algorithm) -> Combiner | None:
 
 def reads_turns(algorithm: Algorithm) -> bool:
     """Whether the algorithm reads rewards of turns."""
-    return algorithm.advantage in (*TURN_ADVANTAGES, *CRITIC_ADVANTAGES)
+    return algorithm.advantage in TURN_READING_ADVANTAGES
 
 
 async def with_added(
@@ -307,6 +307,9 @@ class Combiner:
         parts = {tuple(sorted(one.rewards.items())) for one in trajectories}
         texts = {tuple(segment.tokens for segment in one.segments) for one in trajectories}
         if len(parts) > 1 or (self.model is not None and len(texts) > 1):
+            return True
+        turns = self.settings.turns
+        if turns and len({with_turn_rewards(one, turns).turn_rewards for one in trajectories}) > 1:
             return True
         rewards = torch.tensor([one.reward for one in trajectories], dtype=torch.float64)
         return len(set(with_length(trajectories, rewards, self.settings.length)[1].tolist())) > 1

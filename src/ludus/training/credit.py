@@ -14,6 +14,8 @@ from ludus.algorithms.algorithm import (
     BINARY_ADVANTAGES,
     GRANULARITIES,
     TOKEN_ADVANTAGES,
+    TURN_READING_ADVANTAGES,
+    WIDER_ADVANTAGES,
     Algorithm,
     number,
     word,
@@ -105,7 +107,7 @@ def is_experts(episode: Episode) -> bool:
 def assign_credit(
     groups: Sequence[Sequence[Episode]],
     algorithm: Algorithm,
-    max_action_tokens: int = 0,
+    max_length: int = 0,
     first_group: int = 0,
 ) -> list[Credit]:
     """One credit for each episode of the groups, in order; groups are numbered from `first_group`.
@@ -114,7 +116,8 @@ def assign_credit(
     baseline of its group: it is no member, and never trains. Statistics of a group
     run over all its members, those of the batch over what trains; what a filter takes out keeps its advantage
     on record and does not train.
-    `max_action_tokens` is the most that an episode may have, which the soft overlong punishment counts from.
+    `max_length` is the longest episode for the soft overlong punishment, 0 for none, in tokens of
+    `algorithm.overlong_measure`.
     Raises LearnerError where a reward or a recorded log-probability is not finite, and where a reward is
     none that the advantage takes.
     """
@@ -127,16 +130,28 @@ def assign_credit(
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage in BINARY_ADVANTAGES:
                 _check_binary([episode.trajectory for episode in group], algorithm)
-            greedy = next((episode for episode in group if episode.greedy), None)
-            baseline = None if greedy is None else _shaped_reward(greedy, algorithm, max_action_tokens)
-            if algorithm.advantage == "rae":
-                baseline = 0.0  # until the averages of the roles are read, over the whole step
-            for episode in group:
-                if episode.greedy:
-                    credits.append(Credit(episode, Outcome.MASKED, BASELINE, place))
-                else:
-                    compared.append(Credit(episode, Outcome.TRAINED, "trained", place, baseline=baseline))
-    return credits + _compare(compared, algorithm, max_action_tokens)
+            credits += [Credit(one, Outcome.MASKED, BASELINE, place) for one in group if one.greedy]
+            compared += _members(group, algorithm, max_length, place)
+    return credits + _compare(compared, algorithm, max_length)
+
+
+def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int) -> list[Credit]:
+    """The credits of the members of a group, before they are compared."""
+    greedy = next((episode.trajectory for episode in group if episode.greedy), None)
+    baseline = None if greedy is None else greedy.reward + _punishment(greedy, algorithm, max_length)
+    if algorithm.advantage == "rae":
+        baseline = 0.0  # until the averages of the roles are read, over the whole step
+    return [
+        Credit(episode, Outcome.TRAINED, "trained", place, baseline=baseline)
+        for episode in group
+        if not episode.greedy
+    ]
+
+
+def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
+    """Whether the advantage can tell the members of a whole group apart, as `varied_groups` says."""
+    plain = replace(algorithm, overlong_cache=0.0)
+    return any(varied_groups(_members(group, plain, 0, 0), plain).values())
 
 
 def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
@@ -205,7 +220,7 @@ class Estimates:
 
 
 def with_estimates(
-    credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int, estimates: Estimates
+    credits: Sequence[Credit], algorithm: Algorithm, max_length: int, estimates: Estimates
 ) -> list[Credit]:
     """The same fates, with advantages that count the KL as `algorithm` places it, and the critic's values.
 
@@ -214,7 +229,7 @@ def with_estimates(
     """
     compared = [credit for credit in credits if credit.advantages is not None]
     check_estimates(estimates.named, [credit.episode.trajectory.name for credit in compared])
-    advantages = _advantages(compared, algorithm, max_action_tokens, estimates)
+    advantages = _advantages(compared, algorithm, max_length, estimates)
     found = [replace(credit, advantages=a) for credit, a in zip(compared, advantages, strict=True)]
     if estimates.ref_logprobs is not None:
         found = [
@@ -222,7 +237,7 @@ def with_estimates(
             for credit, row in zip(found, estimates.ref_logprobs, strict=True)
         ]
     if estimates.values is not None:
-        raw = _advantages(compared, _of_critic(algorithm), max_action_tokens, estimates)
+        raw = _advantages(compared, _of_critic(algorithm), max_length, estimates)
         values = [v.double().cpu() for v in estimates.values]
         targets = [torch.tensor(a, dtype=v.dtype) + v for a, v in zip(raw, values, strict=True)]
         found = [
@@ -257,26 +272,52 @@ def _of_partial_group(episode: Episode, place: int) -> Credit:
     return Credit(episode, Outcome.DROPPED, "partial_group", place)
 
 
-def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int) -> list[Credit]:
+def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -> list[Credit]:
     if not credits:
         return []
     trajectories = [credit.episode.trajectory for credit in credits]
-    rewards, index = compared_rewards(credits)
-    kept = dict(zip(index, zero_variance(rewards=rewards, group=index).tolist(), strict=True))
-    varied = [kept[credit.group] for credit in credits]
+    kept = varied_groups(credits, algorithm)
     whole = overlong_mask(truncated=[t.stop_reason in CUT_OFF for t in trajectories])
     found = []
     for i, credit in enumerate(credits):
-        outcome, reason = _fate(credit.episode, bool(varied[i]), bool(whole[i]), algorithm)
+        outcome, reason = _fate(credit.episode, kept[credit.group], bool(whole[i]), algorithm)
         found.append(replace(credit, outcome=outcome, reason=reason))
-    advantages = _advantages(found, algorithm, max_action_tokens)
+    advantages = _advantages(found, algorithm, max_length)
     return [replace(credit, advantages=a) for credit, a in zip(found, advantages, strict=True)]
 
 
-def compared_rewards(credits: Sequence[Credit]) -> tuple[list[float], list[int]]:
-    """The rewards that the groups compare and the group of each: one for each path of each trajectory."""
-    pairs = [(reward, c.group) for c in credits for reward in leaf_rewards(c.episode.trajectory)]
-    return [reward for reward, _ in pairs], [group for _, group in pairs]
+def compared_rewards(credits: Sequence[Credit], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
+    """What the groups compare, [P, C] for each path of each trajectory, and the group of each path.
+
+    Column 0 is the reward; the others are the rewards of turns, where the advantage reads them. The
+    punishment of length does not count: DAPO's dynamic sampling looks at what was solved.
+    """
+    chains = [
+        (path.trajectory, credit.group) for credit in credits for path in paths(credit.episode.trajectory)
+    ]
+    reads_turns = algorithm.advantage in TURN_READING_ADVANTAGES
+    turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in chains]
+    most = max(map(len, turns), default=0)
+    rows = [[t.reward, *own, *[0.0] * (most - len(own))] for (t, _), own in zip(chains, turns, strict=True)]
+    return torch.tensor(rows, dtype=torch.float64), [group for _, group in chains]
+
+
+def varied_groups(credits: Sequence[Credit], algorithm: Algorithm) -> dict[int, bool]:
+    """Whether each group's advantage can tell its members apart, by the group's number.
+
+    Rewards that differ do, as the advantage reads them; for advantages that read more than the rewards of
+    the group, so does an advantage other than 0.
+    """
+    table, index = compared_rewards(credits, algorithm)
+    wider = algorithm.advantage in WIDER_ADVANTAGES
+    varied = zero_variance(rewards=table[:, 0] if wider else table, group=index).tolist()
+    found = dict(zip(index, varied, strict=True))
+    if wider:
+        plain = replace(algorithm, loss="reinforce", kl_coef=0.0, overlong_cache=0.0)
+        rows = _advantages(credits, plain, 0)
+        for credit, row in zip(credits, rows, strict=True):
+            found[credit.group] |= any(row)
+    return found
 
 
 def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[Outcome, str]:
@@ -292,7 +333,7 @@ def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> 
 def _advantages(
     credits: Sequence[Credit],
     algorithm: Algorithm,
-    max_action_tokens: int,
+    max_length: int,
     estimates: Estimates = Estimates(),
 ) -> list[tuple[float, ...]]:
     """One number per action token of each trajectory.
@@ -301,9 +342,9 @@ def _advantages(
     """
     split = [paths(credit.episode.trajectory) for credit in credits]
     if all(len(own) == 1 for own in split):
-        return _of_chains(credits, algorithm, max_action_tokens, estimates)
+        return _of_chains(credits, algorithm, max_length, estimates)
     chains = [_along(credit, path) for credit, own in zip(credits, split, strict=True) for path in own]
-    found = iter(_of_chains(chains, algorithm, max_action_tokens, estimates.along(split)))
+    found = iter(_of_chains(chains, algorithm, max_length, estimates.along(split)))
     return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
 
 
@@ -323,11 +364,12 @@ def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tu
 
 
 def _of_chains(
-    credits: Sequence[Credit], algorithm: Algorithm, max_action_tokens: int, estimates: Estimates
+    credits: Sequence[Credit], algorithm: Algorithm, max_length: int, estimates: Estimates
 ) -> list[tuple[float, ...]]:
     outcomes = _outcomes(credits, estimates)
     rewards = outcomes.rewards
-    rewards = rewards + _punishment(outcomes.mask.sum(1), algorithm, max_action_tokens)
+    punished = [_punishment(credit.episode.trajectory, algorithm, max_length) for credit in credits]
+    rewards = rewards + torch.tensor(punished, dtype=torch.float64)
     penalty = outcomes.kl
     token_level = algorithm.advantage in (*TOKEN_ADVANTAGES, *VALUE_ERRORS)
     if penalty is not None and algorithm.kl_placement == "reward" and not token_level:
@@ -352,17 +394,15 @@ def _of_chains(
     return [tuple(row[:n]) for row, n in zip(rows, outcomes.mask.sum(1).tolist(), strict=True)]
 
 
-def _punishment(lengths: Tensor, algorithm: Algorithm, max_action_tokens: int) -> Tensor:
-    """What soft overlong punishment adds to the rewards, [N]."""
-    if algorithm.overlong_cache == 0 or max_action_tokens == 0:
-        return torch.zeros(len(lengths), dtype=torch.float64)
-    cache = max(1, round(algorithm.overlong_cache * max_action_tokens))
-    return soft_overlong(lengths=lengths, max_length=max_action_tokens, cache=cache)
-
-
-def _shaped_reward(episode: Episode, algorithm: Algorithm, max_action_tokens: int) -> float:
-    lengths = torch.tensor([episode.trajectory.num_action_tokens])
-    return episode.trajectory.reward + float(_punishment(lengths, algorithm, max_action_tokens)[0])
+def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float:
+    """What soft overlong punishment adds to the reward: -1 where a token limit cut the trajectory."""
+    if algorithm.overlong_cache == 0 or max_length == 0:
+        return 0.0
+    if one.stop_reason in CUT_OFF:
+        return -1.0
+    length = len(one.token_ids) if algorithm.overlong_measure == "sequence" else one.num_action_tokens
+    cache = max(1, round(algorithm.overlong_cache * max_length))
+    return float(soft_overlong(lengths=torch.tensor(length), max_length=max_length, cache=cache))
 
 
 def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:

@@ -20,7 +20,7 @@ from ludus.training.credit import Credit, settle, training_rows
 from ludus.training.judges import Judge, train_judge
 from ludus.training.learner import Learner
 from ludus.training.refine import compared_entropies, refine, rejected_share, with_entropy_filter
-from ludus.training.sampling import max_action_tokens
+from ludus.training.sampling import overlong_limit
 from ludus.training.session import Session
 from ludus.training.staleness import age_metrics, mask_over_age, on_policy
 
@@ -95,7 +95,7 @@ class Learning:
             self._set_entropy_filter(credits)
         if self.bound is not None:
             credits = mask_over_age(credits, step, self.bound)
-        limit = max_action_tokens(self.session.config)
+        limit = overlong_limit(self.session.config, self.learner.algorithm)
         check = not self._checked and bool(on_policy(credits, step))
         self._checked = self._checked or check
         return refine(credits, self.learner, limit, self.judge, check=check, version=step - 1)

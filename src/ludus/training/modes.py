@@ -32,7 +32,7 @@ from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
 from ludus.training.replay import REPLAY_FILE, ReplayBuffer
 from ludus.training.rl import RlLoop, Texts, proof_metrics, task_order
-from ludus.training.sampling import Sampler, max_action_tokens
+from ludus.training.sampling import Sampler
 from ludus.training.staleness import staleness_metrics
 from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof
@@ -254,8 +254,8 @@ class AsyncRun:
         self.loop.sampled = sampler.state
         self.source.begin_step()
         self.player.begin_step()
-        limit = max_action_tokens(self.loop.session.config)
-        return credits + sampler.again(self.replay.draw(step, sampler.algorithm, limit, len(groups)))
+        drawn = self.replay.draw(step, sampler.algorithm, sampler.overlong_limit, len(groups))
+        return credits + sampler.again(drawn)
 
     async def _publish(self, step: int) -> tuple[SyncProof, ...]:
         """Send the weights, or leave them on their way; gives the proof where they have arrived."""

@@ -44,7 +44,7 @@ ENGINE_PARITY_NATS = 1e-3
 def refine(
     credits: Sequence[Credit],
     learner: Learner,
-    max_action_tokens: int,
+    max_length: int,
     judge: Judge | None = None,
     *,
     check: bool = False,
@@ -69,7 +69,7 @@ def refine(
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
     whitened = algorithm.advantage in WHITENED_ADVANTAGES
     if judge is not None or penalised or whitened or entropies is not None:
-        found = _estimated(found, learner, judge, max_action_tokens, Estimates(entropies=entropies))
+        found = _estimated(found, learner, judge, max_length, Estimates(entropies=entropies))
     return found
 
 
@@ -115,7 +115,7 @@ def _row(credit: Credit) -> Row:
 
 
 def _estimated(
-    credits: list[Credit], learner: Learner, judge: Judge | None, max_action_tokens: int, known: Estimates
+    credits: list[Credit], learner: Learner, judge: Judge | None, max_length: int, known: Estimates
 ) -> list[Credit]:
     """The credits with `known` and whatever else the algorithm asks of the models."""
     compared = [credit for credit in credits if credit.advantages is not None]
@@ -133,7 +133,7 @@ def _estimated(
         estimates = replace(estimates, kl=at_actions(learner.penalties(rows, old), rows))
     if compared_to_engine:
         estimates = replace(estimates, old_logprobs=at_actions(old, rows))
-    return with_estimates(credits, algorithm, max_action_tokens, estimates)
+    return with_estimates(credits, algorithm, max_length, estimates)
 
 
 def _rejected(credits: list[Credit], learner: Learner) -> list[Credit]:

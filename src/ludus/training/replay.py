@@ -88,7 +88,7 @@ class ReplayBuffer:
         self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
         self._drop_beyond()
 
-    def draw(self, step: int, algorithm: Algorithm, max_action_tokens: int, first_group: int) -> list[Credit]:
+    def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[Credit]:
         """The credits of the groups that `step` trains again, numbered from `first_group`, each group by
         itself: `Sampler.again` makes a batch of them."""
         fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
@@ -100,7 +100,7 @@ class ReplayBuffer:
         self._kept = fit
         self._drop_used()
         groups = [kept.episodes for kept in chosen]
-        credits = assign_credit(groups, algorithm, max_action_tokens, first_group)
+        credits = assign_credit(groups, algorithm, max_length, first_group)
         return [replace(credit, replayed=True) for credit in credits]
 
     def metrics(self, credits: Sequence[Credit]) -> dict[str, float]:

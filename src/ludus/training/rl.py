@@ -39,6 +39,7 @@ from ludus.training.judges import part_name
 from ludus.training.learning import Learning, Work, here
 from ludus.training.run import RunFolder, resume_command
 from ludus.training.sampling import EpisodeReporter, Sampler, SamplerState
+from ludus.training.selection import EmptyBatchGuard
 from ludus.training.session import Session
 from ludus.training.skipping import greso_metrics
 from ludus.training.staleness import EssGuard
@@ -88,6 +89,7 @@ class RlLoop:
     sampled: SamplerState = field(init=False)
     """Of the sampler, as it was when the step at hand had been sampled."""
     guard: EssGuard = field(init=False)
+    empty: EmptyBatchGuard = field(init=False)
     hinted: bool = field(default=False, init=False)
     """Whether it has been said that rewards are slow: once is enough."""
 
@@ -95,6 +97,8 @@ class RlLoop:
         self.sampled = self.sampler.state
         self.guard = EssGuard(self.session.config.staleness)
         self.guard.recall(self.history)
+        self.empty = EmptyBatchGuard(self.sampler.algorithm)
+        self.empty.recall(self.history)
 
     @property
     def engine(self) -> Engine:
@@ -201,10 +205,13 @@ class RlLoop:
         warning = self.guard.warning(metrics)
         if warning:
             self.alarm(step, warning)
+        empty = self.empty.verdict(metrics)
         reason = self.learning.control_kl(metrics)
         if reason:
             lower = "a larger algorithm.kl_coef, a lower training.learning_rate"
             return Verdict(reason, f"{lower} or another kl_control.guard_factor")
+        if empty:
+            return Verdict(empty, "tasks of which some attempts succeed, or a larger algorithm.group_size")
         if self.guard.verdict:
             streams = self.session.config.training.mode == "async"
             bound = "a lower staleness.max_staleness or " if streams else "a lower "

@@ -143,6 +143,11 @@ class Sampler:
         """Episodes of one task, the greedy one included."""
         return self.algorithm.group_size + (self.algorithm.advantage in GREEDY_ADVANTAGES)
 
+    @property
+    def overlong_limit(self) -> int:
+        """As `overlong_limit` of this run."""
+        return overlong_limit(self.session.config, self.algorithm)
+
     def jobs(self, step: int, task: Task, spare: int = 0) -> list[Job]:
         """The episodes of a group that `step` asks for, with some to spare; a greedy one is the last."""
         members = self.algorithm.group_size + spare
@@ -170,8 +175,7 @@ class Sampler:
             groups = await self.experts.join(groups)
         if self.combiner is not None:
             groups = self.combiner.combine(step, await self._with_added(groups, self.combiner))
-        limit = max_action_tokens(self.session.config)
-        return assign_credit(groups, self.algorithm, limit, first_group)
+        return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
 
     async def _with_added(
         self, groups: Sequence[Sequence[Episode]], combiner: Combiner
@@ -222,17 +226,18 @@ class Sampler:
     def as_batch(self, credits: list[Credit]) -> list[Credit]:
         """What is decided and remembered over all groups of a step at once."""
         if self.algorithm.greso:
-            self.memory = after_visits(self.memory, credits, self.session.world.rewards[0].name)
+            success = self.session.world.rewards[0].name
+            self.memory = after_visits(self.memory, credits, success, self.algorithm)
         if self.algorithm.advantage == "rae":
             credits, averages = with_role_baselines(credits, self.session.world.name, self.memory.averages)
             self.memory = replace(self.memory, averages=averages)
-        return as_one_batch(credits, self.algorithm, max_action_tokens(self.session.config))
+        return as_one_batch(credits, self.algorithm, self.overlong_limit)
 
     def again(self, credits: list[Credit]) -> list[Credit]:
         """Those of groups that train once more, as a batch of their own; nothing of them is remembered."""
         if credits and self.algorithm.advantage == "rae":
             credits, _ = with_role_baselines(credits, self.session.world.name, self.memory.averages)
-        return as_one_batch(credits, self.algorithm, max_action_tokens(self.session.config))
+        return as_one_batch(credits, self.algorithm, self.overlong_limit)
 
     async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
         """Play an evaluation with the engine's present weights."""
@@ -243,9 +248,13 @@ class Sampler:
         return await evaluate(scheduler, session.world.tasks(plan.split), plan, self.reporter.episode)
 
 
-def max_action_tokens(config: Config) -> int:
-    """The most action tokens that an episode may have."""
+def overlong_limit(config: Config, algorithm: Algorithm) -> int:
+    """The longest episode for the soft overlong punishment, in tokens of `algorithm.overlong_measure`."""
     rollout = config.rollout
+    if algorithm.overlong_length is not None:
+        return algorithm.overlong_length
+    if algorithm.overlong_measure == "sequence":
+        return rollout.max_tokens
     return min(rollout.max_tokens, rollout.max_turns * rollout.max_new_tokens)
 
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 
-from ludus.algorithms.filters import zero_variance
+from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.greso import GresoSettings, Visit
 from ludus.tasks.order import Order
-from ludus.training.credit import Credit, compared_rewards
+from ludus.training.credit import Credit, varied_groups
 from ludus.training.memory import Memory
 from ludus.types import Task
 
@@ -60,16 +60,16 @@ def choose(order: Order, num: int, memory: Memory, taken: Collection[str], draw:
     return Chosen(tuple(found), len(skipped), replace(memory, position=position))
 
 
-def after_visits(memory: Memory, credits: Sequence[Credit], success: str) -> Memory:
+def after_visits(memory: Memory, credits: Sequence[Credit], success: str, algorithm: Algorithm) -> Memory:
     """The memory after the groups of a step. `success` is the reward part that says what was solved.
 
-    A group of equal rewards is easy where all solved the task. Partial groups say nothing.
+    A group whose members the advantage cannot tell apart is easy where all solved the task. Partial groups
+    say nothing.
     """
     compared = [credit for credit in credits if credit.advantages is not None]
     if not compared:
         return memory
-    rewards, groups = compared_rewards(compared)
-    varied = dict(zip(groups, zero_variance(rewards=rewards, group=groups).tolist(), strict=True))
+    varied = varied_groups(compared, algorithm)
     visits: dict[str, Visit] = {}
     for credit in compared:
         task = credit.episode.task.id

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.stream import StreamedGroup
 from ludus.tasks.order import Order
-from ludus.training.branches import leaf_rewards
+from ludus.training.credit import varies
 from ludus.training.sampling import Sampler
 from ludus.types import Task
 
@@ -78,11 +78,12 @@ class TaskStream:
         return False
 
     def _varies(self, group: Sequence[Episode]) -> bool:
-        """Whether rewards differ, those of leaves too, or may once they are combined."""
-        members, combiner = [one.trajectory for one in group if not one.greedy], self.sampler.combiner
-        if len({reward for one in members for reward in leaf_rewards(one)}) > 1:
+        """Whether the advantage can tell the members apart, or may once their rewards are combined."""
+        sampler = self.sampler
+        if varies(group, sampler.algorithm):
             return True
-        return combiner is not None and combiner.tells_apart(members)
+        members = [one.trajectory for one in group if not one.greedy]
+        return sampler.combiner is not None and sampler.combiner.tells_apart(members)
 
     def begin_step(self) -> None:
         """A batch has been taken: the next one has all its rounds."""
