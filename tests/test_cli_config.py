@@ -1,11 +1,15 @@
 """`ludus recipes` and `ludus config`."""
 
 import tomllib
+from pathlib import Path
 
 from ludus.algorithms.resolve import resolve
+from ludus.cli.console import use_command
 from ludus.config import config_from_toml, describe, list_settings, load_config
+from ludus.config.schema import RunConfig
 from ludus.diagnostics.trackers import TRACKERS
 from ludus.recipes import list_recipes
+from ludus.training.run import new_run
 from tiny_run import ludus, refused
 
 
@@ -22,6 +26,29 @@ def test_the_printed_configuration_is_the_one_that_would_run():
     wanted = load_config("search", ["--algorithm.preset", "dapo", "--training.learning_rate", "1e-5"])
     assert config_from_toml(said.out) == wanted
     assert wanted.training.learning_rate == 1e-5
+
+
+def test_a_given_model_is_not_made_from_scratch():
+    assert load_config("guess").model.from_scratch
+    said = ludus("config", "guess", "--model", "some/model")
+    model = config_from_toml(said.out).model
+    assert (model.path, model.from_scratch) == ("some/model", False)
+    for command in ("train", "sft", "eval"):
+        assert "There is no folder './nowhere'" in refused(command, "guess", "--model", "./nowhere")
+
+
+def test_what_uses_a_fine_tuned_model_keeps_the_limits_that_it_was_tuned_with(tmp_path):
+    words = ["--rollout.max_tokens", "700", "--env.settings.k", "3", "--sft.steps", "7"]
+    config = load_config("search", words)
+    folder = new_run(
+        config.model_copy(update={"run": RunConfig(folder=str(tmp_path / "run"))}),
+        "search-sft",
+        "sft",
+        "search",
+    )
+    command = use_command(folder, config, Path("made"))
+    assert command == "ludus train search --model made --env.settings.k 3 --rollout.max_tokens 700"
+    assert load_config("search", command.split()[5:]).rollout == config.rollout
 
 
 def test_the_resolved_algorithm_stands_in_comments():

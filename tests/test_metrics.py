@@ -1,10 +1,20 @@
 """The metrics of a step against numbers worked out by hand, and the alarms on either side of their bounds."""
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP, MEAN_AGE, AlarmLimits, alarms, rollout_metrics
+from ludus.diagnostics.metrics import (
+    ENTROPY,
+    LOGPROB_GAP,
+    LOW_ENTROPY_GROUPS,
+    MEAN_AGE,
+    SAMPLED_ENTROPY,
+    AlarmLimits,
+    alarms,
+    rollout_metrics,
+)
 from ludus.types import (
     Failure,
     Group,
@@ -91,6 +101,8 @@ def test_the_metrics_of_two_groups_by_hand():
         "length/action_tokens/max": 10,
         "length/total_tokens/mean": 39 / 4,
         "turns/mean": (2 + 1 + 3 + 1) / 4,
+        SAMPLED_ENTROPY: 1.0,
+        LOW_ENTROPY_GROUPS: 0,
         "tools/calls_per_episode": 4 / 4,
         "tools/error_rate": 2 / 4,
         "tools/truncated_rate": 1 / 4,
@@ -298,3 +310,43 @@ def test_a_step_without_training_neither_makes_nor_hides_a_collapse():
 def test_absent_metrics_raise_no_alarm():
     assert alarms([{}] * 9) == []
     assert alarms([{"loss": 0.0}] * 9) == []
+
+
+def sampled(logprobs, reward=1.0):
+    """An attempt whose one action has these log-probabilities."""
+    num = len(logprobs)
+    action = Segment("action", (1,) * num, 0, logprobs=tuple(logprobs), versions=(0,) * num)
+    return replace(attempt(reward), segments=(Segment("prompt", (1,)), action))
+
+
+def test_entropy_is_that_of_all_groups_also_of_those_that_are_dropped():
+    certain, torn = sampled([-0.001, -0.002]), sampled([-1.0, -0.5, -0.3], reward=0.0)
+    metrics = rollout_metrics([group(certain, certain), group(certain, torn), group(certain)])
+    assert metrics[SAMPLED_ENTROPY] == pytest.approx((4 * 0.003 + 1.8) / 11, abs=1e-12)
+    assert metrics[LOW_ENTROPY_GROUPS] == pytest.approx(2 / 3)
+    unrecorded = replace(attempt(1.0), segments=(Segment("prompt", (1,)),))
+    assert rollout_metrics([group(unrecorded)])[LOW_ENTROPY_GROUPS] == 0
+
+
+def test_exploration_that_has_ended_in_dropped_groups_is_told_though_trained_tokens_have_entropy():
+    ended = HEALTHY | {ENTROPY: 0.3, LOW_ENTROPY_GROUPS: 0.6, "groups/zero_variance": 0.6}
+    assert alarms([HEALTHY] + [ended] * 4) == []
+    (sentence,) = alarms([HEALTHY] + [ended] * 5)
+    assert "exploration has ended in 60% of the groups" in sentence
+    assert "60% earned equal rewards" in sentence
+    assert alarms([ended | {LOW_ENTROPY_GROUPS: 0.49}] * 9) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"tools/calls_per_episode": 0.0}, "the model calls no tool"),
+        ({"tools/calls_per_episode": 1.0, "stop/max_tokens": 0.2}, "score one right answer by hand"),
+        ({"tools/calls_per_episode": 1.0, "stop/max_tokens": 0.62}, "most episodes are cut off"),
+    ],
+)
+def test_rewards_of_0_advise_a_cold_start(change, words):
+    stuck = HEALTHY | {"reward/mean": 0.0, "reward/std": 0.0} | change
+    sentence = next(s for s in alarms([stuck] * 5) if s.startswith("every reward of the last 5 steps is 0"))
+    assert words in sentence
+    assert "make a cold start first (ludus sft RECIPE --model MODEL)" in sentence

@@ -81,6 +81,11 @@ def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     return config
 
 
+def model_settings(model: str | None) -> list[str]:
+    """What the option --model means as settings: a given model is not made from scratch."""
+    return ["--model.path", model, "--model.from_scratch", "false"] if model else []
+
+
 def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:
     """The configuration of a recipe; `shortcuts` come before `overrides`."""
     if not recipe:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import policy_config
+from ludus.cli.arguments import model_settings, policy_config
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.errors import UserError
@@ -93,7 +93,7 @@ def target_config(
         return RunFolder(path), policy_config(RunFolder(path), [*chosen, *overrides])
     if not path.exists() and _is_path(target):
         raise UserError(f"There is no run and no model at {target}.", "Check the path.")
-    model = ["--model.path", target]
+    model = model_settings(target)
     name = world or DEFAULT_WORLD
     if name.endswith(".py"):
         return None, load_config(None, ["--env.name", name, *model, *overrides])

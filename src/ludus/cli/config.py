@@ -20,6 +20,7 @@ from pathlib import Path
 from ludus.algorithms.algorithm import BINARY_ADVANTAGES, Algorithm
 from ludus.algorithms.combinations import check_binary_rewards
 from ludus.algorithms.resolve import algorithm_of
+from ludus.cli.arguments import model_settings
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import Setting, is_section, list_settings, suggestion
@@ -32,6 +33,7 @@ from ludus.rewards.named import added_parts, check_names, parts_that_train
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command's own arguments; settings follow as --section.key value."""
     parser.add_argument("recipe", nargs="?", help="a recipe's name, a .toml file or a run folder")
+    parser.add_argument("--model", metavar="PATH_OR_NAME", help="the model, as `ludus train` takes it")
     parser.add_argument(
         "--keys",
         nargs="?",
@@ -43,10 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print configuration or settings. Raises ConfigError for an algorithm or rewards that cannot be."""
+    config = load_config(source(args.recipe), [*model_settings(args.model), *overrides])
     if args.keys is not None:
-        print("\n".join(key_lines(args.keys, load_config(source(args.recipe), overrides))))
+        print("\n".join(key_lines(args.keys, config)))
         return 0
-    config = load_config(source(args.recipe), overrides)
     algorithm = algorithm_of(config)
     unchecked = check_rewards(config, algorithm)
     print(to_toml(config))

@@ -171,19 +171,18 @@ def sft(session: Session, folder: RunFolder) -> None:
 
 
 def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
-    """What trains a fine-tuned checkpoint: the recipe of its run, and where its world differs from that."""
+    """What trains a fine-tuned checkpoint: the recipe of its run, and where its environment and its limits of
+    rollouts differ from that."""
     recipe = recipe_of(folder) or config.env.name
     try:
         base = load_config(recipe)
     except ConfigError:  # not a recipe, or no longer there
         recipe, base = str(folder.config), config
     words = ["ludus", "train", recipe, "--model", str(checkpoint)]
-    if base.model.from_scratch:
-        words += ["--model.from_scratch", "false"]
     if base.run.folder is not None and recipe == str(folder.config):
         words += ["--run.folder", "none"]
     for change in changes(base, config):
-        if change.key.startswith("env."):
+        if change.key.startswith(("env.", "rollout.")):
             words += [
                 f"--{change.key}",
                 change.new if isinstance(change.new, str) else value_text(change.new),

@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import policy_config, recipe_config
+from ludus.cli.arguments import model_settings, policy_config, recipe_config
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LudusError, UserError
 
@@ -99,8 +99,8 @@ def job_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     if args.run is not None:
         config = policy_config(RunFolder(args.run), overrides)
     else:
-        model = ["--model.path", args.model] if args.model and not args.endpoint else []
-        config = recipe_config(args.recipe, model, overrides)
+        model = None if args.endpoint else args.model
+        config = recipe_config(args.recipe, model_settings(model), overrides)
     if not config.evaluation.splits or not config.evaluation.temperatures:
         raise ConfigError(
             "There is nothing to evaluate: evaluation.splits or evaluation.temperatures is empty.",

@@ -13,7 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import check_run, recipe_config, recipe_stem, run_config
+from ludus.cli.arguments import check_run, model_settings, recipe_config, recipe_stem, run_config
 from ludus.cli.interrupts import WatchedInterrupts
 from ludus.cli.terminal import make_console, say, silence_libraries
 from ludus.config.pipeline import StageKind
@@ -64,9 +64,7 @@ class TrainingStage:
 
     def shortcuts(self, args: argparse.Namespace) -> list[str]:
         """What the command's own options mean, as settings."""
-        words = ["--model.path", args.model] if args.model else []
-        if args.model and not self.scratch_help:
-            words += ["--model.from_scratch", "false"]
+        words = model_settings(args.model)
         words += ["--model.from_scratch", "true"] if args.from_scratch else []
         return words + ([f"--{self.run_setting}", args.run] if args.run else [])
 

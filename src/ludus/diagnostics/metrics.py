@@ -18,6 +18,13 @@ from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 
 ENTROPY: Final = "policy/entropy"
 """The name under which the learner reports the mean entropy of action tokens, in nats."""
+SAMPLED_ENTROPY: Final = "policy/sampled_entropy"
+"""Mean of `-logprob` over the action tokens of all episodes, dropped groups included, in nats: an unbiased
+estimate of the entropy of the distribution that was sampled."""
+LOW_ENTROPY_GROUPS: Final = "groups/low_entropy"
+"""Share of the groups in which that mean is below `MIN_ENTROPY`."""
+MIN_ENTROPY: Final = 0.02
+"""Nats per action token below which a policy has collapsed onto one continuation."""
 MEAN_AGE: Final = "staleness/mean"
 LOGPROB_GAP: Final = "policy/logprob_gap"
 """The name under which the learner reports the mean of `|old - beh|` over action tokens, in nats."""
@@ -30,10 +37,12 @@ _NO_TOOL = (ToolStatus.UNKNOWN_TOOL, ToolStatus.MALFORMED)
 class AlarmLimits:
     """Bounds beyond which `alarms` speaks up."""
 
-    min_entropy: float = 0.02
-    """Nats per action token below which the policy has collapsed onto one continuation."""
+    min_entropy: float = MIN_ENTROPY
+    """Of the trained tokens, in nats per action token."""
+    max_low_entropy_groups: float = 0.5
+    """Share of groups without exploration, whether they train or are dropped."""
     low_entropy_steps: int = 5
-    """Steps in a row below `min_entropy` before it counts as a collapse: one may be due to its tasks."""
+    """Steps in a row beyond these two before it counts as a collapse: one may be due to its tasks."""
     max_logprob_gap: float = 0.05
     """Nats, mean over action tokens, between the learner's log-probabilities and the engine's, in a step on
     policy."""
@@ -71,6 +80,7 @@ def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict
     if success is not None:
         metrics["success/mean"] = _mean([t.rewards.get(success, 0.0) for t in finished])
     metrics |= _length_metrics(finished)
+    metrics |= _entropy_metrics(groups)
     metrics |= _tool_metrics(finished)
     stops = Counter(t.stop_reason for t in everyone)
     metrics |= {f"stop/{reason}": _share(stops[reason], len(everyone)) for reason in StopReason}
@@ -87,7 +97,7 @@ def alarms(history: Sequence[Mapping[str, float]], limits: AlarmLimits = AlarmLi
     now = history[-1]
     found = [_odd_numbers(now), _equal_rewards(now), _stuck_at_zero(history, limits)]
     found += _worlds_at_zero(history, limits)
-    found += [_entropy(history, limits), _logprob_gap(now, limits)]
+    found += [_entropy(history, limits) or _exploration(history, limits), _logprob_gap(now, limits)]
     found += [_tool_errors(now, limits), _tool_error_stops(now, limits), _cut_off(now, limits)]
     return [sentence for sentence in found if sentence]
 
@@ -119,6 +129,18 @@ def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
         "length/total_tokens/mean": _mean([sum(len(s.tokens) for s in t.segments) for t in finished]),
         "turns/mean": _mean([t.num_turns for t in finished]),
     }
+
+
+def _entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
+    """Entropy as sampled, over all tokens and by groups; 0 without recorded log-probabilities."""
+    surprisals = [
+        [-value for t in group.trajectories if _finished(t) for s in t.segments for value in s.logprobs]
+        for group in groups
+    ]
+    sampled = [own for own in surprisals if own]
+    low = sum(_mean(own) < MIN_ENTROPY for own in sampled)
+    everything = [value for own in sampled for value in own]
+    return {SAMPLED_ENTROPY: _mean(everything), LOW_ENTROPY_GROUPS: _share(low, len(sampled))}
 
 
 def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
@@ -229,9 +251,22 @@ def _stuck_at_zero(history: Sequence[Mapping[str, float]], limits: AlarmLimits) 
     stuck = all(m.get("reward/mean") == 0 and m.get("reward/std") == 0 for m in last)
     if len(last) < limits.zero_reward_steps or not stuck:
         return ""
+    return f"every reward of the last {len(last)} steps is 0: {_why_zero(last)}"
+
+
+def _why_zero(last: Sequence[Mapping[str, float]]) -> str:
+    """What keeps a model from earning anything, as far as the steps show it, and what to do."""
+    cold = "make a cold start first (ludus sft RECIPE --model MODEL) and train its checkpoint"
+    if all(m.get("tools/calls_per_episode") == 0 for m in last):
+        return f"the model calls no tool and earns nothing. If the tasks need one, {cold}"
+    if all(_cut_share(m) > 0.5 for m in last):
+        return (
+            "most episodes are cut off by a token limit before they answer. Raise rollout.max_new_tokens or "
+            f"rollout.max_tokens; if the model does not know the format of an answer, {cold}"
+        )
     return (
-        f"every reward of the last {len(last)} steps is 0: the model never earns anything, or the reward "
-        "never fires; read some rollouts and score one right answer by hand"
+        "the model never earns anything, or the reward never fires; read some rollouts and score one right "
+        f"answer by hand. If the model does not know the task, {cold}"
     )
 
 
@@ -260,6 +295,22 @@ def _entropy(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str
         f"the entropy of the policy is {last[-1][ENTROPY]:.4g} nats per token, and was below "
         f"{limits.min_entropy:g} in each of the last {len(last)} steps: it has collapsed onto one "
         "continuation, and groups will stop differing"
+    )
+
+
+def _exploration(history: Sequence[Mapping[str, float]], limits: AlarmLimits) -> str:
+    """Most groups without exploration, which the entropy of the trained tokens does not show: groups of equal
+    rewards are dropped, and those that train are the ones that still differ."""
+    last = history[-limits.low_entropy_steps :]
+    low = all(m.get(LOW_ENTROPY_GROUPS, 0.0) >= limits.max_low_entropy_groups for m in last)
+    if len(last) < limits.low_entropy_steps or not low:
+        return ""
+    now = last[-1]
+    equal = now.get("groups/zero_variance", 0.0)
+    return (
+        f"exploration has ended in {now[LOW_ENTROPY_GROUPS]:.0%} of the groups (below {MIN_ENTROPY:g} nats "
+        f"per token as sampled; {equal:.0%} earned equal rewards), in each of the last {len(last)} steps: "
+        "lower training.learning_rate, raise algorithm.entropy_coef, or take harder tasks"
     )
 
 
@@ -292,8 +343,12 @@ def _tool_error_stops(now: Mapping[str, float], limits: AlarmLimits) -> str:
     return f"{share:.0%} of the episodes end in a streak of tool errors: the model does not know how to call"
 
 
+def _cut_share(now: Mapping[str, float]) -> float:
+    return sum(now.get(f"stop/{r}", 0.0) for r in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
+
+
 def _cut_off(now: Mapping[str, float], limits: AlarmLimits) -> str:
-    share = sum(now.get(f"stop/{r}", 0.0) for r in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
+    share = _cut_share(now)
     if not share > limits.max_cut_off:
         return ""
     return (
