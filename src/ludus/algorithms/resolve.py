@@ -86,8 +86,9 @@ def algorithm_of(config: Config) -> Algorithm:
     """The algorithm of a run: off policy it corrects by truncated importance sampling, unless told otherwise.
 
     What a server samples that repeats nothing (`rollout.reproducible` is off) counts as off policy too: its
-    numbers are not the learner's. A correction, a loss or an advantage that reads the behaviour policy by
-    itself stays as it is; a loss with one term per trajectory gets one weight per trajectory.
+    numbers are not the learner's. So do partial rollouts, whose tokens are of several versions. A correction,
+    a loss or an advantage that reads the behaviour policy by itself stays as it is; a loss with one term per
+    trajectory gets one weight per trajectory.
     """
     algorithm = resolve(config.algorithm)
     if algorithm.kl_coef == 0 and config.kl_control.kind != "constant":
@@ -95,7 +96,7 @@ def algorithm_of(config: Config) -> Algorithm:
         resolve(config.algorithm.model_copy(update={"kl_coef": 1.0}))
     given = config.algorithm.correction is not None
     own = config.engine.url is None or config.rollout.reproducible
-    alike = own or config.training.learner.old_logprobs == "engine"
+    alike = (own or config.training.learner.old_logprobs == "engine") and not config.rollout.partial.is_set
     if (
         (config.training.mode == "sync" and alike)
         or given

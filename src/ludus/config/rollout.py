@@ -35,6 +35,26 @@ class EnvConfig(Section):
         return self
 
 
+class PartialConfig(Section):
+    """The budget of a step, after which unfinished episodes wait and go on in the next step.
+
+    For training.mode sync and one_step. A group trains when all of its episodes have ended, at the latest
+    when its oldest token is staleness.max_staleness versions old: then its episodes do not wait any more.
+    """
+
+    tokens: int = Field(0, ge=0)
+    """Tokens sampled in one step; 0 is no budget. Shared equally among the unfinished episodes, again and
+    again, so that it repeats bit for bit."""
+    seconds: float = Field(0.0, ge=0)
+    """Seconds of sampling in one step; 0 is no budget. If it fires, the run is flagged as not
+    reproducible."""
+
+    @property
+    def is_set(self) -> bool:
+        """Whether there is a budget."""
+        return self.tokens > 0 or self.seconds > 0
+
+
 class RolloutConfig(Section):
     """How episodes are sampled, and their limits."""
 
@@ -81,6 +101,7 @@ class RolloutConfig(Section):
     """The same settings give the same tokens again, bit for bit. Where an engine rounds otherwise in other
     company (docs/reproducibility.md), turns go in lock-step for it, and a slow tool holds all episodes up.
     An asynchronous run keeps no order."""
+    partial: PartialConfig = PartialConfig()
 
 
 class EngineConfig(Section):

@@ -28,7 +28,8 @@ class Request:
     `token_ids` is the whole history; the engine finds by itself what it has already computed. `episode`
     names the episode, so that its cache can be kept and later released. What is not done after `timeout_s`
     ends with what it has, `finish_reason` "abort". `adapter` names loaded adapters; None is what the engine
-    uses by default, and `BASE` the model without any.
+    uses by default, and `BASE` the model without any. The last `begun` tokens are the beginning of the
+    action, from an earlier request: `params.max_new_tokens` counts those that follow.
     """
 
     episode: str
@@ -36,6 +37,7 @@ class Request:
     params: SamplingParams
     timeout_s: float | None = None
     adapter: str | None = None
+    begun: int = 0
 
 
 def copies(request: Request, n: int) -> list[Request]:
@@ -184,6 +186,17 @@ class Rests(Protocol):
 
     def rest(self, times: float) -> None:
         """Wait after each pass for `times` as long as it took: fewer passes, with more requests in each."""
+        ...
+
+
+@runtime_checkable
+class ContinuesActions(Protocol):
+    """An engine that honours `Request.begun`: randomness, stop strings and guide go on as if the action had
+    never been interrupted."""
+
+    @property
+    def continues_actions(self) -> bool:
+        """Whether it does."""
         ...
 
 

@@ -85,6 +85,16 @@ class Sequence:
         return len(self.request.token_ids)
 
     @property
+    def _action(self) -> int:
+        """Where the action begins, an earlier request's part of it included."""
+        return self.num_prompt - self.request.begun
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the action so far: the count of its random numbers."""
+        return self.request.begun + len(self.logprobs)
+
+    @property
     def num_pages(self) -> int:
         """Pages of the longest that this can become; the last sampled token is never computed."""
         longest = len(self.tokens) if self.scores is not None else self.num_prompt + self.limit - 1
@@ -112,7 +122,7 @@ class Sequence:
             or self._guided_to_the_end(token)
             or (
                 self.stops is not None
-                and self.stops.completed(self.tokens[max(self.num_prompt, len(self.tokens) - _STOP_TAIL) :])
+                and self.stops.completed(self.tokens[max(self._action, len(self.tokens) - _STOP_TAIL) :])
             )
         ):
             self.finish = "stop"
@@ -357,7 +367,7 @@ class EngineCore:
         begin = time.perf_counter()
         if rows:
             slots = np.array([sequence.slot for sequence in rows])
-            steps = np.array([len(sequence.logprobs) for sequence in rows], dtype=np.uint64)
+            steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
             draw = sample(logits[: len(rows)], self._params.rules(slots), steps, self._allowed(rows))
             if not torch.isfinite(draw.logprobs).all():
                 raise EngineError("The model's logits are not finite.", "Its weights have diverged.")

@@ -133,6 +133,11 @@ class LocalEngine:
         """Whether a request's bits do not depend on what else is in the batch."""
         return self._invariant
 
+    @property
+    def continues_actions(self) -> bool:
+        """An action may be sampled by several requests (`Request.begun`)."""
+        return True
+
     async def generate(self, request: Request) -> Completion:
         """Sample one action, in passes shared with whatever else there is."""
         (completion,) = await self.generate_batch([request])
@@ -306,6 +311,8 @@ class LocalEngine:
         if request.params.guide is not None and self._tokenizer is not None:
             self._guides = self._guides or GuideCompiler(self._tokenizer)
             sequence.guide = self._guides.start(request.params.guide, request.params.stop_token_ids)
+            for token in request.token_ids[len(request.token_ids) - request.begun :]:
+                sequence.guide.advance(token)
         self._open.add(future)
         return sequence, future
 

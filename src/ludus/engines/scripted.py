@@ -78,6 +78,11 @@ class ScriptedEngine:
         """False, so that a script sees the rounds of the lock-step."""
         return False
 
+    @property
+    def continues_actions(self) -> bool:
+        """A text goes on where an earlier request cut it off."""
+        return True
+
     async def generate(self, request: Request) -> Completion:
         """The next line of the request's episode."""
         call = len(self.requests)
@@ -93,9 +98,9 @@ class ScriptedEngine:
             await asyncio.Event().wait()
         if call in self._faults.fail_at:
             raise EngineError(f"Scripted failure of call {call}.")
-        turn = self._turns[request.episode]
+        turn = self._turns[request.episode] - bool(request.begun)
         line = self._line(request, turn)
-        self._turns[request.episode] += 1
+        self._turns[request.episode] = turn + 1
         return line if isinstance(line, Completion) else self._completion(line, request, room)
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
@@ -139,7 +144,8 @@ class ScriptedEngine:
         return lines[turn]
 
     def _completion(self, text: str, request: Request, room: int) -> Completion:
-        tokens = (*self._tokenizer.encode(text, add_special_tokens=False), self._end_token)
+        whole = (*self._tokenizer.encode(text, add_special_tokens=False), self._end_token)
+        tokens = whole[request.begun :]
         kept = tokens[: min(request.params.max_new_tokens, room)]
         return Completion(
             tokens=kept,

@@ -7,15 +7,19 @@ renderer made, and never turns its own text back into ids.
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 from ludus.chat.render import Renderer
-from ludus.engines.base import Engine, Request, seed_for
+from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
 from ludus.errors import EngineError, WorldError
 from ludus.tools.base import Tool
 from ludus.types import Action, Completion, Message, SamplingParams, Segment, StopReason
+
+NOTHING = Completion((), (), (), "abort")
+"""The part of an action that has not begun."""
 
 
 class Conversation(Protocol):
@@ -43,15 +47,53 @@ class Conversation(Protocol):
         ...
 
 
+@dataclass(frozen=True, slots=True)
+class Grant:
+    """What an episode may sample now: so many tokens, until a time of `time.monotonic`; None is no bound."""
+
+    tokens: int | None = None
+    until: float | None = None
+
+    @property
+    def left_s(self) -> float | None:
+        """Seconds until then, at least 0."""
+        return None if self.until is None else max(0.0, self.until - time.monotonic())
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the time has come."""
+        return self.left_s == 0.0
+
+
+class Allowance(Protocol):
+    """How much of a step's budget an episode may use."""
+
+    async def granted(self) -> Grant:
+        """What the episode may sample, once that is something: until then it waits."""
+        ...
+
+    def spend(self, tokens: int) -> None:
+        """So many tokens have been sampled."""
+        ...
+
+
+class CannotRestore(WorldError):
+    """The world does not answer recorded actions as it did when they were recorded."""
+
+    part = "cannot_restore"
+
+
 @dataclass
 class EngineConversation:
     """A dialogue with an engine, token by token.
 
     `max_tokens` bounds the whole trajectory; the engine's context bounds it as well. `seed` and the turn
     fix the randomness of each action. The actions of `told`, segments of an earlier episode of the same task,
-    stand for the first turns; WorldError where the world does not answer them as it did then. `act` raises
-    `EngineError` where the engine fails, gives up half-way, or gives tokens without a finite log-probability
-    and a version for each.
+    stand for the first turns, one without a `finish_reason` for the beginning of a turn; CannotRestore where
+    the world does not answer them as it did then. With an `allowance` an action may be sampled in several
+    parts, each under the weights of its time; where the engine cannot go on with an action and stop strings
+    or a guide need that, the episode waits between actions only. `act` raises `EngineError` where the engine
+    fails, gives up half-way, or gives tokens without a finite log-probability and a version for each.
     """
 
     engine: Engine
@@ -62,6 +104,8 @@ class EngineConversation:
     seed: int
     guided: bool = False
     told: tuple[Segment, ...] = ()
+    allowance: Allowance | None = None
+    _part: Completion = field(init=False, default=NOTHING)
     _segments: list[Segment] = field(init=False, default_factory=list)
     _tokens: list[int] = field(init=False, default_factory=list)
     _turn: int = field(init=False, default=0)
@@ -70,6 +114,15 @@ class EngineConversation:
     def segments(self) -> tuple[Segment, ...]:
         """Prompt, actions and observations so far."""
         return tuple(self._segments)
+
+    @property
+    def so_far(self) -> tuple[Segment, ...]:
+        """The segments, and the beginning of an action that is not complete: what `told` takes."""
+        part = self._part
+        if not part.tokens:
+            return self.segments
+        begun = Segment("action", part.tokens, self._turn, logprobs=part.logprobs, versions=part.versions)
+        return (*self.segments, begun)
 
     @property
     def _budget(self) -> int:
@@ -99,7 +152,7 @@ class EngineConversation:
         )
         completion = self._told_action()
         if completion is None:
-            completion = await self.engine.generate(Request(self.episode, tuple(self._tokens), params))
+            completion = await self._sample(params)
         _check(completion, self.episode)
         turn, self._turn = self._turn, self._turn + 1
         self._append(
@@ -128,24 +181,79 @@ class EngineConversation:
         """Let the engine forget the episode."""
         self.engine.release(self.episode)
 
+    async def _sample(self, params: SamplingParams) -> Completion:
+        """Sample an action, or the rest of one, in as many parts as the allowance makes of it."""
+        parts = self._in_parts(params)
+        while True:
+            grant = Grant() if self.allowance is None else await self.allowance.granted()
+            begun, left = len(self._part.tokens), params.max_new_tokens - len(self._part.tokens)
+            most = left if not parts or grant.tokens is None else min(left, grant.tokens)
+            request = Request(
+                self.episode,
+                (*self._tokens, *self._part.tokens),
+                replace(params, max_new_tokens=most, seed=self._seed(params, begun)),
+                timeout_s=grant.left_s if parts else None,
+                begun=begun,
+            )
+            more = await self.engine.generate(request)
+            if self.allowance is not None:
+                self.allowance.spend(len(more.tokens))
+            if more.finish_reason == "abort" and not (parts and grant.is_over):
+                _check(more, self.episode)
+            self._part = part = _joined(self._part, more)
+            ended = more.finish_reason == "length" and (most == left or len(more.tokens) < most)
+            if more.finish_reason == "stop" or ended:
+                self._part = NOTHING
+                return part
+
+    def _in_parts(self, params: SamplingParams) -> bool:
+        """Whether an action may be interrupted."""
+        if isinstance(self.engine, ContinuesActions) and self.engine.continues_actions:
+            return True
+        return not params.stop and params.guide is None
+
+    def _seed(self, params: SamplingParams, begun: int) -> int:
+        """An engine that starts a part as an action of its own must not draw the same numbers again."""
+        goes_on = isinstance(self.engine, ContinuesActions) and self.engine.continues_actions
+        return params.seed if goes_on or not begun else seed_for(params.seed, begun)
+
     def _told_action(self) -> Completion | None:
-        """The action that was recorded for this turn, where there is one."""
+        """The action that was recorded for this turn, where there is a whole one; of another its beginning
+        is taken up. Raises CannotRestore."""
         places = [place for place, segment in enumerate(self.told) if segment.kind == "action"]
-        if self._turn >= len(places):
+        if self._turn > len(places) or not places:
             return None
-        place = places[self._turn]
-        if [token for segment in self.told[:place] for token in segment.tokens] != self._tokens:
-            raise WorldError(
+        place = places[self._turn] if self._turn < len(places) else len(self.told)
+        history = [token for segment in self.told[:place] for token in segment.tokens]
+        whole = place < len(self.told) or self.told[-1].kind != "action"
+        if history != (self._tokens if whole else self._tokens[: len(history)]):
+            raise CannotRestore(
                 f"The world does not repeat: turn {self._turn} of episode {self.episode} has another history "
                 "than it had when it was recorded.",
                 "Only a world that answers equal actions equally can be entered at a later turn.",
             )
+        if place == len(self.told):
+            return None
         action = self.told[place]
-        return Completion(action.tokens, action.logprobs, action.versions, action.finish_reason or "stop")
+        made = Completion(action.tokens, action.logprobs, action.versions, action.finish_reason or "stop")
+        if self.allowance is None or action.finish_reason is not None:
+            return made
+        self._part = made
+        return None
 
     def _append(self, segment: Segment) -> None:
         self._segments.append(segment)
         self._tokens.extend(segment.tokens)
+
+
+def _joined(part: Completion, more: Completion) -> Completion:
+    """Two parts of an action as one."""
+    return Completion(
+        part.tokens + more.tokens,
+        part.logprobs + more.logprobs,
+        part.versions + more.versions,
+        more.finish_reason,
+    )
 
 
 def _check(completion: Completion, episode: str) -> None:

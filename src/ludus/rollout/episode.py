@@ -25,7 +25,7 @@ from ludus.envs.toolbox import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
 from ludus.rollout.conversation import Conversation
-from ludus.sandbox.waiting import Clock, under
+from ludus.sandbox.waiting import Clock, episode_clock, under
 from ludus.types import (
     Action,
     Message,
@@ -63,6 +63,7 @@ class _Record:
     error_streak: int = 0
     model_s: float = 0.0
     tools_s: float = 0.0
+    waited_s: float = 0.0
 
 
 def is_being_cancelled() -> bool:
@@ -115,7 +116,9 @@ async def play_episode(
         turn_rewards=_turn_rewards(record.turn_rewards),
         tags=dict(task.tags),
         anchors=tuple(record.anchors[: sum(s.kind == "action" for s in segments)]),
-        timings=Timings(time.perf_counter() - begin, record.model_s, record.tools_s),
+        timings=Timings(
+            time.perf_counter() - begin - record.waited_s, record.model_s - record.waited_s, record.tools_s
+        ),
     )
 
 
@@ -128,7 +131,13 @@ async def _play_in_time(
 ) -> StopReason:
     try:
         async with asyncio.timeout(limits.timeout_s) as deadline:
-            return await _play(task, environment, conversation, limits, record)
+            limit_s = math.inf if limits.timeout_s is None else limits.timeout_s
+            clock = Clock(limit_s, lambda left_s: _move(deadline, left_s))
+            try:
+                with episode_clock(clock):
+                    return await _play(task, environment, conversation, limits, record)
+            finally:
+                record.waited_s = clock.stood_s
     except TimeoutError:
         if not deadline.expired():
             raise
@@ -246,7 +255,7 @@ async def _world(what: str, call: Callable[[], Awaitable[T]], expected: type[T],
 def _move(deadline: asyncio.Timeout, left_s: float | None) -> None:
     """Have a deadline come in so many seconds, or not at all; one that has come stays."""
     if not deadline.expired():
-        when = None if left_s is None else asyncio.get_running_loop().time() + left_s
+        when = None if left_s is None or left_s == math.inf else asyncio.get_running_loop().time() + left_s
         deadline.reschedule(when)
 
 

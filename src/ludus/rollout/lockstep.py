@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from ludus.engines.base import Engine, EngineStats, Measured, Request
+from ludus.engines.base import ContinuesActions, Engine, EngineStats, Measured, Request
 from ludus.errors import EngineError
 from ludus.types import Completion
 
@@ -47,6 +47,11 @@ class LockstepEngine:
     def batch_invariant(self) -> bool:
         """The inner engine's."""
         return self.inner.batch_invariant
+
+    @property
+    def continues_actions(self) -> bool:
+        """The inner engine's."""
+        return isinstance(self.inner, ContinuesActions) and self.inner.continues_actions
 
     async def measure(self) -> None:
         """Fetch the inner engine's counts."""

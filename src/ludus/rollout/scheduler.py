@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from ludus.envs.base import HoldsSessions, World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
-from ludus.rollout.conversation import Conversation
+from ludus.rollout.conversation import CannotRestore, Conversation
 from ludus.rollout.episode import (
     EpisodeLimits,
     fresh_environment,
@@ -184,6 +184,7 @@ class Scheduler:
                 raise
             except (WorldError, EngineError) as error:
                 self._note_failure(job.key, error)
+                last += isinstance(error, CannotRestore)  # to begin again is no retry
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
                 if job.key.attempt >= last:

@@ -19,17 +19,27 @@ from typing import Protocol
 from ludus.errors import LudusError
 from ludus.rollout.admission import Admission
 from ludus.rollout.in_flight import Flow
+from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Episode, Job
+from ludus.types import Segment
 
 REST = 1.0
 """Times the length of a pass that the engine waits after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An episode that has begun and waits: the key of its attempt, and its segments so far."""
+
+    key: RolloutKey
+    segments: tuple[Segment, ...]
 
 
 @dataclass
 class StreamedGroup:
     """A group on its way: its jobs in order, and the episodes of those that have ended, by their place.
 
-    Once it has ended without counting, `counts` is False.
+    Once it has ended without counting, `counts` is False. `begun` are members that wait for the next step.
     """
 
     number: int
@@ -37,6 +47,7 @@ class StreamedGroup:
     version: int
     done: dict[int, Episode] = field(default_factory=dict)
     counts: bool = True
+    begun: dict[int, Begun] = field(default_factory=dict)
 
     @property
     def episodes(self) -> list[Episode]:

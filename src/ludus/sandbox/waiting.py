@@ -23,6 +23,8 @@ class Clock:
     _begun: float = field(init=False)
     _num_waiting: int = field(default=0, init=False)
     _stood_since: float = field(default=0.0, init=False)
+    stood_s: float = field(default=0.0, init=False)
+    """Seconds for which it stood still and went on again."""
 
     def __post_init__(self) -> None:
         self._begun = asyncio.get_running_loop().time()
@@ -44,12 +46,41 @@ class Clock:
         """Go on."""
         self._num_waiting -= 1
         if not self._num_waiting:
-            self._begun += asyncio.get_running_loop().time() - self._stood_since
+            stood_s = asyncio.get_running_loop().time() - self._stood_since
+            self._begun += stood_s
+            self.stood_s += stood_s
             self._tell(self.left_s)
 
     def _tell(self, left_s: float | None) -> None:
         if self.on_change is not None:
             self.on_change(left_s)
+
+
+_episode: ContextVar[Clock | None] = ContextVar("ludus-episode-clock", default=None)
+
+
+@contextmanager
+def episode_clock(clock: Clock) -> Iterator[None]:
+    """Within the block, this is the clock of the episode: it stands still in `episode_waits`."""
+    token = _episode.set(clock)
+    try:
+        yield
+    finally:
+        _episode.reset(token)
+        clock.on_change = None
+
+
+@contextmanager
+def episode_waits() -> Iterator[None]:
+    """Within the block the episode waits for the next step's budget."""
+    clock = _episode.get()
+    if clock is not None:
+        clock.stop()
+    try:
+        yield
+    finally:
+        if clock is not None:
+            clock.go()
 
 
 _clocks: ContextVar[tuple[Clock, ...]] = ContextVar("ludus-clocks", default=())

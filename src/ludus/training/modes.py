@@ -42,18 +42,23 @@ TOO_LATE = "too_late"
 """Why an episode from before a resume was dropped: the settings that it was to train under are others now."""
 
 
-async def run(loop: RlLoop, done: int, before: StreamState) -> None:
-    """Train from step `done` to the last, as `training.mode` says. `before` is of the run that is resumed:
-    what had ended of its stream goes on in one, and is dropped where there is none."""
-    if before.num_ended and loop.session.config.training.mode != "async":
-        loop.sampler.ledger.drop_kept(done + 1, before.num_ended, TOO_LATE)
-    match loop.session.config.training.mode:
-        case "sync":
-            await loop.run(done)
-        case "one_step":
-            await run_one_step(loop, done)
-        case "async":
-            await AsyncRun.of(loop, done, before).run(done, before)
+async def run(loop: RlLoop, done: int, before: StreamState, waiting: StreamState) -> None:
+    """Train from step `done` to the last, as `training.mode` says. `before` and `waiting` are of the run that
+    is resumed: what had ended of its stream, or waits for the next step, goes on where the mode has such a
+    thing, and is dropped where it does not."""
+    mode, ledger = loop.session.config.training.mode, loop.sampler.ledger
+    gone = waiting if mode == "async" else before
+    if gone.num_ended:
+        ledger.drop_kept(done + 1, gone.num_ended, TOO_LATE)
+    if mode == "async":
+        await AsyncRun.of(loop, done, before).run(done, before)
+        return
+    loop.sampler.go_on_with(waiting.groups)
+    try:
+        await (loop.run(done) if mode == "sync" else run_one_step(loop, done))
+    finally:
+        if loop.sampler.partial is not None:
+            await loop.sampler.partial.close()
 
 
 async def run_one_step(loop: RlLoop, done: int) -> None:

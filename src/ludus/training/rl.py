@@ -43,6 +43,7 @@ from ludus.training.selection import EmptyBatchGuard
 from ludus.training.session import Session
 from ludus.training.skipping import greso_metrics
 from ludus.training.staleness import EssGuard
+from ludus.training.stream_state import waiting_texts
 from ludus.training.sync import SyncProof, WeightSync
 from ludus.types import Group
 
@@ -176,7 +177,7 @@ class RlLoop:
         metrics |= found | counts.metrics() | ({} if probe is None else {"sync/probe_gap": probe})
         if sampler.algorithm.greso:
             metrics |= greso_metrics(self.sampled.memory, self.sampled.skipped)
-        return metrics
+        return metrics | dict(self.sampled.partial)
 
     async def end_step(
         self,
@@ -193,7 +194,8 @@ class RlLoop:
         verdict = self._judged(step, metrics)
         if verdict is not None or step % training.checkpoint_every == 0 or step == training.steps:
             state = self.trainer_state(step)
-            await work(lambda: self.save(state, texts()))
+            waiting = waiting_texts(self.sampled.waiting)
+            await work(lambda: self.save(state, waiting | dict(texts())))
         if verdict is not None:
             raise LearnerError(
                 f"{verdict.reason} The run is paused after step {step}.",

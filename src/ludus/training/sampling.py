@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Protocol
@@ -17,12 +17,15 @@ from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, Algorithm
 from ludus.config.rollout import RolloutConfig
 from ludus.config.schema import Config
 from ludus.engines.base import Engine
-from ludus.errors import WorldError
+from ludus.envs.base import HoldsSessions, World
+from ludus.errors import ConfigError, WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.partial import PartialRollouts, StepBudget
 from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, Job, Scheduler
 from ludus.rollout.scoring import RewardFault
 from ludus.rollout.setup import Play
+from ludus.rollout.stream import StreamedGroup
 from ludus.tasks.order import Order
 from ludus.training.combine import Combiner, one_with_added, with_added
 from ludus.training.credit import Credit, assign_credit, is_experts
@@ -62,11 +65,14 @@ class Elsewhere(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SamplerState:
-    """What a sampler remembers: the algorithm's memory, the tasks just skipped, the moments of rewards."""
+    """What a sampler remembers: the algorithm's memory, the tasks just skipped, the moments of rewards; and
+    with `rollout.partial` the groups that wait, with what it reports of them."""
 
     memory: Memory
     skipped: int
     moments: str
+    waiting: tuple[StreamedGroup, ...] = ()
+    partial: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -82,6 +88,8 @@ class Sampler:
     combiner: Combiner | None = None
     experts: Experts | None = None
     elsewhere: Elsewhere | None = None
+    partial: PartialRollouts | None = field(default=None, init=False)
+    """What has not ended, where a step has a budget."""
     skipped: int = field(default=0, init=False)
     """Tasks that GRESO has skipped for the step at hand."""
     _added: set[RolloutKey] = field(default_factory=set, init=False)
@@ -92,14 +100,30 @@ class Sampler:
     def state(self) -> SamplerState:
         """What it remembers now."""
         moments = "" if self.combiner is None else self.combiner.moments.to_json()
-        return SamplerState(self.memory, self.skipped, moments)
+        if self.partial is None:
+            return SamplerState(self.memory, self.skipped, moments)
+        waiting, partial = self.partial.waiting(), self.partial.metrics()
+        return SamplerState(self.memory, self.skipped, moments, waiting, partial)
+
+    def go_on_with(self, kept: Sequence[StreamedGroup]) -> None:
+        """Before the first step: have a step end with its budget, and go on with what waits from before."""
+        config = self.session.config
+        if not (config.rollout.partial.is_set or kept):
+            return
+        scheduler = self.scheduler()
+        if (room := room_for_sessions(self.session.world)) is not None:
+            limits = replace(scheduler.limits, concurrency=min(scheduler.limits.concurrency, room // 2))
+            scheduler = replace(scheduler, limits=limits)
+        self.partial = PartialRollouts(scheduler, step_budget(config), kept, self.reporter.episode)
 
     async def sample(self, step: int, order: Order) -> list[Credit]:
         """Roll out groups, in rounds until enough of them can train or the rounds are used up."""
         num_tasks = self.session.config.training.tasks_per_step
         rounds = self.algorithm.resample_rounds + 1
         credits: list[Credit] = []
-        self.skipped = 0
+        self.skipped, first_group = 0, 0
+        if self.partial is not None:
+            self.partial.begin_step(step, last=step == self.session.config.training.steps)
         for number in range(rounds):
             wanted = num_tasks - num_training_groups(credits)
             if self.algorithm.greso:
@@ -107,11 +131,17 @@ class Sampler:
             else:
                 tasks = order.take(((step - 1) * rounds + number) * num_tasks, wanted)
             groups = await self.roll_out(step, tasks)
-            credits += await self.credit(step, groups, number * num_tasks)
-            if num_training_groups(credits) >= num_tasks:
-                break
+            first_group = max(first_group, number * num_tasks)
+            credits += await self.credit(step, groups, first_group)
+            first_group += len(groups)
+            if num_training_groups(credits) >= num_tasks or self._has_spent:
+                return self.as_batch(credits)
         self._say_short(step, num_training_groups(credits), num_tasks)
         return self.as_batch(credits)
+
+    @property
+    def _has_spent(self) -> bool:
+        return self.partial is not None and self.partial.is_spent
 
     def _say_short(self, step: int, found: int, wanted: int) -> None:
         """Log, once a run, that the rounds were used up before the batch was full."""
@@ -133,6 +163,11 @@ class Sampler:
 
     async def roll_out(self, step: int, tasks: Sequence[Task]) -> list[list[Episode]]:
         """One group of episodes for each task, with a greedy one at its end where that is the baseline."""
+        if self.partial is not None:
+            groups = [self.jobs(step, task) for task in tasks]
+            total = self.partial.num_unfinished + sum(map(len, groups))
+            self.reporter.phase(f"step {step}: episodes", total, self.engine)
+            return await self.partial.play(groups)
         jobs = [job for task in tasks for job in self.jobs(step, task)]
         self.reporter.phase(f"step {step}: episodes", len(jobs), self.engine)
         episodes = await self.scheduler().run(jobs, self.reporter.episode)
@@ -243,9 +278,51 @@ class Sampler:
         """Play an evaluation with the engine's present weights."""
         session, play = self.session, Play("evaluate", plan.temperature, plan.seed)
         scheduler = self._scheduler(session.config.rollout, play, Ledger())
+        if self.partial is not None and (room := room_for_sessions(session.world)) is not None:
+            left = min(scheduler.limits.concurrency, room - self.partial.num_open)
+            scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=left))
         total = plan.num_tasks * plan.samples
         self.reporter.phase(f"step {plan.step}: evaluation episodes, {plan.split}", total, self.engine)
         return await evaluate(scheduler, session.world.tasks(plan.split), plan, self.reporter.episode)
+
+
+def room_for_sessions(world: World) -> int | None:
+    """The episodes that the world's sandbox has room for at once; None where there is no such bound."""
+    return world.episodes_at_once if isinstance(world, HoldsSessions) else None
+
+
+def longest_wait(config: Config) -> int:
+    """Steps after its own for which `staleness.max_staleness` lets an episode wait."""
+    return config.staleness.max_staleness - (config.training.mode == "one_step")
+
+
+def step_budget(config: Config) -> StepBudget:
+    """The budget of `rollout.partial`."""
+    partial = config.rollout.partial
+    return StepBudget(partial.tokens or None, partial.seconds or None, longest_wait(config))
+
+
+def check_partial(config: Config, world: World) -> None:
+    """Raise ConfigError where no episode could wait for the next step's budget."""
+    if not config.rollout.partial.is_set or config.training.mode == "async":
+        return
+    if longest_wait(config) < 1:
+        raise ConfigError(
+            f"rollout.partial has episodes wait for the next step, and staleness.max_staleness "
+            f"({config.staleness.max_staleness}) lets none wait (training.mode = {config.training.mode!r}).",
+            f"Set staleness.max_staleness to {2 if config.training.mode == 'one_step' else 1} or more.",
+        )
+    if config.cluster.kind != "none":
+        raise ConfigError(
+            "rollout.partial is for episodes that are played in the learner's process.",
+            "With --cluster set training.mode = 'async': there no episode waits for a step to end.",
+        )
+    if (room := room_for_sessions(world)) is not None and room < 2:
+        raise ConfigError(
+            "rollout.partial needs a sandbox with room for two sessions: one may belong to an episode that "
+            "waits.",
+            "Raise sandbox.sessions, or leave rollout.partial out.",
+        )
 
 
 def overlong_limit(config: Config, algorithm: Algorithm) -> int:

@@ -84,10 +84,11 @@ def staleness_doubts(config: Config) -> list[str]:
     if config.training.mode == "async":
         return []
     mode = config.training.mode
+    read = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
     return [
         f"staleness.{key} = {value} has no effect: training.mode is {mode}, and it is of async."
         for key, value in changed(config.staleness).items()
-        if key not in OF_EVERY_MODE
+        if key not in read
     ]
 
 

@@ -59,11 +59,11 @@ from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
 from ludus.training.routing import Routing
 from ludus.training.run import RunFolder, save_config
-from ludus.training.sampling import Elsewhere, Sampler
+from ludus.training.sampling import Elsewhere, Sampler, check_partial
 from ludus.training.scoring import Scorer, Scores
 from ludus.training.session import Session, make_engine, open_session
 from ludus.training.staleness import staleness_doubts
-from ludus.training.stream_state import STREAM_FILE, StreamState
+from ludus.training.stream_state import STREAM_FILE, WAITING_FILE, StreamState
 from ludus.training.sync import WeightSync
 from ludus.training.task_stream import TaskStream
 from ludus.training.teacher import check_teacher, load_teacher
@@ -131,6 +131,7 @@ def check_settings(config: Config, world: World) -> None:
     check_experts(config, algorithm, world)
     check_old_logprobs(config, algorithm)
     check_replay(config, algorithm)
+    check_partial(config, world)
     check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
     check_cache(config)
@@ -232,7 +233,7 @@ def train(
         loop, done = build_loop(session, folder, algorithm, reporter, ranks, elsewhere)
         with _closing(loop):
             dry_run_of(config, loop.learning.learner)
-            return asyncio.run(_run(loop, done, stream_before(loop, done)))
+            return asyncio.run(_run(loop, done, stream_before(loop, done), waiting_before(loop, done)))
 
 
 def stream_before(loop: RlLoop, done: int) -> StreamState:
@@ -244,10 +245,20 @@ def stream_before(loop: RlLoop, done: int) -> StreamState:
     order = task_order(loop.session.config, loop.session.world)
     if text is None:  # the steps so far were not asynchronous
         return StreamState(done * order.chunk)
-    tasks = {task.id: task for task in order.tasks}
     source = TaskStream(sampler, order, training.tasks_per_step, loop.session.config.staleness.oversample)
-    state = StreamState.from_text(text, tasks, source.jobs_of)
+    state = StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
     return replace(state, next_number=source.free(state.next_number, state.groups))
+
+
+def waiting_before(loop: RlLoop, done: int) -> StreamState:
+    """What waits in the checkpoint of step `done` for the next step's budget."""
+    path = checkpoint_path(loop.folder.checkpoints, done)
+    text = load_text(path, WAITING_FILE) if done else None
+    if text is None:
+        return StreamState()
+    order = task_order(loop.session.config, loop.session.world)
+    source = TaskStream(loop.sampler, order, loop.session.config.training.tasks_per_step)
+    return StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
 
 
 def doubts(config: Config) -> list[str]:
@@ -297,9 +308,10 @@ def build_loop(
     control = control_of(config, algorithm)
     experts = make_experts(session, algorithm)
     combiner = make_combiner(session, algorithm)
-    spanning = config.training.mode == "async"
-    done, ledger, memory = 0, Ledger(spanning=spanning), Memory.start(algorithm)
     found = list_checkpoints(folder.checkpoints)
+    waits = bool(found) and (found[-1][1] / "trainer" / WAITING_FILE).is_file()
+    spanning = config.training.mode == "async" or config.rollout.partial.is_set or waits
+    done, ledger, memory = 0, Ledger(spanning=spanning), Memory.start(algorithm)
     engine = None
     if elsewhere is not None:
         engine = elsewhere.engine()
@@ -410,14 +422,14 @@ def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]
     return [make_tracker(name, folder.path, done) for name in config.run.trackers]
 
 
-async def _run(loop: RlLoop, done: int, before: StreamState) -> list[Comparison]:
+async def _run(loop: RlLoop, done: int, before: StreamState, waiting: StreamState) -> list[Comparison]:
     config = loop.session.config
     async with closing(loop.session.world):
         await loop.sync.publish(done)
         if done == 0:
             for plan in plans(config, 0):
                 await _evaluate_once(loop, plan)
-        await modes.run(loop, done, before)
+        await modes.run(loop, done, before, waiting)
         after = [await _evaluate_once(loop, plan) for plan in plans(config, config.training.steps)]
     untrained = [kept_evaluation(loop.folder, plan) for plan in plans(config, 0)]
     return [Comparison(b, a) for b, a in zip(untrained, after, strict=True)]

@@ -16,11 +16,13 @@ from ludus.errors import StorageError
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode, Job
 from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
-from ludus.rollout.stream import StreamedGroup
-from ludus.types import Task
+from ludus.rollout.stream import Begun, StreamedGroup
+from ludus.types import StopReason, Task, Trajectory
 
 STREAM_FILE: Final = "stream.jsonl"
 """Its name in a checkpoint's folder of the trainer."""
+WAITING_FILE: Final = "waiting.jsonl"
+"""The same, of a run in step whose episodes wait for the next step's budget (`rollout.partial`)."""
 
 JobsOf = Callable[[int, Task, int | None], Sequence[Job]]
 """The jobs of a group by its number, its task and its members without a greedy one (None: as many as now)."""
@@ -51,8 +53,10 @@ class StreamState:
             ended = [i for i in sorted(group.done) if _stays(group, i)]
             head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
             members, step = sum(not job.greedy for job in group.jobs), group.jobs[0].key.step
-            lines.append(json.dumps(head | {"counts": group.counts, "members": members, "step": step}))
+            head |= {"counts": group.counts, "members": members, "step": step, "begun": sorted(group.begun)}
+            lines.append(json.dumps(head))
             lines += [episode_line(group.done[place]) for place in ended]
+            lines += [_begun_line(group.begun[place], task) for place in sorted(group.begun)]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -76,7 +80,8 @@ class StreamState:
                 gone = [done.pop(place) for place in head["ended"] if place >= len(own)]
                 unwanted += [one for one in gone if one.trajectory.failure is None]
                 counts = head.get("counts", True)
-                groups.append(StreamedGroup(head["group"], own, head["version"], done, counts))
+                begun = {place: _read_begun(next(lines)) for place in head.get("begun", ())}
+                groups.append(StreamedGroup(head["group"], own, head["version"], done, counts, begun))
         except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
             raise StorageError(
                 f"The checkpoint's episodes cannot be read: {error!r}.",
@@ -85,9 +90,27 @@ class StreamState:
         return cls(next_number, tuple(groups), tuple(unwanted))
 
 
+def waiting_texts(groups: Sequence[StreamedGroup]) -> dict[str, str]:
+    """What a checkpoint keeps of groups that wait; nothing where none does."""
+    return {WAITING_FILE: StreamState(0, tuple(groups)).to_text()} if groups else {}
+
+
 def _stays(group: StreamedGroup, place: int) -> bool:
     """Whether an episode that has ended is kept; one that failed is played again, if its group goes on."""
     return not group.counts or group.done[place].trajectory.failure is None
+
+
+def _begun_line(begun: Begun, task_id: str) -> str:
+    """An episode that waits as a line of JSON: an attempt that has no ending yet."""
+    key = begun.key
+    so_far = Trajectory(task_id, key.sample, begun.segments, (), StopReason.TRUNCATED)
+    return rollout_line(RolloutRecord(key.step, task_id, Outcome.DROPPED, "waits", so_far, None, key.attempt))
+
+
+def _read_begun(data: object) -> Begun:
+    """What `_begun_line` wrote, as JSON. Raises as `read_episode`."""
+    record = parse_rollout(data)
+    return Begun(record.key, record.trajectory.segments)
 
 
 def episode_line(episode: Episode) -> str:

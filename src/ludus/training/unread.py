@@ -43,6 +43,7 @@ def unread_settings(config: Config) -> list[str]:
         *_said("engine", config.engine, _of_engine(config)),
         *_said("rollout", config.rollout, _of_scoring(config)),
         *(_of_streams(config) if config.training.mode == "async" else ()),
+        *(_of_partial(config) if config.training.mode == "async" else ()),
     ]
 
 
@@ -83,6 +84,12 @@ def _of_scoring(config: Config) -> dict[str, str]:
         return {}
     why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
     return dict.fromkeys(_OF_SCORING, why)
+
+
+def _of_partial(config: Config) -> list[str]:
+    own = config.rollout.partial
+    why = "training.mode is async, where no episode waits for a step to end"
+    return _said("rollout.partial", own, dict.fromkeys(type(own).model_fields, why))
 
 
 def _of_streams(config: Config) -> list[str]:
