@@ -69,7 +69,7 @@ def bare(tmp_path_factory):
 
 def test_the_extras_are_out_of_reach_and_the_core_is_not():
     out = extras()
-    assert {"peft", "starlette", "math_verify", "mcp", "jsonschema"} <= set(out)
+    assert {"peft", "starlette", "mcp", "jsonschema"} <= set(out)
     assert not {"torch", "transformers", "httpx", "bm25s", "ludus"} & set(out)
 
 

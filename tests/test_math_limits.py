@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 
 import pytest
 
-from ludus.errors import UserError
 from ludus.rewards import maths
 from ludus.rewards.maths import Expression, is_equal
 
@@ -53,12 +51,6 @@ def test_threads_get_verdicts_of_their_own():
     for thread in threads:
         thread.join()
     assert found == {3: [True, True], 4: [True, True], 5: [True, True]}
-
-
-def test_without_the_package_the_extra_is_named(monkeypatch):
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"ludus\[math\]"):
-        maths.require_math()
 
 
 def test_a_gold_answer_that_is_none_is_the_worlds_fault():

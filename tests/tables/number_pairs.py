@@ -79,6 +79,15 @@ ACCEPTED = [
     (r"-\frac{1}{2}", Quantity(-0.5)),
     (r"\frac{-1}{2}", Quantity(-0.5)),
     (r"2\frac{1}{2}", METRES),
+    ("((7))", SEVEN),
+    ("minus 5", NEGATIVE),
+    ("negative 5", NEGATIVE),
+    ("½", HALF),
+    (r"\frac{1}{-2}", Quantity(-0.5)),
+    ("10^3", Quantity(1000)),
+    (r"10^{3}", Quantity(1000)),
+    (r"0.\overline{3}", Quantity(1 / 3, relative=1e-9)),
+    ("0.333...", Quantity(1 / 3, relative=1e-9)),
 ]
 REJECTED = [
     ("1234568", BIG),
@@ -163,5 +172,4 @@ REJECTED = [
     (r"-\frac{-1}{2}", HALF),
     ("(7", SEVEN),
     ("(7) (8)", SEVEN),
-    ("((7))", SEVEN),
 ]

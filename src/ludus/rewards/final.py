@@ -62,13 +62,24 @@ def _closing(text: str, start: int) -> int | None:
 def _bare(text: str) -> str:
     """Without blanks, emphasis and a full stop around it."""
     plain = text.strip().strip("*_`").strip()
+    if plain.endswith("..."):
+        return plain
     return plain.removesuffix(".").strip().strip("*_`").strip()
 
 
 def plain_signs(text: str) -> str:
-    """With ASCII digits, minus signs and blanks.
+    """With ASCII digits, minus signs and blanks, without invisible characters.
 
     Digits of other scripts are digits; raised and lowered ones are not, as 7² is not 72.
     """
-    decimals = (str(unicodedata.decimal(c)) if c.isdecimal() else c for c in text)
+    decimals = (str(unicodedata.decimal(c)) if c.isdecimal() else c for c in without_invisible(text))
     return "".join(decimals).translate(_SIGNS)
+
+
+def without_invisible(text: str) -> str:
+    """Without characters that are not shown: format characters, and marks that choose how one is drawn."""
+    return text if text.isascii() else "".join(c for c in text if not _is_invisible(c))
+
+
+def _is_invisible(character: str) -> bool:
+    return unicodedata.category(character) == "Cf" or "\ufe00" <= character <= "\ufe0f"

@@ -1,15 +1,14 @@
-"""Mathematics: an answer in LaTeX or plain signs against an expression, by math-verify (extra `math`).
+"""Mathematics: an answer in LaTeX or plain signs against an expression, compared exactly.
 
 The answer as a whole has to be the expression: words, a second candidate, a unit that is not meant, or an
-equation that does not hold fail. What is compared is decided here; whether two expressions are equal is
-decided in a process of its own with limits on time and memory (`ludus.rewards.math_worker`), as math-verify's
-own limits are signals, which work in the main thread only.
+equation that does not hold fail. `ludus.rewards.math_parser` reads both into trees; rational numbers, lists,
+intervals and relations are compared here, and whether two other expressions are equal is decided by sympy in
+a process with limits on time and memory (`ludus.rewards.math_worker`).
 """
 
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import json
 import math
 import os
@@ -18,102 +17,92 @@ import select
 import subprocess
 import sys
 import threading
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from functools import cache, lru_cache
 
-from ludus.errors import UserError, WorldError
+from ludus.errors import WorldError
 from ludus.rewards.answers import normalise
 from ludus.rewards.base import truth_of
-from ludus.rewards.final import candidates, plain_signs
-from ludus.types import Task, Trajectory
+from ludus.rewards.final import candidates
+from ludus.rewards.math_parser import read
+from ludus.rewards.notation import Node, Unreadable, letters_of, plain_text, text_words
+from ludus.rewards.regions import region_of
+from ludus.rewards.worked_out import is_worked_out
+from ludus.types import JSON, Task, Trajectory
 
-MAX_CHARACTERS = 1_000
-"""A longer expression is no answer."""
-MAX_DEPTH = 30
-"""Nor is one whose brackets are nested deeper."""
 CPU_S = 4.0
 """Seconds of processor time for one comparison."""
 WAIT_S = 120.0
 """Wall-clock seconds after which the comparing process counts as broken."""
+ROUNDED_DECIMALS = 6
+"""Decimals from which a rounded number counts as the number that no finite decimal is."""
+MAX_BITS = 20_000
+"""Larger rational numbers are not computed."""
 
 _START = (
     "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.rewards.math_worker import serve;serve()"
 )
-_FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln exp max min gcd lcm det"
-_NAMES = "pi infty cup cap alpha beta gamma theta lambda phi sqrt"
-_PLAIN = {"inf": "infty", "oo": "infty", "infinity": "infty"} | {
-    name: name for name in f"{_FUNCTIONS} {_NAMES}".split()
+_UNITS = {
+    "mm": "millimetre millimeter",
+    "cm": "centimetre centimeter",
+    "m": "metre meter",
+    "km": "kilometre kilometer",
+    "in": "inch inches",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "mg": "milligram",
+    "g": "gram",
+    "kg": "kilogram",
+    "lb": "lbs pound",
+    "oz": "ounce",
+    "ml": "mL millilitre milliliter",
+    "l": "L litre liter",
+    "s": "sec secs second",
+    "min": "mins minute",
+    "h": "hr hrs hour",
+    "d": "day",
+    "wk": "week",
+    "mph": "",
+    "kmh": "kph km/h",
+    "m/s": "",
+    "m/s^2": "",
+    "Hz": "hertz",
+    "dollars": "dollar usd USD",
+    "cents": "cent",
+    "euros": "euro EUR eur",
+    "pounds sterling": "GBP",
+    "years": "year yr yrs",
+    "months": "month",
+    "units": "unit",
+    "square units": "",
+    "points": "point",
+    "people": "persons person",
+    "ways": "way",
 }
-_SIGNS = {
-    "π": r"\pi ",
-    "∞": r"\infty ",
-    "√": r"\sqrt ",
-    "×": r"\times ",
-    "·": r"\cdot ",
-    "÷": "/",
-    "≤": r"\le ",
-    "≥": r"\ge ",
-    "∪": r"\cup ",
-    "∩": r"\cap ",
-    "∈": r"\in ",
-    "±": r"\pm ",
-    "∅": r"\emptyset ",
-    "°": r"^\circ ",
-    "²": "^{2}",
-    "³": "^{3}",
-    "½": r"\frac{1}{2}",
-    "⁄": "/",
+_SPELLINGS = {
+    spelling: unit
+    for unit, others in _UNITS.items()
+    for other in (unit, *others.split())
+    for spelling in (other, f"{other}s")
 }
-_SPACING = re.compile(
-    r"(?<!\\)\\(?:left|right|big|Big|bigg|Bigg|displaystyle|,|;|:|!|quad|qquad)(?![a-zA-Z])|(?<!\\)\\ |~"
+_BEFORE_UNIT = re.compile(
+    r"(?P<body>.*[\d)}\]])\s*(?P<unit>[a-zA-Z]+(?:(?:\s*/\s*|\s+)[a-zA-Z]+)*(?:\^\{?[23]\}?)?)"
 )
-_TEXT_LEFT = re.compile(r"\\(?:text[a-z]*|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname)(?![a-z])")
-"""What is set as text. math-verify takes it for a unit and passes over it."""
-_TEXT = re.compile(_TEXT_LEFT.pattern + r"\s*\{([^{}]*)\}")
-_WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{2,}")
-_NUMERAL = re.compile(r"-?\d+(?:\.\d+)?|-?\.\d+", re.ASCII)
-_EQUALS = re.compile(r"(?<![\\<>!:])=(?!=)")
-_FRACTION = re.compile(r"(\d{1,400})\s*(?:/|\}\s*\{)\s*(\d{1,400})", re.ASCII)
-_TEN = re.compile(r"(?:\d+(?:\.\d+)?\s*\\(?:cdot|times)\s*|(?<![\w.}]))10\s*\^\s*(?:\{-?\d+\}|\d)", re.ASCII)
-"""A power of ten, with or without its number."""
-_RELATION = re.compile(r"[<>]|\\(?:lt|gt|leq?|geq?|leqslant|geqslant)(?![a-zA-Z])")
-_COMPARED = re.compile(r"(^|[<,])\s*[a-zA-Z]\s*(?=[<,]|$)")
-"""The variable of an inequality, whose signs are `<` by then."""
-_MEMBER = re.compile(r"^[a-zA-Z]\s*\\in(?![a-z])\s*")
-_NOTHING = re.compile(r"\\(?:[dtc]?frac|cdot|times|left|right|[lr]?vert|circ)(?![a-zA-Z])|\\[{}]")
-"""What is neither number nor letter."""
-_UNFINISHED = tuple(map(re.compile, (r"!", r"\||\\[lr]?vert(?![a-zA-Z])", r"-\s*[({]*\s*-")))
-"""Factorials, absolute values and double signs."""
-_POLYNOMIAL = re.compile(
-    r"(?:[\da-zA-Z.+\s-]|\^(?:\d|\{\d+\})|\\(?:cdot|times)(?![a-zA-Z])|\\frac\{\d+\}\{\d+\})+", re.ASCII
+_SMALL_WORDS = frozenset(
+    ["yes", "no", "true", "false", "none", "odd", "even", "neither", "both", "undefined"]
 )
-_SUM = re.compile(r"[\w}]\s*[+-]")
-_PRODUCT = re.compile(
-    r"(?:[\da-zA-Z)}]|\\cdot|\\times)\s*\([^()]*[+-][^()]*\)"
-    r"|\([^()]*[+-][^()]*\)[\s}]*(?:\^|[\da-zA-Z(]|\\(?:cdot|times|frac))"
-)
-"""A sum in brackets that is multiplied or raised."""
-_MIXED = re.compile(r"\(?\b\d+\s*\+?\s*(\\frac\{\d+\}\{\d+\})\)?", re.ASCII)
-"""A mixed number; its fraction counts."""
-_LEAF = re.compile(r"\d+(?:\.\d+)?|\.\d+|\\?[a-zA-Z]+?(?![a-z])|[a-zA-Z]", re.ASCII)
-_PASSED_OVER = re.compile(r"(?<=\d)_\{?(\w+)\}?|('|\\[lc]?dots|\\[bp]?mod|\\prime)(?![a-zA-Z])")
-"""The base of a numeral and other signs that math-verify passes over: they have to agree."""
-_WITH_LETTER = re.compile(r"-?[\d.]+\s*[a-zA-Z]")
-"""A number and a letter, which math-verify may take for a unit."""
-_UNIT = re.compile(r"-?[\d.]+\s*([a-zA-Z]+(?:/[a-zA-Z]+)*(?:\^\{?\d\}?)?)")
-"""A number and what may be its unit."""
-_NAME = re.compile(r"\\?[a-zA-Z]+(?:_\{?\w+\}?)?(?:\([a-zA-Z](?:,\s*[a-zA-Z])*\))?|")
 
 
 @dataclass(frozen=True, slots=True)
 class Expression:
     """The truth of a question of mathematics: LaTeX or plain signs; `units` may stand behind an answer.
 
-    With `evaluated` an answer that is equal but left to be worked out is wrong: it may have no more numbers
-    and letters than the gold expression has, its fractions are in lowest terms, and it has factorials,
-    absolute values, double signs and (where the gold one is a polynomial's sum) products of sums only where
-    the gold one has them too. So the question's own formula is no answer to it.
+    With `evaluated` an answer that is equal but left to be worked out is wrong: it may be no larger than the
+    gold expression, and leaves only those operations undone that this leaves undone too
+    (`ludus.rewards.worked_out`). So the question's own formula is no answer to it.
     """
 
     gold: str
@@ -121,59 +110,23 @@ class Expression:
     evaluated: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class _Gold:
+    """A gold answer: its plain text, its unit, and its tree; None for words and what the grammar lacks."""
+
+    plain: str
+    unit: str
+    tree: Node | None
+
+
 def is_equal(answer: str, truth: Expression) -> bool:
     """Whether the answer (all boxes of one with several) is the expression.
 
-    Raises UserError where math-verify is needed and not installed, WorldError where its process breaks.
+    Raises ValueError for a gold answer that cannot be read, WorldError where the comparing process breaks.
     """
-    gold = _latex(truth.gold, truth.units)
-    if gold is None:
-        raise ValueError(f"the gold answer {truth.gold[:80]!r} cannot be read")
+    gold = _gold(truth.gold, truth.units)
     found = candidates(answer)
-    if truth.evaluated and not all(is_evaluated(one, truth) for one in found):
-        return False
     return bool(found) and all(_is_right(one, gold, truth) for one in found)
-
-
-def is_evaluated(answer: str, truth: Expression) -> bool:
-    """Whether an answer is as far worked out as the gold one: as few numbers and letters, reduced fractions.
-
-    A power of ten, a mixed number and a percentage are one number each.
-    """
-    gold, units = truth.gold, truth.units
-    room = 2 if _NUMERAL.fullmatch(gold) and "." in gold else _num_leaves(gold, units)  # 0.75 is 3/4 too
-    if len(answer) > MAX_CHARACTERS or not is_reduced(answer) or _num_leaves(answer, units) > room:
-        return False
-    given, due = _last_side(answer, units), _last_side(gold, units)
-    if _POLYNOMIAL.fullmatch(due) and _SUM.search(due) and _PRODUCT.search(given):
-        return False
-    return all(sign.search(due) or not sign.search(given) for sign in _UNFINISHED)
-
-
-def is_reduced(answer: str) -> bool:
-    """Whether all fractions of whole numbers are in lowest terms: 435/15 is a problem, no answer to one."""
-    plain = re.sub(r"(\\[dtc]?frac)\s*(\d)", r"\1{\2}", plain_signs(answer), flags=re.ASCII)
-    plain = re.sub(r"(\\[dtc]?frac\{\d+\})\s*(\d)", r"\1{\2}", plain, flags=re.ASCII)
-    found = [(int(up), int(down)) for up, down in _FRACTION.findall(plain)]
-    return all(down > 1 and math.gcd(up, down) == 1 for up, down in found)
-
-
-def _num_leaves(text: str, units: tuple[str, ...]) -> int:
-    """Numbers and letters behind the last equals sign; a function's name is one letter, \\frac is none.
-
-    The variable of an inequality or of `x \\in` is none either: an interval says the same without it.
-    """
-    last = _MEMBER.sub("", _last_side(text, units))
-    plain = _TEN.sub("1", _MIXED.sub(r"\1", re.sub(r"\\frac\{(.*)\}\{100\}$", r"\1", last)))
-    plain = _RELATION.sub("<", plain)
-    if "<" in plain:
-        plain = _COMPARED.sub(r"\1", plain)
-    return len(_LEAF.findall(_NOTHING.sub(" ", plain)))
-
-
-def _last_side(text: str, units: tuple[str, ...]) -> str:
-    """What stands behind the last equals sign."""
-    return _EQUALS.split(_latex(text, units) or text)[-1].strip()
 
 
 def mathematics(task: Task, trajectory: Trajectory) -> float:
@@ -181,162 +134,306 @@ def mathematics(task: Task, trajectory: Trajectory) -> float:
     return float(is_equal(trajectory.answer, truth_of(task, Expression)))
 
 
-def require_math() -> None:
-    """Raise UserError, with the extra to install, where math-verify is missing: for worlds to call early."""
-    if importlib.util.find_spec("math_verify") is None:
-        raise UserError(
-            "Answers of mathematics need math-verify.", "Install it with: pip install 'ludus[math]'"
-        )
+@lru_cache(maxsize=4_096)
+def _gold(text: str, units: tuple[str, ...], expected: str = "") -> _Gold:
+    try:
+        plain, unit = _with_unit(text, units, expected)
+    except Unreadable as error:
+        raise ValueError(f"the gold answer {text[:80]!r} cannot be read: {error}") from error
+    if _is_words(text, plain):
+        return _Gold(plain, unit, None)
+    try:
+        return _Gold(plain, unit, _without_degrees(read(plain)))
+    except Unreadable:
+        return _Gold(plain, unit, None)
 
 
-def _is_right(text: str, gold: str, truth: Expression) -> bool:
-    answer = _latex(text, truth.units)
-    if answer is None:
+def _is_words(text: str, plain: str) -> bool:
+    """Whether a gold answer is words: set as text, known words, or a run of four letters and more."""
+    if not re.fullmatch(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", plain):
         return False
-    if answer == gold or (_is_text(gold) and normalise(answer) == normalise(gold)):
-        return True
-    if not _words(answer) <= _words(gold):
-        return False
-    sides = _EQUALS.split(answer)
-    if not _EQUALS.search(gold) and len(sides) > 1:
-        named = _NAME.fullmatch(sides[0].strip()) is not None
-        sides = sides[1:] if named else sides
-    elif len(sides) > 1:
-        sides = [answer]
-    return all(_same(gold, side.strip()) for side in sides)
-
-
-def _same(gold: str, answer: str) -> bool:
-    """Whether one expression without a loose end is the other; plain numerals are compared exactly."""
-    gold, answer = (_MEMBER.sub("", side) for side in (gold, answer))
-    if not answer or not _shapes_agree(gold, answer):
-        return False
-    if _PASSED_OVER.findall(gold) != _PASSED_OVER.findall(answer):
-        return False
-    if not _cases_agree(gold, answer) or not _units_agree(gold, answer):
-        return False
-    if _NUMERAL.fullmatch(gold) and _WITH_LETTER.fullmatch(answer):
-        return False
-    if _NUMERAL.fullmatch(gold) and _NUMERAL.fullmatch(answer):
-        return Fraction(gold) == Fraction(answer)
-    return gold == answer or _compared(gold, answer)
-
-
-def _cases_agree(gold: str, answer: str) -> bool:
-    """Whether the answer has no letter that the gold expression has in the other case only."""
-    due, given = (set(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", "", side))) for side in (gold, answer))
-    return not any(letter.swapcase() in due for letter in given - due)
-
-
-def _units_agree(gold: str, answer: str) -> bool:
-    """Whether two numbers with units have the same; that of the gold one may be shortened (h for hours)."""
-    due, given = (_UNIT.fullmatch(re.sub(r"[{}]", "", side)) for side in (gold, answer))
-    if due is None or given is None or due[1] == given[1]:
-        return True
-    return len(due[1]) > 3 and given[1] == due[1][0]
-
-
-def _latex(text: str, units: tuple[str, ...]) -> str | None:
-    """The LaTeX that math-verify reads; None for what is too long, nested too deep, or broken text."""
-    if len(text) > MAX_CHARACTERS:
-        return None
-    plain = plain_signs(text).strip()
-    for opening, closing in (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]")):
-        if len(plain) > len(opening + closing) and plain.startswith(opening) and plain.endswith(closing):
-            plain = plain[len(opening) : -len(closing)].strip()
-    plain = _SPACING.sub(" ", plain.removesuffix("."))
-    for sign, latex in _SIGNS.items():
-        plain = plain.replace(sign, latex)
-    plain = re.sub(r"\{,\}", ",", plain).replace(r"\$", "").replace("$", r"\$")
-    for _ in range(MAX_DEPTH):
-        plain = _TEXT.sub(r" \1 ", plain)
-    if _TEXT_LEFT.search(plain):
-        return None
-    plain = _without_unit(plain.replace(r"\%", "%").strip(), units)
-    plain = (
-        re.sub(r"(?<=\d),(?=\d{3}(?:,\d{3})*(?!\d|,))(?<!\d{4},)", "", plain) if _is_grouped(plain) else plain
+    words = plain.split()
+    return any(
+        len(w) > 3 or w.lower() in _SMALL_WORDS or (len(w) > 1 and w in text_words(text)) for w in words
     )
-    plain = re.sub(r"^(.*?)\s*(?:%|\bpercent)$", r"\\frac{\1}{100}", plain.strip())
-    plain = re.sub(r"\s+", " ", re.sub(r",?\s+(?:or|and)\s+", ", ", _with_commands(plain))).strip()
-    return plain if _depth(plain) <= MAX_DEPTH else None
 
 
-def _is_grouped(text: str) -> bool:
-    """Whether the text is one number whose commas separate thousands."""
-    return re.fullmatch(r"-?\s*\d{1,3}(?:,\d{3})+(?:\.\d+)?\s*%?", text, re.ASCII) is not None
+def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
+    try:
+        plain, unit = _with_unit(text, truth.units, gold.unit)
+    except Unreadable:
+        return False
+    if unit and not gold.unit:
+        gold = _gold(truth.gold, truth.units, unit)
+    if unit not in ("", gold.unit):
+        return False
+    if gold.tree is None:
+        return bool(normalise(plain)) and _spelt(plain) == _spelt(gold.plain)
+    if plain == gold.plain:
+        return True
+    try:
+        given = _without_degrees(read(plain, gold.tree.names() | letters_of(gold.plain)))
+        worked = not truth.evaluated or is_worked_out(given, gold.tree)
+        return worked and same(gold.tree, given)
+    except Unreadable:
+        return False
 
 
-def _without_unit(text: str, units: tuple[str, ...]) -> str:
+def _spelt(text: str) -> str:
+    """A gold answer outside of the grammar is compared as words, or sign by sign."""
+    return normalise(text) if re.fullmatch(r"[\w\s'.-]+", text) else "".join(text.split())
+
+
+def _with_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[str, str]:
+    """The plain text without its unit, and the unit's usual spelling.
+
+    One of `units` goes. A word behind a number is a unit if it is known or set as text; a single letter only
+    where a unit is `expected`. Raises Unreadable, as `plain_text` does.
+    """
+    plain = plain_text(text)
     for unit in sorted(units, key=len, reverse=True):
-        if text.endswith(unit) and not text.removesuffix(unit)[-1:].isalpha():
-            return text.removesuffix(unit).strip()
-    return text
+        if plain.endswith(unit) and not plain.removesuffix(unit).strip()[-1:].isalpha():
+            return plain.removesuffix(unit).strip(), ""
+    match = _BEFORE_UNIT.fullmatch(plain)
+    if match is None:
+        return plain, ""
+    word = re.sub(r"\s*/\s*", "/", match["unit"]).replace("{", "").replace("}", "")
+    name = _SPELLINGS.get(word, word)
+    known = word in _SPELLINGS and (len(word) > 1 or bool(expected))
+    if known or name == expected or set(re.split(r"[\s/^\d]+", word)) - {""} <= text_words(text):
+        return match["body"].strip(), name
+    return plain, ""
 
 
-def _with_commands(text: str) -> str:
-    """Plain signs of programs as LaTeX: `sqrt(x)`, `pi`, `x**10`, `2*x`."""
-    text = re.sub(r"\\(?:approx|simeq)(?![a-zA-Z])|≈", "=", text).strip().removeprefix("=")
-    text = re.sub(
-        r"^\s*([+-]?\d+(?:\.\d+)?)[eE]([+-]?\d{1,3})\s*$", r"\1 \\cdot 10^{\2}", text, flags=re.ASCII
-    )
-    text = re.sub(r"^\s*(-?)\s*(\d+)\s+(\d+)/(\d+)\s*$", r"\1(\2+\\frac{\3}{\4})", text, flags=re.ASCII)
-    text = re.sub(r"\*\*|\^", "^", text)
-    text = re.sub(r"\^\s*(-?\d{2,}(?:\.\d+)?|-\d+)", r"^{\1}", text)
-    text = re.sub(r"\^\s*\(([^()]*)\)", r"^{(\1)}", text)
-    text = re.sub(r"(?<!\\)\bsqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", text)
-    text = _WORD.sub(lambda m: f"\\{_PLAIN[m[0].lower()]} " if m[0].lower() in _PLAIN else m[0], text)
-    return text.replace("*", r" \cdot ").replace("<=", r"\le ").replace(">=", r"\ge ")
+def _without_degrees(node: Node) -> Node:
+    """Without the degree signs of whole answers: 90° is 90."""
+    if node.op == "degree":
+        return node.args[0]
+    if node.op in ("list", "set", "relation", "neg"):
+        return replace(node, args=tuple(map(_without_degrees, node.args)))
+    return node
 
 
-def _words(text: str) -> set[str]:
-    """The words that are no commands; a brace of an environment names one too, and those are let pass."""
-    return set(_WORD.findall(re.sub(r"\\(?:begin|end)\{[a-z]*\}", "", text)))
+def same(gold: Node, given: Node) -> bool:
+    """Whether two trees say the same. Raises Unreadable for numbers beyond the bounds."""
+    if gold == given:
+        return True
+    ops = {gold.op, given.op}
+    if ops & {"list", "set"} or "plusminus" in _ops(gold) | _ops(given):
+        return _same_items(gold, given) or _same_regions(gold, given)
+    if gold.op == "relation":
+        return _same_relations(gold, given)
+    if given.op == "relation":
+        return _same_regions(gold, given) or _holds(gold, given)
+    if ops == {"pair"} or ops == {"matrix"} or ops == {"row"}:
+        return gold.name == given.name and _pairwise(gold.args, given.args)
+    if ops & _STRUCTURES:
+        return _same_regions(gold, given)
+    return _same_values(gold, given)
 
 
-def _is_text(text: str) -> bool:
-    return bool(_words(text)) and re.fullmatch(r"[\w\s'-]+", text) is not None
+def _pairwise(first: Sequence[Node], second: Sequence[Node]) -> bool:
+    return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
 
 
-def _depth(text: str) -> int:
-    depth = deepest = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        deepest = max(deepest, depth)
-    return deepest
+def _ops(node: Node) -> set[str]:
+    return {node.op}.union(*map(_ops, node.args))
 
 
-def _shapes_agree(gold: str, answer: str) -> bool:
-    """A pair or interval is compared with one (or with an inequality), and a list or set with one."""
-    kinds = [_shape(gold), _shape(answer)]
-    return "relation" in kinds or kinds[0] == kinds[1]
-
-
-def _shape(text: str) -> str:
-    if re.search(r"[<>]|\\(?:le|ge|lt|gt|leq|geq|ne|neq|cup|cap|pm|mathbb|setminus|begin)(?![a-z])", text):
-        return "relation"
-    inner = text[2:-2] if text.startswith(r"\{") and text.endswith(r"\}") else text
-    if inner is not text:
-        return "list" if _has_comma(inner) else "one"
-    if text[:1] in ("(", "[") and text[-1:] in (")", "]") and _has_comma(text[1:-1]):
-        return "pair"
-    return "list" if _has_comma(text) else "one"
-
-
-def _has_comma(text: str) -> bool:
-    """Whether a comma stands outside all brackets."""
-    depth = 0
-    for character in text:
-        depth += (character in "([{") - (character in ")]}")
-        if depth < 0:
+def _same_items(gold: Node, given: Node) -> bool:
+    """Whether two lists or sets have the same items in any order, each as often; one item is a list too."""
+    if {gold.name, given.name} == {"or", "and"} and any(set(_signs(node)) - {"="} for node in (gold, given)):
+        return False
+    labels, due = _items(gold)
+    others, left = _items(given)
+    if len(due) != len(left) or (labels != others and (len(labels) > 1 or len(others) > 1)):
+        return False
+    for item in due:
+        place = next((i for i, other in enumerate(left) if same(item, other)), None)
+        if place is None:
             return False
-        if depth == 0 and character in ",;":
-            return True
-    return False
+        del left[place]
+    return True
+
+
+def _signs(node: Node) -> str:
+    """The signs of the relations of a list."""
+    return "".join(item.name for item in node.args if item.op == "relation")
+
+
+def _items(node: Node) -> tuple[set[str], list[Node]]:
+    """The names of the items and the items, both signs of ± written out; a name that all share goes."""
+    items = node.args if node.op in ("list", "set") else (node,)
+    named = [_named(item) for item in items]
+    labels = {label.partition("_")[0] for label, _ in named}
+    if len(items) > 1 and len(labels) == 1:
+        items, labels = tuple(value for _, value in named), set()
+    return labels - {""}, [one for item in items for one in _both_signs(item)]
+
+
+def _named(node: Node) -> tuple[str, Node]:
+    """Name and value of `x = 2`; an empty name for anything else."""
+    if node.op == "relation" and node.name == "=" and node.args[0].op == "name":
+        return node.args[0].name, node.args[1]
+    return "", node
+
+
+def _both_signs(node: Node) -> list[Node]:
+    if "plusminus" not in _ops(node):
+        return [node]
+    return [_signed(node, sign) for sign in "±∓"]
+
+
+def _signed(node: Node, plus: str) -> Node:
+    """With a plus for one of ± and ∓, and a minus for the other."""
+    args = tuple(_signed(arg, plus) for arg in node.args)
+    if node.op == "plusminus":
+        return args[0] if node.name == plus else Node("neg", args)
+    return replace(node, args=args)
+
+
+def _is_label(node: Node) -> bool:
+    """Whether it is what a value is given to: `x`, `f(x)` or `(x, y)`."""
+    if node.op == "pair":
+        return all(arg.op == "name" for arg in node.args)
+    return node.op == "name" or (node.op == "mul" and node.name == "applied")
+
+
+def _holds(gold: Node, given: Node) -> bool:
+    """Whether every side of an answer's equation is the gold expression; the first may be a label."""
+    sides = given.args[1:] if _is_label(given.args[0]) else given.args
+    if set(given.name) - {"=", "≈"} and given.name != "∈":
+        return False
+    if len(set(sides)) < len(sides) or (given.name == "∈" and len(sides) > 1):
+        return False  # 1 = 1 says nothing
+    return all(same(gold, side) for side in sides)
+
+
+def _same_relations(gold: Node, given: Node) -> bool:
+    """Whether a relation, or the value that it gives a label, is the gold relation."""
+    label, value = gold.args[0], gold.args[-1]
+    gives_value = gold.name == "=" and _is_label(label)
+    if given.op != "relation":
+        return (gives_value and same(value, given)) or _same_regions(gold, given)
+    if gives_value and given.args[0] == label:
+        return _holds(value, given)
+    if _same_regions(gold, given):
+        return True
+    if len(gold.args) == len(given.args) == 2 and {gold.name, given.name} <= set("=<>≤≥"):
+        return _same_two_sided(gold, given)
+    return gold.name == given.name and _pairwise(gold.args, given.args)
+
+
+def _same_two_sided(gold: Node, given: Node) -> bool:
+    """Whether one equation or inequality is a multiple of the other."""
+    ways = [Node("add", (node.args[0], Node("neg", (node.args[1],)))) for node in (gold, given)]
+    if any("infty" in {one.name for one in _all(way)} for way in ways):
+        return False
+    sign = _verdict("ratio", *ways)
+    due = gold.name if sign > 0 else gold.name.translate(str.maketrans("<>≤≥", "><≥≤"))
+    return sign != 0 and given.name == due
+
+
+def _same_regions(gold: Node, given: Node) -> bool:
+    """Whether both are regions of the same spans."""
+    due, found = region_of(gold), region_of(given)
+    if due is None or found is None or len(due.spans) != len(found.spans):
+        return False
+    if due.variable and found.variable and due.variable != found.variable:
+        return False
+    return all(
+        (one.low_closed, one.high_closed) == (other.low_closed, other.high_closed)
+        and same(one.low, other.low)
+        and same(one.high, other.high)
+        for one, other in zip(due.spans, found.spans, strict=True)
+    )
+
+
+def _same_values(gold: Node, given: Node) -> bool:
+    """Whether two numbers or expressions with variables are equal, or one is the other in six decimals."""
+    names = {one.name for node in (gold, given) for one in _all(node) if one.op == "constant"}
+    if "infty" in names:
+        return False
+    due, found = exact(gold), exact(given)
+    if due is not None and found is not None:
+        return due == found or _is_rounded(due, found, given)
+    if found is not None and _decimals(found, given) >= ROUNDED_DECIMALS and not gold.names():
+        return _verdict("rounded", gold, given) > 0
+    return _verdict("equal", gold, given) > 0
+
+
+def _is_rounded(due: Fraction, found: Fraction, given: Node) -> bool:
+    """Whether a decimal is a number rounded that no decimal is."""
+    decimals = _decimals(found, given)
+    ends = 10 ** due.denominator.bit_length() % due.denominator == 0
+    return decimals >= ROUNDED_DECIMALS and not ends and 2 * abs(due - found) * 10**decimals <= 1
+
+
+def _decimals(value: Fraction, given: Node) -> int:
+    """Digits behind the point of a plain decimal; 0 for any other writing."""
+    plain = given.args[0] if given.op == "neg" else given
+    if plain.op != "number" or plain.name != "decimal":
+        return 0
+    return next(num for num in range(MAX_BITS) if 10**num % value.denominator == 0)
+
+
+def exact(node: Node) -> Fraction | None:
+    """The value of an expression of rational numbers; None for any other.
+
+    Raises Unreadable for a division by zero or a number beyond the bounds.
+    """
+    if node.op == "number":
+        return node.value
+    if node.op not in ("neg", "percent", "add", "mul", "div", "pow"):
+        return None
+    values = [exact(arg) for arg in node.args]
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return None
+    match node.op:
+        case "neg":
+            return -numbers[0]
+        case "percent":
+            return numbers[0] / 100
+        case "add":
+            return sum(numbers, start=Fraction(0))
+        case "mul":
+            return math.prod(numbers, start=Fraction(1))
+        case "div" if numbers[1] == 0:
+            raise Unreadable("a division by zero")
+        case "div":
+            return numbers[0] / numbers[1]
+    return _power(*numbers)
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    if exponent.denominator != 1:
+        return None
+    bits = max(abs(base.numerator), base.denominator).bit_length()
+    if bits * abs(exponent) > MAX_BITS or (base == 0 and exponent <= 0):
+        raise Unreadable("a power beyond the bounds")
+    return base ** int(exponent)
+
+
+def _all(node: Node) -> Iterator[Node]:
+    yield node
+    for arg in node.args:
+        yield from _all(arg)
+
+
+def _verdict(kind: str, gold: Node, given: Node) -> int:
+    return _asked(json.dumps([kind, _plain(gold), _plain(given)]))
+
+
+def _plain(node: Node) -> JSON:
+    """A tree as JSON."""
+    value = None if node.value is None else str(node.value)
+    return [node.op, node.name, value, [_plain(arg) for arg in node.args]]
 
 
 @lru_cache(maxsize=20_000)
-def _compared(gold: str, answer: str) -> bool:
-    return _process(os.getpid()).ask(gold, answer)
+def _asked(question: str) -> int:
+    return _process(os.getpid()).ask(question)
 
 
 @cache
@@ -346,6 +443,9 @@ def _process(pid: int) -> _Process:
     return _Process()
 
 
+_STRUCTURES = frozenset(("pair", "matrix", "row", "union", "intersection", "difference", "domain", "based"))
+
+
 @dataclass
 class _Process:
     """A process that compares, started at the first question."""
@@ -353,28 +453,25 @@ class _Process:
     lock: threading.Lock = field(default_factory=threading.Lock)
     running: subprocess.Popen[str] | None = None
 
-    def ask(self, gold: str, answer: str) -> bool:
-        """Whether the two are equal; no, where finding out takes more time or memory than it may."""
+    def ask(self, question: str) -> int:
+        """The verdict on a question; 0 where finding out takes more time or memory than it may."""
         with self.lock:
             process = self.running or self._start()
-            self._write(process, json.dumps([gold, answer, CPU_S]))
+            self._write(process, json.dumps([json.loads(question), CPU_S]))
             reply = self._read(process)
-            if reply in ("0", "1"):
-                return reply == "1"
+            if reply in ("0", "1", "-1"):
+                return int(reply)
             if not reply:
                 self._end(process)
             raise WorldError("The process that compares mathematics was ended.", "Is memory short?")
 
     def _start(self) -> subprocess.Popen[str]:
-        require_math()
         command = [sys.executable, "-c", _START, json.dumps(sys.path)]
         pipe, null = subprocess.PIPE, subprocess.DEVNULL
         process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, bufsize=1)
         if self._read(process) != "ready":
             self._end(process)
-            raise WorldError(
-                "The process that compares mathematics does not start.", "Try: python -m math_verify"
-            )
+            raise WorldError("The process that compares mathematics does not start.", "Try: python -m sympy")
         self.running = process
         return process
 

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import math
 import re
-import unicodedata
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
 
 from ludus.rewards.base import truth_of
 from ludus.rewards.final import candidates, plain_signs
+from ludus.rewards.math_parser import read
+from ludus.rewards.maths import exact
+from ludus.rewards.notation import Node, Unreadable
+from ludus.rewards.worked_out import unfinished
 from ludus.types import Task, Trajectory
 
 MAX_DIGITS = 400
@@ -21,20 +24,6 @@ _RELATIVE = 1e-6
 _LOST = Fraction(1, 2**50)
 _LOST_OF_WHOLE = Fraction(1, 10**9)
 """What a truth that was computed may be off, relatively, and absolutely where it is whole."""
-_POINT = r"(?:\d{1,3}(?:[, _]\d{3})+(?:\.\d*)?|\d+\.?\d*|\.\d+)"
-_COMMA = r"(?:\d{1,3}(?:[. _]\d{3})+(?:,\d*)?|\d+,?\d*|,\d+)"
-_POWER = r"(?:[eE]|\s*(?:[x×·*]|\\times|\\cdot)\s*10\s*(?:\^|\*\*))\s*\{?(?P<power>[+-]?\d{1,4})\}?"
-_FRACTIONS = tuple(
-    re.compile(form, re.ASCII)
-    for form in (
-        r"(?P<sign>[+-]?)(?:(?P<whole>\d+)\s+)?(?P<up>\d+)\s*/\s*(?P<down>\d+)",
-        r"(?P<sign>[+-]?)(?P<whole>\d*)\s*\\[dtc]?frac\{(?P<up>\d+)\}\{(?P<down>\d+)\}",
-        r"(?P<sign>[+-]?)(?P<whole>\d*)\s*\\[dtc]?frac(?P<up>\d)(?P<down>\d)",
-        r"(?P<whole>)\\[dtc]?frac\{(?P<sign>-)(?P<up>\d+)\}\{(?P<down>\d+)\}",
-    )
-)
-_RAISED = re.compile(r"(?<=\b10)([⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+)")
-"""The power of a ten in raised digits."""
 _LEAD = re.compile(r"(?i)^(?:it\s+is|about|approximately|approx\.?|roughly|[a-z]\s*(?:=|≈)|≈|~|=)\s*")
 
 
@@ -58,15 +47,28 @@ class Quantity:
 
 def read_quantity(text: str, truth: Quantity) -> Fraction | None:
     """The number that the whole text is, exactly, in the unit of `truth`; None where it is anything else."""
-    plain = _LEAD.sub("", _without_latex(plain_signs(_with_powers(text))).strip())
+    numeral, size = _read(text, truth)
+    try:
+        value = None if numeral is None else exact(numeral)
+    except Unreadable:
+        return None
+    return None if value is None else value * _as_written(size)
+
+
+def is_reduced(text: str, truth: Quantity) -> bool:
+    """Whether the number is in lowest terms: 435/15 is a problem, no answer to one."""
+    numeral, _ = _read(text, truth)
+    return numeral is not None and not unfinished(numeral)
+
+
+def _read(text: str, truth: Quantity) -> tuple[Node | None, float]:
+    """The numeral of a text without its unit, and the unit's size."""
+    plain = _LEAD.sub("", _without_latex(plain_signs(text)).strip())
     sizes = {"%": 0.01, "percent": truth.units.get("%", 0.01)} | dict(truth.units)
     unit, size, rest = _unit(plain, sizes)
     if truth.needs_unit and not unit:
-        return None
-    if rest.startswith("(") and rest.endswith(")"):
-        rest = rest[1:-1].strip()
-    value = _number(rest, truth.decimal_comma)
-    return None if value is None else value * _as_written(size)
+        return None, size
+    return _number(rest, truth.decimal_comma), size
 
 
 def close(value: Fraction, truth: Quantity) -> bool:
@@ -96,11 +98,6 @@ def number_close(task: Task, trajectory: Trajectory) -> float:
     return float(is_close(trajectory.answer, truth_of(task, Quantity)))
 
 
-def _with_powers(text: str) -> str:
-    """With `^` before what is raised behind a ten."""
-    return _RAISED.sub(lambda match: "^" + unicodedata.normalize("NFKC", match[1]), text)
-
-
 def _without_latex(text: str) -> str:
     bare = text.strip().removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
     if len(bare) > 1 and bare[0] == bare[-1] == "$":
@@ -125,23 +122,30 @@ def _unit(text: str, sizes: Mapping[str, float]) -> tuple[str, float, str]:
     return "", 1.0, text
 
 
-def _number(text: str, decimal_comma: bool) -> Fraction | None:
+def _number(text: str, decimal_comma: bool) -> Node | None:
+    """The numeral that a text is: a number, or a fraction of whole numbers, with or without a sign."""
     if sum(c.isdigit() for c in text) > MAX_DIGITS:
         return None
-    body = _COMMA if decimal_comma else _POINT
-    match = re.fullmatch(rf"(?P<sign>[+-]?)\s*(?P<body>{body})(?:{_POWER})?", text, re.ASCII)
-    if match is None:
-        return _fraction(text)
-    separators, point = (". _", ",") if decimal_comma else (", _", ".")
-    digits = match["body"].translate({ord(c): None for c in separators}).replace(point, ".")
-    power = int(match["power"] or 0)
-    return Fraction(f"{match['sign']}{digits}e{power}") if abs(power) <= MAX_DIGITS else None
-
-
-def _fraction(text: str) -> Fraction | None:
-    """`a/b`, `a b/c`, `\\frac{a}{b}`, `\\frac{-a}{b}` and `\\frac12` of whole numbers."""
-    match = next((found for form in _FRACTIONS if (found := form.fullmatch(text))), None)
-    if match is None or int(match["down"]) == 0:
+    if decimal_comma:
+        text = text.translate(str.maketrans(",.", ".,"))
+    try:
+        node = read(re.sub(r"(?<=\d)_(?=\d{3})", ",", text), frozenset())
+    except Unreadable:
         return None
-    value = int(match["whole"] or 0) + Fraction(int(match["up"]), int(match["down"]))
-    return -value if match["sign"] == "-" else value
+    return node if _is_numeral(node) else None
+
+
+def _is_numeral(node: Node) -> bool:
+    if node.op == "neg":
+        return node.args[0].op != "neg" and not _is_negative(node.args[0]) and _is_numeral(node.args[0])
+    if node.op != "div":
+        return node.op == "number"
+    return all(arg.op == "number" and arg.name == "whole" for arg in map(_unsigned, node.args))
+
+
+def _is_negative(node: Node) -> bool:
+    return node.op == "div" and any(arg.op == "neg" for arg in node.args)
+
+
+def _unsigned(node: Node) -> Node:
+    return node.args[0] if node.op == "neg" else node

@@ -111,7 +111,6 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | Answers:
     if type_ == "text":
         return Answers((answer,))
     if type_ == "expression" or (type_ is None and value is None):
-        maths.require_math()
         return Expression(answer)
     if value is None:
         raise ValueError(f"{answer[:60]!r} is no number")

@@ -12,8 +12,8 @@ from ludus.rewards.answers import Answers, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.choices import Choice
 from ludus.rewards.final import candidates
-from ludus.rewards.maths import Expression, is_equal, is_reduced
-from ludus.rewards.numbers import Quantity, is_close
+from ludus.rewards.maths import Expression, is_equal
+from ludus.rewards.numbers import Quantity, is_close, is_reduced
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.rewards.structures import Schema, State, Value
 from ludus.tools.calculator import show
@@ -50,7 +50,8 @@ def is_right(answer: str, right: object) -> bool:
     """
     match right:
         case Quantity():
-            return all(map(is_reduced, candidates(answer))) and is_close(answer, right)
+            reduced = all(is_reduced(one, right) for one in candidates(answer))
+            return reduced and is_close(answer, right)
         case Expression():
             return is_equal(answer, replace(right, evaluated=True))
         case Answers() | Choice() | Value() | Schema() | State():

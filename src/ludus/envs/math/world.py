@@ -23,7 +23,6 @@ from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
-from ludus.rewards.maths import require_math
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.types import Message, Task
@@ -42,7 +41,7 @@ class MathSettings(BaseModel):
     levels: tuple[int, ...] = Field(LEVELS, min_length=1)
     """Which levels, 1 to 5."""
     topics: tuple[str, ...] = Field(DEFAULT_TOPICS, min_length=1)
-    """Which topics; `expressions` needs the extra `math`."""
+    """Which topics."""
     tool: ToolName = "python"
     """What an episode offers: Python in a sandbox, a calculator, or nothing."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
@@ -174,8 +173,6 @@ def make_math_world(settings: Mapping[str, object], limits: ToolLimits) -> MathW
         raise ConfigError(f"There is no topic {strange[0]!r} (env.settings.topics).", f"Topics: {known}.")
     if chosen.data is not None and chosen.gym:
         raise ConfigError("env.settings has both data and gym.", "Choose one of them.")
-    if "expressions" in chosen.topics:
-        require_math()
     world = MathWorld(chosen, limits)
     if chosen.data is not None:
         world.tasks("train")

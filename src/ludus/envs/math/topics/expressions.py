@@ -1,4 +1,4 @@
-"""Answers that are expressions: they are compared by math-verify (the extra `math`)."""
+"""Answers that are expressions."""
 
 from __future__ import annotations
 
