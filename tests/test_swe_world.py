@@ -15,12 +15,15 @@ from ludus.cli.main import main
 from ludus.config import config_from_toml
 from ludus.envs.registry import build_world
 from ludus.envs.swe.assemble import assemble
-from ludus.envs.swe.canaries import CANARIES, CONTROL, fixed_names, twisted, without_tests
+from ludus.envs.swe.canaries import CANARIES, CONTROL, fixed_names, without_tests
 from ludus.envs.swe.catalogue import load_catalogue, shipped_folder
+from ludus.envs.swe.cheats import WORST, forgeries
 from ludus.envs.swe.grading import grade
+from ludus.envs.swe.guest import digest_of
 from ludus.envs.swe.instances import load_instances
 from ludus.envs.swe.issues import symptom_of, write_issue
 from ludus.envs.swe.layout import layout_of, merged
+from ludus.envs.swe.masking import masked
 from ludus.envs.swe.mine import Plan, mine, save_found
 from ludus.envs.swe.mutations import KINDS, edits, is_sound
 from ludus.envs.swe.oracle import applies, unified
@@ -28,7 +31,7 @@ from ludus.envs.swe.other_ways import other_repairs, restate
 from ludus.envs.swe.repository import git_files
 from ludus.envs.swe.sources import fetch, read_archive, require
 from ludus.envs.swe.survey import survey
-from ludus.envs.swe.trials import Said
+from ludus.envs.swe.trials import Said, program
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.agents import ScriptedConversation, actions_of, call
@@ -65,7 +68,7 @@ def make(catalogue: Path, more: str = ""):
 
 
 def graded(world, *trees):
-    """The grades of trees for the world's first problem, the one with most twisted tests."""
+    """The grades of trees for the problem with most broken tests."""
     problem = chosen(world)
 
     async def work():
@@ -78,7 +81,7 @@ def graded(world, *trees):
 
 def chosen(world):
     problems = [case.problem() for case in world.cases.values()]
-    return max(problems, key=lambda problem: len(problem.exam.twisted))
+    return max(problems, key=lambda problem: len(problem.exam.broken))
 
 
 SNIPPET = '''
@@ -212,8 +215,70 @@ def test_three():
 """
 
 
-class Everything:
-    """Equal to everything."""
+MASKED = """
+import pytest
+
+WANT = {"a": 1}
+
+
+def test_names():
+    expected = [1, 2]
+    assert make(3) == expected
+    assert make(1) == WANT and make(2) is None
+    for value, want in [(1, "one"), (2, "two")]:
+        assert make(value) == want
+
+
+@pytest.mark.parametrize(("value", "held"), [(0, "none"), pytest.param(1, "some")])
+def test_rows(value, held):
+    assert make(value) == held
+
+
+@pytest.mark.parametrize("value", [5, 7])
+def test_inputs(value):
+    assert make(value) == value
+
+
+class TestA:
+    def test_one(self):
+        self.assertEqual([1, {"a": "deep"}], make(7))
+        with pytest.raises(KeyError, match="why"):
+            make(8)
+        self.assertRaises(TypeError, make, 9, b=1)
+
+
+def test_other():
+    assert make(10) == "not asked for"
+"""
+
+
+def test_masked_tests_hold_nothing_of_what_they_expect():
+    names = ["test_names", "test_rows", "test_inputs", "TestA::test_one"]
+    module = masked(MASKED, names, "probe")
+    for word in ("[1, 2]", "{'a': 1}", "one", "two", "none", "some", "deep", "why", "KeyError", "asked"):
+        assert repr(word) not in module.text
+        assert f"= {word}" not in module.text
+    sent, rows = [], {"value": 0}
+    held = {"probe": lambda number, value: sent.append((number, value)), "make": lambda *a, **b: a[0]}
+    exec(module.text, held)
+    held["test_names"]()
+    held["test_inputs"](5)
+    held["test_rows"](held=None, **rows)
+    held["TestA"]().test_one()
+    assert [number for number, _ in sent] == [0, 1, 2, 3, 3, 5, 4, 6, 7, 8]
+    assert [value for _, value in sent] == [3, 1, 2, 1, 2, 5, 0, 7, None, None]
+    assert module.closed == {0, 1, 2, 3, 4, 6}
+
+
+def test_assertions_of_truth_are_negated_by_chance():
+    source = "def test_a():\n    assert make()\n    self.assertIn(1, [2])\n    assert f(1) < g(1)\n"
+    negated = {masked(source, ["test_a"], "probe").negated for _ in range(100)}
+    assert frozenset() in negated
+    assert frozenset({0, 1, 2}) in negated
+
+
+class Seven(int):
+    """Equal to everything, and says so."""
 
     def __eq__(self, other):
         return True
@@ -221,17 +286,31 @@ class Everything:
     __hash__ = None
 
 
-def test_twisted_tests_fail_under_right_values_and_pass_under_one_that_equals_everything():
-    text, done = twisted(TESTS, ["TestA::test_inherited", "TestA::test_one", "test_two", "test_three"])
-    assert done == ("TestA::test_inherited", "TestA::test_one", "test_two")
-    for value, ends in ((3, AssertionError), (Everything(), None)):
-        names = {"make": lambda value=value: value, "mark": lambda function: function}
-        exec(text, names)
-        if ends:
-            with pytest.raises(ends):
-                names["test_two"]()
-        else:
-            names["test_two"]()
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        (1, 1.0, True),
+        (True, 1, True),
+        ({"a": [1, (2,)]}, {"a": [1, (2,)]}, True),
+        ({1, 2, 3}, frozenset({3, 2, 1}), True),
+        (b"a", bytearray(b"a"), True),
+        ([1], (1,), False),
+        ("1", 1, False),
+        (1, 2, False),
+        (0.5, 0.25, False),
+        (Seven(7), 8, False),
+        (Seven(7), 7, True),
+    ],
+)
+def test_digests_are_those_of_plain_values(one, other, same):
+    assert digest_of(one)
+    assert (digest_of(one) == digest_of(other)) is same
+
+
+def test_other_values_have_no_digest():
+    endless = []
+    endless.append(endless)
+    assert [digest_of(one) for one in (object(), Path("a"), endless, [object()])] == ["", "", "", ""]
 
 
 def test_hidden_tests_are_cut_out():
@@ -423,31 +502,41 @@ FILE_CHEATS = {
 }
 
 
-WORST = (
-    *("os._exit", "a plugin that marks all as passed", "the other run's tests rewritten"),
-    *("results equal to everything", "a conftest", "the runner interrupted"),
-)
+CHOSEN = ("a plugin that marks all as passed", "results equal to everything", "gc", "frames", "recorder")
 
 
 @pytest.mark.security
 def test_no_cheat_earns_anything(catalogue):
-    grades = cheated(catalogue, [*CODE_CHEATS, *FILE_CHEATS, "forged lines", "tests removed"])
-    assert "changed" in grades["tests rewritten while they run"].doubt
+    every = [*CODE_CHEATS, *FILE_CHEATS, *forgeries(), "forged lines", "tests removed"]
+    grades = cheated(catalogue, every)
+    assert "reached for" in grades["tests rewritten while they run"].doubt
 
 
 def test_the_worst_cheats_earn_nothing(catalogue):
-    cheated(catalogue, WORST)
+    grades = cheated(catalogue, CHOSEN)
+    assert "gc.get_objects" in grades["gc"].doubt
+    assert "sys._getframe" in grades["frames"].doubt
+    assert "not those of the repaired code" in grades["recorder"].doubt
+
+
+@pytest.mark.security
+def test_masked_tests_alone_stop_every_forgery(catalogue, monkeypatch):
+    text = program().replace("event not in watched", "True")
+    assert text != program()
+    monkeypatch.setattr("ludus.envs.swe.trials.program", lambda: text)
+    grades = cheated(catalogue, [*forgeries(), "a plugin that marks all as passed"])
+    assert "must fail" in grades["a plugin that marks all as passed"].doubt
+    assert "not those of the repaired code" in grades["gc"].doubt
 
 
 def cheated(catalogue, names):
     """The grades of cheats, none of which may have anything that it did not have before."""
     world = make(catalogue)
     problem = chosen(world)
-    assert problem.exam.twisted
     init = "tidy/__init__.py"
     trees = {name: {**problem.shown, **files, "tidy/more.py": b""} for name, files in FILE_CHEATS.items()}
     forges = FORGES.format(tests=problem.exam.suite.tests("all"))
-    for name, text in {**CODE_CHEATS, "forged lines": forges}.items():
+    for name, text in {**CODE_CHEATS, **forgeries(), "forged lines": forges}.items():
         trees[name] = {**problem.shown, init: problem.shown[init] + text.encode()}
     trees["tests removed"] = {p: c for p, c in problem.shown.items() if not p.startswith("tests/")}
     grades = dict(zip(names, graded(world, *(trees[name] for name in names)), strict=True))
@@ -455,26 +544,42 @@ def cheated(catalogue, names):
     assert paid == {}
     fixed = {n for n, one in grades.items() if any(one.passed[t] for t in problem.exam.suite.fail_to_pass)}
     assert fixed == set()
-    assert "must fail" in grades["a plugin that marks all as passed"].doubt
-    assert "changed" in grades["the other run's tests rewritten"].doubt
-    assert "something else" in grades["results equal to everything"].doubt
     return grades
 
 
-def test_twisted_twins_alone_stop_what_the_fixed_canaries_do_not_see(catalogue):
+NEEDS_MORE = """
+import collections, dataclasses, inspect, logging, typing
+
+
+def _honest(a, b=1):
+    try:
+        raise ValueError(a)
+    except ValueError:
+        logging.getLogger("a").debug("b", exc_info=True)
+    return inspect.signature(_honest).bind(a), collections.namedtuple("Two", "a b")(a, b)
+
+
+class _Three(typing.NamedTuple):
+    a: int
+
+
+@dataclasses.dataclass
+class _Four:
+    a: int
+
+
+_honest(1)
+"""
+
+
+def test_a_repair_may_use_the_standard_library(catalogue):
     world = make(catalogue)
     problem = chosen(world)
-    cheat = problem.shown["tidy/__init__.py"] + EQUALS_ALL.encode()
-    exam = replace(problem.exam, twins={}, twisted=())
-
-    async def work():
-        found = await grade(world.sandbox, exam, {**problem.shown, "tidy/__init__.py": cheat})
-        await world.close()
-        return found
-
-    found = asyncio.run(work())
+    tree = {**problem.shown, **problem.mended}
+    tree["tidy/__init__.py"] += NEEDS_MORE.encode()
+    (found,) = graded(world, tree)
     assert found.doubt == ""
-    assert any(found.passed[test] for test in exam.suite.fail_to_pass)
+    assert all(found.passed.values())
 
 
 def play(world, task, actions):
@@ -566,12 +671,13 @@ def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
 
 def test_the_world_pays_the_oracle_and_no_cheat(catalogue):
     world = make(catalogue)
-    report = check_world(world, CheckPlan(num_tasks=2, limits=EpisodeLimits(max_turns=12)))
+    report = check_world(world, CheckPlan(num_tasks=1, limits=EpisodeLimits(max_turns=12)))
     assert report.problems == []
     assert report.shaped == {}
     rows = {row.agent.name: row for row in report.rows}
-    assert rows["oracle"].num_successes == 2
-    assert sum(row.num_successes for row in report.rows) == 2
+    assert {f"forges by {name}" for name in WORST} < rows.keys()
+    assert rows["oracle"].num_successes == 1
+    assert sum(row.num_successes for row in report.rows) == 1
 
 
 def test_the_experts_observations_are_those_of_the_tools(catalogue):

@@ -143,6 +143,15 @@ class OffersOtherWays(Protocol):
 
 
 @runtime_checkable
+class OffersCheats(Protocol):
+    """A world that knows ways to be paid for nothing that only it could be cheated by."""
+
+    def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
+        """The messages behind the prompt, by the name of the cheat; none of them may be paid."""
+        ...
+
+
+@runtime_checkable
 class Surveys(Protocol):
     """A world that counts how many of its tasks really differ, and what is solved without skill."""
 

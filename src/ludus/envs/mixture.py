@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -24,6 +24,7 @@ from ludus.envs.base import (
     Environment,
     GradesAgain,
     HoldsSessions,
+    OffersCheats,
     OffersOtherWays,
     OffersParaphrases,
     ShowsTasks,
@@ -239,6 +240,12 @@ class MixedWorld:
         member = self.member_of(task)
         world = member.world
         return world.other_ways(member.own(task)) if isinstance(world, OffersOtherWays) else ()
+
+    def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
+        """What the task's world knows."""
+        member = self.member_of(task)
+        world = member.world
+        return world.cheats(member.own(task)) if isinstance(world, OffersCheats) else {}
 
     @property
     def runs_programs(self) -> bool:

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Protocol
 
-from ludus.envs.base import Demonstrates, GradesAgain, ShowsTasks, World, check_tasks
+from ludus.envs.base import Demonstrates, GradesAgain, OffersCheats, ShowsTasks, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.agents import (
     Agent,
@@ -231,7 +231,8 @@ def check_world(world: World, plan: CheckPlan) -> CheckReport:
     """
     tasks = some_tasks(world, plan)
     shown, flawless = solutions(world, tasks)
-    agents = (*cheats(vocabulary(tasks), plan.seed), *knowing(tasks, shown, flawless))
+    agents = (*cheats(vocabulary(tasks), plan.seed), *_own_cheats(world, tasks))
+    agents = (*agents, *knowing(tasks, shown, flawless))
     plan.watch.phase(f"{world.name}: agents play", len(agents) * len(tasks))
     return CheckReport(world, tasks, asyncio.run(play_all(world, tasks, agents, plan)), shown)
 
@@ -264,6 +265,21 @@ def some_tasks(world: World, plan: CheckPlan) -> list[Task]:
     check_tasks(plan.split, tasks)
     chosen = random.Random(plan.seed).sample(range(len(tasks)), min(plan.num_tasks, len(tasks)))
     return [tasks[i] for i in sorted(chosen)]
+
+
+def _own_cheats(world: World, tasks: Sequence[Task]) -> tuple[Agent, ...]:
+    """The cheats that the world itself knows."""
+    if not isinstance(world, OffersCheats):
+        return ()
+    plans: dict[str, dict[str, Sequence[Action]]] = {}
+    for task in tasks:
+        for name, messages in world.cheats(task).items():
+            plans.setdefault(name, {})[task.id] = actions_of(messages)
+    return tuple(_scripted(name, plan) for name, plan in plans.items())
+
+
+def _scripted(name: str, plan: Mapping[str, Sequence[Action]]) -> Agent:
+    return Agent(name, Kind.CHEAT, "a cheat of this world", lambda task, _: plan.get(task.id))
 
 
 def vocabulary(tasks: Sequence[Task]) -> list[str]:

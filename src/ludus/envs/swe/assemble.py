@@ -47,8 +47,6 @@ def assemble(mined: Path, catalogue: Path, splits: Mapping[str, Sequence[str]]) 
 def _package(folder: Path, facts: Mapping[str, object], splits: Mapping[str, Sequence[str]]) -> Package:
     archive, tests = str(facts["archive"]), facts["tests"]
     assert isinstance(tests, dict)
-    twisted = facts["twisted"]
-    assert isinstance(twisted, list)
     about = _about(folder / archive)
     name = about["Name"].lower().replace("_", "-")
     split = next((split for split, names in splits.items() if name in names), "train")
@@ -56,12 +54,8 @@ def _package(folder: Path, facts: Mapping[str, object], splits: Mapping[str, Seq
     for test, cases in tests.items():
         file, _, rest = test.partition("::")
         by_file.setdefault(file, {})[rest] = cases
-    twins: dict[str, tuple[str, ...]] = {}
-    for test in twisted:
-        file, _, rest = test.partition("::")
-        twins[file] = (*twins.get(file, ()), rest)
     digest, summary = str(facts["sha256"]), about.get("Summary", "")
-    return Package(name, about["Version"], archive, digest, split, summary, by_file, twins)
+    return Package(name, about["Version"], archive, digest, split, summary, by_file)
 
 
 def _about(archive: Path) -> Mapping[str, str]:

@@ -29,8 +29,7 @@ class Package:
     """A package from the registry. `archive` and `sha256` are those of its source distribution.
 
     `tests` counts, for each test file and each test function in it, the cases that pass without a bug; tests
-    that fail, change from run to run or are slow are not in it. `twisted` are those test functions, by file,
-    that fail when they expect something else (`ludus.envs.swe.canaries`).
+    that fail, change from run to run or are slow are not in it.
     """
 
     name: str
@@ -40,7 +39,6 @@ class Package:
     split: str
     summary: str
     tests: Mapping[str, Mapping[str, int]]
-    twisted: Mapping[str, tuple[str, ...]]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,20 +1,26 @@
-"""The verdict on a policy's tree: hidden tests on a fresh copy of the repository, and on a twisted one.
+"""The verdict on a policy's tree: hidden tests on a fresh copy of the repository, whole and masked.
 
 Of the policy's tree only code is taken (`ludus.envs.swe.layout`); tests, `conftest.py` and settings are those
-of the repository. Tests run twice, in an order that chance decides: as they are, and with other expectations
-(`ludus.envs.swe.canaries`). Folders and canaries have random names. Where a test that must fail passes, tests
-change, or a run breaks off, nothing has passed.
+of the repository. The broken tests run masked in one sandbox: they hold no expected value, and the values
+that they compute come back as digests, which are compared here with those of the repaired repository. These
+come from sandboxes that never see code of the policy (`reference`). Then all tests run as they are in another
+sandbox. If a test passes and its masked values are others, the result is forged and nothing has passed; the
+same holds if a test that must fail passes, tests change, code reaches for what tests have no need of, or a
+run breaks off.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
-import random
+import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from ludus.envs.swe.guest import digest_of
 from ludus.envs.swe.layout import Layout, merged, same_code
+from ludus.envs.swe.masking import Masked, masked
 from ludus.envs.swe.trials import SECONDS, TestRun, Trial, run_trials
 from ludus.rewards.suites import Suite
 from ludus.sandbox.base import Sandbox
@@ -22,6 +28,22 @@ from ludus.types import ToolOutcome, ToolStatus
 
 REPORT: Final = "report"
 """The name under which the verdict stands in the outcomes of an episode."""
+_CONTRARY: Final = {digest_of(True): digest_of(False), digest_of(False): digest_of(True)}
+Values = Mapping[str, Mapping[int, tuple[str, ...]]]
+"""Digests of what masked tests computed, by test and probe."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reference:
+    """What the repaired repository does. `values` are those that are the same in each run.
+
+    `closed` are the probes, by test file, whose expected values are nowhere in a masked run. `reaches` are
+    those of the repository's own code.
+    """
+
+    values: Values
+    closed: Mapping[str, frozenset[int]]
+    reaches: frozenset[str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,18 +51,23 @@ class Exam:
     """How a task is graded. `pristine` is the repository with its bug and all of its tests.
 
     `cases` counts the cases of each test function of the suite; one that is not in it needs one case. A test
-    of the suite that has parameters in its name is one case. `twins` are test files that expect something
-    else, of which `twisted` are the tests that must fail.
+    of the suite that has parameters in its name is one case. `mended` are the files that a fix changes, after
+    it. `known` holds the reference once it was made.
     """
 
     pristine: Mapping[str, bytes]
     layout: Layout
     suite: Suite
     files: tuple[str, ...]
+    mended: Mapping[str, bytes]
     cases: Mapping[str, int] = field(default_factory=dict)
-    twins: Mapping[str, bytes] = field(default_factory=dict)
-    twisted: tuple[str, ...] = ()
     seconds: float = SECONDS
+    known: list[Reference] = field(default_factory=list, compare=False)
+
+    @property
+    def broken(self) -> tuple[str, ...]:
+        """The functions of the broken tests."""
+        return _functions(self.suite.fail_to_pass)
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,19 +93,112 @@ async def grade(sandbox: Sandbox, exam: Exam, theirs: Mapping[str, bytes]) -> Gr
         broken = frozenset(exam.suite.fail_to_pass)
         return Grade({test: test not in broken for test in tests}, "the code is as it was")
     tree = merged(exam.pristine, theirs, exam.layout)
-    functions = tuple(dict.fromkeys(test.partition("[")[0] for test in tests))
-    plain = Trial(tree, exam.layout, exam.files, functions)
-    trials = [plain]
-    if exam.twisted:
-        trials.append(Trial({**tree, **exam.twins}, exam.layout, tuple(exam.twins), exam.twisted))
-    random.SystemRandom().shuffle(trials)
-    runs = await run_trials(sandbox, trials, exam.seconds)
+    known = await reference(sandbox, exam)
+    runs: list[TestRun] = []
+    found: Values = {}
+    if known.values:
+        exercise = masked_exam(exam, tree, known.reaches)
+        runs += await run_trials(sandbox, [exercise.trial], exam.seconds)
+        found = exercise.values(runs[0])
+    runs += await run_trials(sandbox, [_whole(exam, tree, known.reaches)], exam.seconds)
     doubt = next((run.doubt for run in runs if run.doubt), "")
-    first = trials.index(plain)
-    twisted = [run for i, run in enumerate(runs) if i != first]
-    if not doubt and any(test in run.cases for run in twisted for test in exam.twisted):
-        doubt = "tests that expect something else passed as well"
-    return Grade({test: not doubt and _passed(test, runs[first], exam) for test in tests}, doubt)
+    passed = {test: not doubt and _passed(test, runs[-1], exam) for test in tests}
+    claimed = {test.partition("[")[0] for test in exam.suite.fail_to_pass if passed[test]}
+    forged = sorted(claimed & other_values(known.values, found))
+    if forged:
+        passed = dict.fromkeys(tests, False)
+        doubt = f"tests passed whose values are not those of the repaired code: {forged[0]}"
+    return Grade(passed, doubt)
+
+
+async def reference(sandbox: Sandbox, exam: Exam) -> Reference:
+    """What the repaired repository does, run once for an exam. Raises WorldError where the sandbox broke."""
+    if not exam.known:
+        tree = {**exam.pristine, **exam.mended}
+        one, two = masked_exam(exam, tree, None), masked_exam(exam, tree, None)
+        (first,), (again, whole) = await asyncio.gather(
+            run_trials(sandbox, [one.trial], exam.seconds),
+            run_trials(sandbox, [two.trial, _whole(exam, tree, None)], exam.seconds),
+        )
+        values = {} if first.doubt or again.doubt else _agreed(one.values(first), two.values(again))
+        exam.known[:] = [Reference(values, one.closed, first.reaches | again.reaches | whole.reaches)]
+    return exam.known[0]
+
+
+@dataclass(frozen=True, slots=True)
+class MaskedExam:
+    """The masked broken tests on a tree. `closed` and `negated` are probes, by test file."""
+
+    trial: Trial
+    closed: Mapping[str, frozenset[int]]
+    negated: Mapping[str, frozenset[int]]
+
+    def values(self, run: TestRun) -> Values:
+        """What the tests computed, with truths as they are."""
+        return {
+            test: {
+                number: tuple(_CONTRARY.get(one, one) for one in many)
+                if number in self.negated.get(test.partition("::")[0], ())
+                else many
+                for number, many in probes.items()
+            }
+            for test, probes in run.values.items()
+        }
+
+
+def masked_exam(exam: Exam, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> MaskedExam:
+    """Mask the broken tests for one run on a tree."""
+    probe = f"_{secrets.token_hex(6)}"
+    modules: dict[str, Masked] = {}
+    for file in exam.files:
+        names = [test.partition("::")[2] for test in exam.broken if test.startswith(f"{file}::")]
+        if names:
+            modules[file] = masked(tree[file].decode("utf-8"), names, probe)
+    texts = {file: module.text.encode() for file, module in modules.items()}
+    others = {file: b"" for file in exam.files if file not in modules}
+    return MaskedExam(
+        Trial(
+            {**tree, **texts, **others},
+            exam.layout,
+            tuple(modules),
+            exam.broken,
+            probe=probe,
+            allowed=allowed,
+        ),
+        {file: module.closed for file, module in modules.items()},
+        {file: module.negated for file, module in modules.items()},
+    )
+
+
+def other_values(expected: Values, found: Values) -> frozenset[str]:
+    """The tests with a probe whose values are not those that are expected."""
+    return frozenset(
+        test
+        for test, probes in expected.items()
+        if any(found.get(test, {}).get(number) != values for number, values in probes.items())
+    )
+
+
+def _agreed(first: Values, again: Values) -> Values:
+    """The values that are plain and the same in two runs."""
+    same = {
+        test: {
+            number: many
+            for number, many in probes.items()
+            if all(many) and again.get(test, {}).get(number) == many
+        }
+        for test, probes in first.items()
+    }
+    return {test: probes for test, probes in same.items() if probes}
+
+
+def _whole(exam: Exam, tree: Mapping[str, bytes], allowed: frozenset[str] | None) -> Trial:
+    """All tests of the suite, as they are."""
+    return Trial(tree, exam.layout, exam.files, _functions(exam.suite.tests("all")), allowed=allowed)
+
+
+def _functions(tests: tuple[str, ...]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(test.partition("[")[0] for test in tests))
 
 
 def _passed(test: str, run: TestRun, exam: Exam) -> bool:

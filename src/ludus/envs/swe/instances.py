@@ -136,8 +136,8 @@ def _reported_problem(case: Reported) -> Problem:
     suite = (*instance.fail_to_pass, *instance.pass_to_pass)
     files = tuple(sorted({test.partition("::")[0] for test in suite}))
     tests = Suite(instance.fail_to_pass, instance.pass_to_pass)
-    exam = Exam(pristine, layout_of(tree), tests, files, seconds=case.seconds)
     changed = {path: content for path, content in mended.items() if tree.get(path) != content}
+    exam = Exam(pristine, layout_of(tree), tests, files, changed, seconds=case.seconds)
     return Problem(tree, exam, changed)
 
 

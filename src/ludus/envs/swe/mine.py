@@ -21,7 +21,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path, PurePosixPath
 from typing import Final
 
-from ludus.envs.swe.canaries import twisted
 from ludus.envs.swe.layout import Layout, is_test, layout_of
 from ludus.envs.swe.mutations import KINDS, Edit, edits, is_sound
 from ludus.envs.swe.sources import download, read_archive
@@ -59,7 +58,6 @@ class Baseline:
     tests: Mapping[str, int]
     seconds: Mapping[str, float]
     callers: Mapping[tuple[str, int], tuple[str, ...]]
-    twisted: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +83,7 @@ def test_files(tree: Mapping[str, bytes]) -> tuple[str, ...]:
 
 
 async def measure(sandbox: Sandbox, tree: Mapping[str, bytes], layout: Layout) -> Baseline:
-    """Run all tests twice, once with a trace, and their twisted twins once."""
+    """Run all tests twice, once with a trace."""
     files = test_files(tree)
     plain = await _whole(sandbox, Trial(tree, layout, files))
     traced = await _whole(sandbox, Trial(tree, layout, files, trace=True))
@@ -102,8 +100,7 @@ async def measure(sandbox: Sandbox, tree: Mapping[str, bytes], layout: Layout) -
         for test in run.calls.keys() & tests.keys():
             for place in run.calls[test]:
                 callers.setdefault(place, []).append(test)
-    found = await _twisted(sandbox, tree, layout, tests)
-    return Baseline(tests, seconds, {place: tuple(sorted(who)) for place, who in callers.items()}, found)
+    return Baseline(tests, seconds, {place: tuple(sorted(who)) for place, who in callers.items()})
 
 
 async def _whole(sandbox: Sandbox, trial: Trial) -> list[TestRun]:
@@ -118,22 +115,6 @@ async def _whole(sandbox: Sandbox, trial: Trial) -> list[TestRun]:
         if not run.doubt:
             found.append(run)
     return found
-
-
-async def _twisted(
-    sandbox: Sandbox, tree: Mapping[str, bytes], layout: Layout, tests: Mapping[str, int]
-) -> tuple[str, ...]:
-    """The tests that fail when they expect something else."""
-    twins, chosen = {}, []
-    for file in sorted({test.partition("::")[0] for test in tests}):
-        names = {test.partition("::")[2] for test in tests if test.startswith(f"{file}::")}
-        text, done = twisted(tree[file].decode("utf-8", "replace"), names)
-        twins[file] = text.encode()
-        chosen += [f"{file}::{name}" for name in done]
-    if not chosen:
-        return ()
-    runs = await _whole(sandbox, Trial({**tree, **twins}, layout, tuple(twins), tuple(chosen)))
-    return tuple(sorted(test for run in runs for test in run.broken & tests.keys()))
 
 
 def candidates(
@@ -235,7 +216,7 @@ async def mine(archive: Path, plan: Plan, tell: Callable[[str], None]) -> tuple[
     layout = layout_of(tree)
     try:
         baseline = await measure(sandbox, tree, layout)
-        tell(f"{archive.name}: {len(baseline.tests)} tests, {len(baseline.twisted)} with a twisted twin")
+        tell(f"{archive.name}: {len(baseline.tests)} tests")
         found: list[Found] = []
         waiting: list[tuple[str, Edit]] = []
         tried = 0
@@ -262,7 +243,6 @@ def save_found(path: Path, archive: Path, baseline: Baseline, found: Sequence[Fo
         "archive": archive.name,
         "sha256": hashlib.sha256(archive.read_bytes()).hexdigest(),
         "tests": dict(baseline.tests),
-        "twisted": list(baseline.twisted),
     }
     lines = [json.dumps(row) for row in (head, *(asdict(one) for one in found))]
     path.write_text("\n".join(lines) + "\n", "utf-8")

@@ -8,7 +8,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Protocol
 
-from ludus.envs.swe.canaries import twisted, without_tests
+from ludus.envs.swe.canaries import without_tests
 from ludus.envs.swe.catalogue import Bug, Package
 from ludus.envs.swe.grading import Exam
 from ludus.envs.swe.layout import layout_of
@@ -108,22 +108,8 @@ def _mined_problem(case: Mined) -> Problem:
     right = tree[bug.path]
     pristine = {**tree, bug.path: bug.edit.apply(right.decode("utf-8")).encode()}
     counts = {f"{file}::{test}": cases for file in bug.files for test, cases in package.tests[file].items()}
-    twins, names = _twins(tree, bug, package)
-    layout = layout_of(tree)
-    exam = Exam(pristine, layout, case.suite, bug.files, counts, twins, names, case.seconds)
+    exam = Exam(pristine, layout_of(tree), case.suite, bug.files, {bug.path: right}, counts, case.seconds)
     return Problem(hide(pristine, bug.broken), exam, {bug.path: right})
-
-
-def _twins(tree: Mapping[str, bytes], bug: Bug, package: Package) -> tuple[dict[str, bytes], tuple[str, ...]]:
-    """The test files of the broken tests with other expectations, and which tests must fail there."""
-    twins, names = {}, []
-    for file in bug.files:
-        able = [test for test in package.twisted.get(file, ()) if f"{file}::{test}" in bug.broken]
-        if able:
-            text, done = twisted(tree[file].decode("utf-8"), able)
-            twins[file] = text.encode()
-            names += [f"{file}::{test}" for test in done]
-    return twins, tuple(names)
 
 
 def hide(tree: Mapping[str, bytes], tests: Collection[str]) -> dict[str, bytes]:

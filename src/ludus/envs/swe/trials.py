@@ -33,7 +33,8 @@ _GRACE_S: Final = 10.0
 class Trial:
     """Tests to run on a tree: the `tests` named, of these test `files`. No `tests`: all in the files.
 
-    `texts` asks for the words of failures, `trace` for the functions that each test calls.
+    `texts` asks for the words of failures, `trace` for the functions that each test calls. `probe` is what
+    masked tests call. At a reach (`ludus.envs.swe.guest`) that is not `allowed` the run ends; None: at none.
     """
 
     tree: Mapping[str, bytes]
@@ -42,6 +43,8 @@ class Trial:
     tests: tuple[str, ...] = ()
     texts: bool = False
     trace: bool = False
+    probe: str = ""
+    allowed: frozenset[str] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +62,9 @@ class TestRun:
     `cases` counts the passed cases of each test function that passed; `failed` are those with another
     outcome, of which `broken` failed (the others were skipped or expected to fail). `calls` has the functions
     that a test called, each by file and first line. `nodes` are
-    the single cases that passed, with their parameters. `seconds` are those of each test function.
+    the single cases that passed, with their parameters. `seconds` are those of each test function. `values`
+    has digests of what masked tests computed, by test and probe, in their order; `reaches` what the code did
+    that tests do not need.
     """
 
     cases: Mapping[str, int]
@@ -70,6 +75,8 @@ class TestRun:
     calls: Mapping[str, frozenset[tuple[str, int]]] = field(default_factory=dict)
     seconds: Mapping[str, float] = field(default_factory=dict)
     nodes: frozenset[str] = frozenset()
+    values: Mapping[str, Mapping[int, tuple[str, ...]]] = field(default_factory=dict)
+    reaches: frozenset[str] = frozenset()
 
 
 async def run_trials(
@@ -121,6 +128,8 @@ def _order(trial: Trial, name: str, canary: str, seconds: float) -> Run:
         seconds=seconds,
         texts=trial.texts,
         trace=trial.trace,
+        probe=trial.probe,
+        allowed=None if trial.allowed is None else sorted(trial.allowed),
     )
 
 
@@ -166,6 +175,8 @@ class _Tally:
     calls: dict[str, frozenset[tuple[str, int]]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     spoiled: set[str] = field(default_factory=set)
+    values: dict[str, dict[int, tuple[str, ...]]] = field(default_factory=dict)
+    reaches: set[str] = field(default_factory=set)
     ended: bool = False
 
     def take(self, line: str) -> None:
@@ -184,6 +195,11 @@ class _Tally:
                 self.seconds[test] = self.seconds.get(test, 0.0) + seconds
             case "calls", [str(name), list(calls)]:
                 self.calls[name] = frozenset((str(path), int(line)) for path, line in calls)
+            case "value", [str(test), int(number), str(digest)]:
+                found = self.values.setdefault(test, {})
+                found[number] = (*found.get(number, ()), digest)
+            case "reach", [str(reach)]:
+                self.reaches.add(reach)
             case "end", []:
                 self.ended = True
 
@@ -209,6 +225,8 @@ def _read(run: Run, canary: str, done: Done) -> TestRun:
     doubt = ""
     if done["changed"]:
         doubt = f"tests were changed while they ran: {', '.join(done['changed'])}"
+    elif tally.reaches and run["allowed"] is not None:
+        doubt = f"the code reached for what tests have no need of: {min(tally.reaches)}"
     elif not tally.ended:
         doubt = "the tests did not run to their end"
     elif not own <= tally.broken or tally.cases[f"{canary}::{CONTROL}"] != 1:
@@ -223,4 +241,6 @@ def _read(run: Run, canary: str, done: Done) -> TestRun:
         calls={test: calls for test, calls in tally.calls.items() if test in foreign},
         seconds={test: seconds for test, seconds in tally.seconds.items() if test in foreign},
         nodes=frozenset(node for node, when in tally.phases if when == "call" and node not in tally.spoiled),
+        values=tally.values,
+        reaches=frozenset(tally.reaches),
     )

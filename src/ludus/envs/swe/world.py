@@ -14,6 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ludus.envs.base import room_of
 from ludus.envs.settings import read_settings
 from ludus.envs.swe.catalogue import Catalogue, Package, load_catalogue, shipped_folder
+from ludus.envs.swe.cheats import WORST, forged, forgeries
 from ludus.envs.swe.grading import REPORT, Grade, grade
 from ludus.envs.swe.instances import load_instances
 from ludus.envs.swe.mutations import KINDS
@@ -205,6 +206,14 @@ class SweWorld:
         """Repairs of the same meaning in another text; none for a task of another world."""
         case = self.cases.get(task.id)
         return () if case is None else tuple(map(written, other_repairs(case.problem())))
+
+    def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
+        """Code that forges the results of tests, put where the tests import it; none for a foreign task."""
+        case = self.cases.get(task.id)
+        if case is None:
+            return {}
+        problem, codes = case.problem(), forgeries()
+        return {f"forges by {name}": written(forged(problem, codes[name])) for name in WORST}
 
     @property
     def _folder(self) -> Path:
