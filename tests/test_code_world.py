@@ -18,10 +18,11 @@ from ludus.config.load import load_config
 from ludus.envs.base import UsesSandbox
 from ludus.envs.code import inside
 from ludus.envs.code.generate import LEVELS, SPLITS, catalogue, is_held_out, split_of_chain
-from ludus.envs.code.grading import LIMITS, Case, CodeTruth, Judge, same_output, same_value
+from ludus.envs.code.grading import LIMITS, Case, CodeTruth, Judge, same_output
 from ludus.envs.code.layouts import LAYOUTS
 from ludus.envs.code.problems import NUM_SHOWN, TooLarge, _pool, source_of
 from ludus.envs.code.records import load_tasks
+from ludus.envs.code.results import read_value, same_value
 from ludus.envs.code.shapes import shape_of
 from ludus.envs.code.survey import borrowed, constant, rates, unchanged, variety
 from ludus.envs.code.tools import program_of, run_tests_tool
@@ -251,7 +252,7 @@ def test_other_values_do_not_come_through():
     ],
 )
 def test_values_are_compared_as_values(value, due, loose, right):
-    assert same_value(value, due, loose) is right
+    assert same_value(read_value(inside.encode(value)), due, loose) is right
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
+_LONGEST_NAME = 200
+"""Characters of a wrong name that are compared: time grows with the product of two lengths."""
 _TIES = 3
 """Names that are equally near which a message lists, at most."""
 
@@ -101,10 +103,10 @@ def nearest_names(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> list
 
     `cutoff` is the similarity below which a name is not near, from 0 (any is) to 1 (only the same).
     """
-    matcher = difflib.SequenceMatcher(None, b=wrong.lower())
+    matcher = difflib.SequenceMatcher(None, b=wrong[:_LONGEST_NAME].lower())
     scores = {}
     for name in known:
-        matcher.set_seq1(name.lower())
+        matcher.set_seq1(name[:_LONGEST_NAME].lower())
         scores[name] = matcher.ratio()
     best = max(scores.values(), default=0.0)
     return [name for name, score in scores.items() if score == best >= cutoff][:_TIES]

@@ -389,7 +389,7 @@ def _handed_in(calls: Sequence[MessageToolCall]) -> str:
     for call in reversed(calls):
         try:
             given = json.loads(call["function"]["arguments"])
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(given, dict) and isinstance(given.get("answer"), str):
             return str(given["answer"])

@@ -20,6 +20,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from ludus.errors import EngineError, UserError
+from ludus.untrusted.replies import PLAIN, bounded_replies
 
 _EXCERPT_CHARS = 300
 _LONGEST_WAIT_S = 5.0
@@ -184,7 +185,9 @@ class Replica:
         loop = asyncio.get_running_loop()
         if self._line is None or self._line.loop is not loop:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-            client = httpx.AsyncClient(limits=limits, timeout=None, trust_env=False)
+            client = httpx.AsyncClient(
+                limits=limits, timeout=None, trust_env=False, headers=PLAIN, event_hooks=bounded_replies()
+            )
             self._line = _Line(loop, client, asyncio.Lock())
         return self._line
 

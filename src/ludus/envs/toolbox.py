@@ -105,7 +105,7 @@ class Toolbox:
             known = ", ".join(self._by_name) or "none"
             return _Reply(ToolStatus.UNKNOWN_TOOL, f"Error: there is no tool {call.name!r}. Tools: {known}.")
         try:
-            arguments = tool.check(call.arguments)
+            arguments = await tool.check_bounded(call.arguments)
         except ArgumentError as error:
             return _Reply(ToolStatus.BAD_ARGUMENTS, as_text(f"Error: {error}."))
         return await self._within_deadline(tool, arguments, begun)

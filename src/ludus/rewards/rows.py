@@ -14,6 +14,7 @@ from ludus.rewards.base import RewardFunction, truth_of
 from ludus.rewards.evidence import Evidence, NotJson, read_json
 from ludus.rewards.structures import is_number, same_number
 from ludus.types import JSON, Task, Trajectory
+from ludus.untrusted.keys import number_key, tuple_key
 
 Cell = None | bool | int | float | str
 Row = tuple[Cell, ...]
@@ -87,11 +88,13 @@ def _row(item: JSON) -> Row | None:
 def _match(rows: Sequence[Row], due: Rows) -> bool:
     if due.ordered:
         return all(_same(a, b, due.tolerance) for a, b in zip(rows, due.rows, strict=True))
-    given, wanted = Counter(map(_key, rows)), Counter(map(_key, due.rows))
+    keys, due_keys = ([_key(row) for row in side] for side in (rows, due.rows))
+    given, wanted = Counter(keys), Counter(due_keys)
     left, lacking = list((given - wanted).elements()), list((wanted - given).elements())
     if not left or len(left) > MAX_UNMATCHED:
         return not left
-    if _pairs_up([_cells(key) for key in left], [_cells(key) for key in lacking], due.tolerance):
+    row_of = dict(zip((*keys, *due_keys), (*rows, *due.rows), strict=True))
+    if _pairs_up([row_of[key] for key in left], [row_of[key] for key in lacking], due.tolerance):
         return True
     return len(rows) <= MAX_UNMATCHED and _pairs_up(rows, due.rows, due.tolerance)
 
@@ -130,16 +133,15 @@ def _orders(rows: Sequence[Row], due: Rows, width: int) -> Iterator[tuple[int, .
     return extend(())
 
 
-_Key = tuple[tuple[str, Cell], ...]
-
-
-def _key(row: Row) -> _Key:
+def _key(row: Row) -> str:
     """Equal for equal rows: 1 and 1.0 are equal, 1 and true are not."""
-    return tuple(("number" if is_number(cell) else type(cell).__name__, cell) for cell in row)
+    return tuple_key([_cell_key(cell) for cell in row])
 
 
-def _cells(key: _Key) -> Row:
-    return tuple(cell for _, cell in key)
+def _cell_key(cell: Cell) -> str:
+    if isinstance(cell, int | float) and not isinstance(cell, bool):
+        return f"number {number_key(cell)}"
+    return f"{type(cell).__name__} {cell}"
 
 
 def _same(one: Row, other: Row, tolerance: float) -> bool:

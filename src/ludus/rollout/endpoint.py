@@ -54,6 +54,7 @@ from ludus.types import (
     StopReason,
     ToolCall,
 )
+from ludus.untrusted.replies import PLAIN, bounded_replies
 
 WireMessage = Mapping[str, object]
 """A message as it is sent. Unlike `Message`, its content may be null."""
@@ -303,7 +304,9 @@ class Endpoint:
             return self.client
         if self._owned is None:
             limits = httpx.Limits(max_connections=self.settings.concurrency)
-            self._owned = httpx.AsyncClient(limits=limits, trust_env=False)
+            self._owned = httpx.AsyncClient(
+                limits=limits, trust_env=False, headers=PLAIN, event_hooks=bounded_replies()
+            )
         return self._owned
 
     def _unreachable(self, error: httpx.HTTPError, attempts: int) -> EngineError:

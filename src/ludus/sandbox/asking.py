@@ -8,6 +8,10 @@ from dataclasses import dataclass, field
 import httpx
 
 from ludus.errors import WorldError
+from ludus.untrusted.replies import PLAIN, bounded_replies
+
+_MOST_BYTES = 256 * 2**20
+"""Of a reply, with all files of a run."""
 
 
 @dataclass(eq=False)
@@ -41,10 +45,13 @@ class Asker:
     def _own_client(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            headers = {"Content-Type": "application/json"}
+            headers = {"Content-Type": "application/json", **PLAIN}
             if self.token:
                 headers["Authorization"] = f"Bearer {self.token}"
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = httpx.AsyncClient(headers=headers, limits=limits, timeout=None, trust_env=False)
+            hooks = bounded_replies(_MOST_BYTES)
+            self._client = httpx.AsyncClient(
+                headers=headers, limits=limits, timeout=None, trust_env=False, event_hooks=hooks
+            )
             self._loop = loop
         return self._client

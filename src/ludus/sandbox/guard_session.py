@@ -150,11 +150,14 @@ class GuardSession:
                 "The session's files are more than its limits let out, or changed meanwhile.",
                 "Raise files_out and files_out_bytes of its limits.",
             )
-        names, executable = answer.get("names"), answer.get("executable")
+        names, executable, left_out = (answer.get(key) for key in ("names", "executable", "left_out"))
         if not isinstance(names, list) or not isinstance(executable, list) or len(names) != len(blobs):
             raise WorldError("The sandbox sent a snapshot that cannot be read.")
-        files = dict(zip(map(str, names), blobs, strict=True))
-        return Snapshot(files, frozenset(map(str, executable)), int(str(answer.get("left_out"))))
+        if not isinstance(left_out, int):
+            raise WorldError("The sandbox sent a snapshot that cannot be read.")
+        return Snapshot(
+            dict(zip(map(str, names), blobs, strict=True)), frozenset(map(str, executable)), left_out
+        )
 
     async def processes(self) -> tuple[Process, ...]:
         """What runs in it, its interpreter too. Raises WorldError for more than 128 KiB of words."""

@@ -156,6 +156,10 @@ class Tool:
             raise ArgumentError(f"the arguments cannot be read: {type(error).__name__}: {error}") from error
         return {name: model.__dict__[name] for name in self.arguments.model_fields}
 
+    async def check_bounded(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
+        """As `check`, for use on an event loop."""
+        return self.check(arguments)
+
 
 def _in_words(error: Any) -> str:  # noqa: ANN401 (pydantic's own mapping)
     where = ".".join(str(part) for part in error["loc"]) or "arguments"

@@ -36,6 +36,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.tools.base import ArgumentError, FunctionSchema, Latency, Tool, ToolError, ToolSchema, Traits
 from ludus.types import JSON
+from ludus.untrusted.worker import LimitExceeded, call_bounded
 
 if TYPE_CHECKING:
     import mcp
@@ -120,20 +121,35 @@ class ServedTool(Tool):
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """The arguments as they are. Raises `ArgumentError` where they do not fit the schema."""
-        from jsonschema import Draft202012Validator
-        from jsonschema.exceptions import SchemaError
-        from referencing.exceptions import Unresolvable
+        return _fitting(arguments, misfits(self.schema["function"]["parameters"], arguments))
 
-        validator = Draft202012Validator(self.schema["function"]["parameters"])
+    async def check_bounded(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
+        """As `check`, in a process with limits: patterns and unique items of a schema may take long."""
         try:
-            errors = sorted(
-                validator.iter_errors(dict(arguments)), key=lambda error: list(map(str, error.path))
-            )
-        except (SchemaError, Unresolvable):
-            return dict(arguments)  # a schema that cannot be used: the server checks by itself
-        if errors:
-            raise ArgumentError("; ".join(map(_in_words, errors[:4])))
-        return dict(arguments)
+            found = await call_bounded(misfits, self.schema["function"]["parameters"], dict(arguments))
+        except LimitExceeded as error:
+            raise ArgumentError("the arguments take too long to compare with the schema") from error
+        return _fitting(arguments, found)
+
+
+def _fitting(arguments: Mapping[str, JSON], found: Sequence[str]) -> dict[str, JSON]:
+    if found:
+        raise ArgumentError("; ".join(found))
+    return dict(arguments)
+
+
+def misfits(schema: Mapping[str, JSON], arguments: Mapping[str, JSON]) -> list[str]:
+    """What does not fit the schema, in words; nothing where the schema cannot be used: the server checks."""
+    from jsonschema import Draft202012Validator
+    from jsonschema.exceptions import SchemaError
+    from referencing.exceptions import Unresolvable
+
+    validator = Draft202012Validator(dict(schema))
+    try:
+        errors = sorted(validator.iter_errors(dict(arguments)), key=lambda error: list(map(str, error.path)))
+    except (SchemaError, Unresolvable, re.error, RecursionError):
+        return []
+    return [_in_words(error) for error in errors[:4]]
 
 
 class _Any(BaseModel):

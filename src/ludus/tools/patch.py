@@ -17,7 +17,7 @@ from ludus.tools.base import Tool, ToolError, tool
 from ludus.tools.files import path_of, text_of
 from ludus.tools.workspace import Workspace
 
-_HUNK: Final = re.compile(r"@@ -(\d+)(?:,(\d+))? \+\d+(?:,(\d+))? @@")
+_HUNK: Final = re.compile(r"@@ -(\d{1,9})(?:,(\d{1,9}))? \+\d{1,9}(?:,(\d{1,9}))? @@")
 _NOWHERE: Final = "/dev/null"
 _UNSUPPORTED: Final = ("GIT binary patch", "Binary files ", "rename from ", "copy from ")
 

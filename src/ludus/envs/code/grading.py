@@ -9,6 +9,7 @@ sandbox too, but in a run of their own that has the results of the program as da
 from __future__ import annotations
 
 import ast
+import asyncio
 import inspect
 import json
 import math
@@ -19,6 +20,7 @@ from functools import cache
 from typing import Final, Literal
 
 from ludus.envs.code import inside
+from ludus.envs.code.results import read_value, same_value, show_value
 from ludus.rewards.suites import Suite
 from ludus.sandbox.base import MIB, Limits, Outcome, Sandbox
 
@@ -30,7 +32,6 @@ _MOST_RUNS = 3
 _MOST_PASSES = 60
 _BATCH = 4
 _LONGEST = 240
-_CLOSE = 1e-9
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ class Judge:
     ) -> list[Verdict]:
         calls = [[inside.encode(one) for one in _arguments(case)] for case in cases]
         results = await self._called(truth.stub + program, truth.entry, calls, use)
-        return [_verdict(case, one, truth) for case, one in zip(cases, results, strict=True)]
+        return await asyncio.to_thread(_verdicts, cases, results, truth)
 
     async def _called(
         self, program: str, entry: str, calls: Sequence[list[object]], use: _Use
@@ -155,10 +156,12 @@ class Judge:
                 limits=self.limits,
             )
             use.add(outcome)
-            records = _records(outcome, nonce)
+            records = await asyncio.to_thread(_records, outcome, nonce)
             use.broken = next((str(one["broken"]) for one in records if "broken" in one), "")
-            done = {one["number"]: one for one in records if type(one.get("number")) is int}
-            for number in range(len(calls) - len(results)):
+            left = range(len(calls) - len(results))
+            numbered = [one for one in records if type(one.get("number")) is int]
+            done = {one["number"]: one for one in numbered if one["number"] in left}
+            for number in left:
                 if number not in done:
                     if not any("loaded" in one for one in records) and not use.broken:
                         use.broken = _end_of(outcome, self.limits)
@@ -221,22 +224,26 @@ class Judge:
         outcome = await self.sandbox.run(
             f"{_inside()}\nrun_checks()\n", stdin=json.dumps(given).encode(), limits=self.limits
         )
-        return _records(outcome, nonce)
+        return await asyncio.to_thread(_records, outcome, nonce)
 
 
 _LATE = "it took longer than"
+
+
+def _verdicts(cases: Sequence[Case], results: Sequence[Record], truth: CodeTruth) -> list[Verdict]:
+    return [_verdict(case, one, truth) for case, one in zip(cases, results, strict=True)]
 
 
 def _verdict(case: Case, record: Record, truth: CodeTruth) -> Verdict:
     if "value" not in record:
         return Verdict(case, False, str(record.get("says", "it gave nothing")))
     try:
-        value = inside.decode(record["value"])
-    except (ValueError, RecursionError):
+        value = read_value(record["value"])
+    except ValueError:
         return Verdict(case, False, "it gave something that cannot be read")
     if same_value(value, case.due, truth.loose):
         return Verdict(case, True)
-    return Verdict(case, False, f"it gave {_short(repr(value))}")
+    return Verdict(case, False, f"it gave {show_value(value, _LONGEST)}")
 
 
 def _checked(case: Case, record: Record) -> Verdict:
@@ -304,31 +311,6 @@ class _Over(ast.NodeTransformer):
             ast.Name("Exception", ast.Load()), None, [ast.If(asks, [ast.Raise()], [])]
         )
         return ast.Try([node], [handler], [], [])
-
-
-def same_value(value: object, due: object, loose: bool = False) -> bool:
-    """Whether a value is the one that is due: tuples count as lists, floats within 1e-9 of their size.
-
-    `loose` also takes a value where a list of it is due, as APPS does.
-    """
-    if _equal(value, due):
-        return True
-    return loose and isinstance(due, list) and len(due) == 1 and _equal(value, due[0])
-
-
-def _equal(value: object, due: object) -> bool:
-    if isinstance(value, list | tuple) and isinstance(due, list | tuple):
-        return len(value) == len(due) and all(map(_equal, value, due))
-    if isinstance(value, dict) and isinstance(due, dict):
-        return value.keys() == due.keys() and all(_equal(value[key], due[key]) for key in due)
-    if isinstance(value, int | float) and isinstance(due, int | float):
-        if isinstance(value, int) and isinstance(due, int):
-            return value == due
-        try:
-            return value == due or math.isclose(value, due, rel_tol=_CLOSE, abs_tol=_CLOSE)
-        except OverflowError:
-            return False
-    return type(value) is type(due) and value == due
 
 
 def same_output(printed: str, due: str, loose: bool = False) -> bool:

@@ -2,7 +2,8 @@
 
 The text of this module is what the sandbox runs, before the solution and in the same process. It holds
 arguments and nothing to compare with, so whatever a solution does to it can change results and cannot make
-them right. The host reads what comes back as data (`decode`) and believes nothing of it.
+them right. The host reads what comes back as data (`ludus.envs.code.results`) and believes nothing of it;
+`decode` is for the sandbox.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 from collections.abc import Callable
 
 MAX_DEPTH = 60
+MAX_BITS = 14_000
+"""Longer integers travel as hexadecimal: Python reads and writes at most 4,300 decimal digits."""
 MAX_CALLS = 2000
 """How many calls of a solution one run of foreign tests may ask for."""
 
@@ -45,7 +48,7 @@ def _encode_one(value: complex | str | None) -> object:
     if isinstance(value, str):
         return str.__str__(value)
     if isinstance(value, int):
-        return int(value)
+        return int(value) if int.bit_length(value) <= MAX_BITS else {"int": hex(int(value))}
     if isinstance(value, float):
         return float(value) if math.isfinite(value) else {"float": repr(float(value))}
     return {"complex": [_encode_one(value.real), _encode_one(value.imag)]}
@@ -64,6 +67,8 @@ def decode(value: object, depth: int = 0) -> object:
     ((kind, inner),) = value.items()
     if kind == "float" and isinstance(inner, str):
         return float(inner)
+    if kind == "int" and isinstance(inner, str):
+        return int(inner, 16)
     if kind == "bytes" and isinstance(inner, str):
         return bytes.fromhex(inner)
     if isinstance(inner, list):

@@ -10,8 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ludus.envs.code.grading import same_value
+from ludus.envs.code import inside
 from ludus.envs.code.problems import NUM_SHOWN, Chain, Example, Problem, TooLarge
+from ludus.envs.code.results import read_value, same_value
 
 if TYPE_CHECKING:
     from ludus.envs.code.world import CodeWorld
@@ -88,11 +89,15 @@ def _nearest(chain: Chain, train: Sequence[Problem]) -> Chain | None:
     return max(fitting, key=lambda other: len(names & {s.name for s in other.steps}), default=None)
 
 
+def _is_right(value: object, example: Example) -> bool:
+    return same_value(read_value(inside.encode(value)), example.value)
+
+
 def rates(problems: Sequence[Problem], guess: Guess) -> tuple[float, float]:
     """The share of tasks of which all tests pass, and the mean share of hidden tests that do."""
     solved, share = 0, 0.0
     for problem in problems:
-        right = [same_value(guess(problem, one), one.value) for one in problem.examples]
+        right = [_is_right(guess(problem, one), one) for one in problem.examples]
         solved += all(right)
         share += sum(right[NUM_SHOWN:]) / len(right[NUM_SHOWN:])
     return solved / len(problems), share / len(problems)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from ludus.envs.code.grading import Case, CodeTruth, Grading, Judge, Verdict
 from ludus.tools.base import Tool, Traits, tool
 
-_FENCE = re.compile(r"```[ \t]*(\w*)[^\n]*\n(.*?)(?:```|\Z)", re.S)
+_FENCE = "```"
+_LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _PYTHON = ("", "python", "py", "python3")
 _WAIT_S = 50.0
 _SHOWN = 300
@@ -16,10 +17,20 @@ _SHOWN = 300
 
 def program_of(answer: str) -> str:
     """The program in an answer: the last fenced block of Python, or the whole text without a fence."""
-    blocks = [text for language, text in _FENCE.findall(answer) if language.lower() in _PYTHON]
+    blocks = [text for language, text in _blocks(answer) if language.lower() in _PYTHON]
     if blocks:
-        return str(blocks[-1])
-    return "" if "```" in answer else answer
+        return blocks[-1]
+    return "" if _FENCE in answer else answer
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and text of the fenced blocks; the last one may be open. In linear time."""
+    begin = text.find(_FENCE)
+    while begin >= 0 and (line := text.find("\n", begin)) >= 0:
+        language = _LANGUAGE.match(text, begin + len(_FENCE))
+        end = text.find(_FENCE, line)
+        yield language[1] if language else "", text[line + 1 : end if end >= 0 else len(text)]
+        begin = text.find(_FENCE, end + len(_FENCE)) if end >= 0 else -1
 
 
 def run_tests_tool(judge: Judge, truth: CodeTruth) -> Tool:

@@ -12,6 +12,7 @@ from ludus.envs.terminal.checks import Check, Executable, Kept, Only, Text, fits
 from ludus.envs.terminal.services import NOTHING_RUNS, Running, Service, Watched, at_first
 from ludus.rewards.suites import Suite
 from ludus.sandbox.base import Limits, Sandbox, Snapshot
+from ludus.untrusted.worker import LimitExceeded, call_bounded
 
 RUN_LIMITS = Limits(wall_s=15.0, cpu_s=10.0, files_out=200)
 
@@ -44,7 +45,7 @@ class Ran:
         after = Snapshot({**given, **outcome.files})
         said = Snapshot({"stdout": outcome.stdout})
         told = self.stdout is None or Text("stdout", self.stdout).holds(said)
-        return told and all(check.holds(after) for check in self.leaves)
+        return told and all((await judge_files(after, self.leaves)).values())
 
 
 @dataclass(frozen=True)
@@ -176,15 +177,40 @@ class Job:
 
         Raises WorldError where the sandbox breaks.
         """
-        found = self._found(state, running)
+        found = await judge_files(state, self.checks, self.draft.watched, running)
         for run in self.draft.runs:
             found[run.name] = all(found.values()) and await run.holds(state, sandbox)
         return found
 
     def _found(self, state: Snapshot, running: Running) -> dict[str, bool]:
         """What holds, by name, without running anything."""
-        files = {check.name: check.holds(state) for check in self.checks}
-        return {**files, **{one.name: one.holds(state, running) for one in self.draft.watched}}
+        return held(self.checks, self.draft.watched, state, running)
+
+
+def held(
+    checks: Sequence[Check], watched: Sequence[Watched], state: Snapshot, running: Running
+) -> dict[str, bool]:
+    """Which checks hold, by name."""
+    files = {check.name: check.holds(state) for check in checks}
+    return {**files, **{one.name: one.holds(state, running) for one in watched}}
+
+
+async def judge_files(
+    state: Snapshot,
+    checks: Sequence[Check],
+    watched: Sequence[Watched] = (),
+    running: Running = NOTHING_RUNS,
+) -> dict[str, bool]:
+    """As `held`, in a process with limits: reading a policy's archives and repositories may take long.
+
+    None of the checks holds where they take longer.
+    """
+    if not checks and not watched:
+        return {}
+    try:
+        return await call_bounded(held, checks, watched, state, running)
+    except LimitExceeded:
+        return dict.fromkeys([*(one.name for one in checks), *(one.name for one in watched)], False)
 
 
 def pair(first: Job, second: Job, number: int) -> Job:

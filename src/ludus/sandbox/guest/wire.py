@@ -42,8 +42,11 @@ def take_apart(header: object, body: bytes) -> tuple[dict[str, object], list[byt
     fits = isinstance(sizes, list) and sum(sizes) == len(body) and all(size >= 0 for size in sizes)
     if not fits or not isinstance(header, dict) or not isinstance(sizes, list):
         raise ValueError("a frame's sizes do not fit")
-    ends = [sum(sizes[: n + 1]) for n in range(len(sizes))]
-    return header, [body[end - size : end] for end, size in zip(ends, sizes, strict=True)]
+    blobs, begin = [], 0
+    for size in sizes:
+        blobs.append(body[begin : begin + size])
+        begin += size
+    return header, blobs
 
 
 class Gone(Exception):

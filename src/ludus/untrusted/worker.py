@@ -1,0 +1,138 @@
+"""Call functions whose time may grow fast with untrusted data in processes that are killed at their limits.
+
+Takes functions of a module and arguments that pickle. A process is started at the first call and again after
+one was killed; there are at most two. The kernel ends a call after `CPU_S` seconds of processor time, even
+inside one long operation of the interpreter and independently of the machine's load; memory is limited as
+well. The event loop of the caller goes on. The processes end with their parent.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pickle
+import resource
+import select
+import signal
+import struct
+import subprocess
+import sys
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import BinaryIO, ParamSpec, TypeVar, cast
+
+CPU_S = 5.0
+"""Seconds of processor time of one call."""
+MEMORY_BYTES = 2 << 30
+"""Address space of a process."""
+_PROCESSES = 2
+_BACKSTOP_S = 300.0
+"""Wall-clock time after which a call that uses no processor time is given up."""
+_HEAD = struct.Struct(">Q")
+_COMMAND = (
+    "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.untrusted.worker import serve;serve()"
+)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+class LimitExceeded(Exception):
+    """A call took more processor time or memory than it may."""
+
+
+async def call_bounded(function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+    """Return what the function returns in another process, or raise what it raises.
+
+    Raises LimitExceeded where it was killed, or ran out of memory.
+    """
+    question = pickle.dumps((partial(function, *args, **kwargs), CPU_S))
+    pool = _pool(os.getpid())
+    answer = await asyncio.get_running_loop().run_in_executor(pool.threads, pool.answer, question)
+    if isinstance(answer, Exception):
+        raise answer
+    return cast(T, answer)
+
+
+@dataclass(eq=False)
+class _Process:
+    """A process that answers one call after another."""
+
+    running: subprocess.Popen[bytes]
+
+    @classmethod
+    def start(cls) -> _Process:
+        command = [sys.executable, "-c", _COMMAND, json.dumps(sys.path)]
+        return cls(subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+
+    def answer(self, question: bytes) -> object:
+        """Raises LimitExceeded; the process has ended then."""
+        into, out = self.running.stdin, self.running.stdout
+        assert into is not None
+        assert out is not None
+        try:
+            into.write(_HEAD.pack(len(question)) + question)
+            into.flush()
+            if select.select([out], [], [], _BACKSTOP_S)[0] and (head := out.read(_HEAD.size)):
+                return pickle.loads(out.read(*_HEAD.unpack(head)))
+        except BrokenPipeError:
+            pass
+        self.running.kill()
+        self.running.communicate()
+        raise LimitExceeded(f"a call took more than {CPU_S:g} s of processor time, or too much memory")
+
+
+@dataclass(eq=False)
+class _Pool:
+    threads: ThreadPoolExecutor
+    idle: list[_Process] = field(default_factory=list)
+
+    def answer(self, question: bytes) -> object:
+        process = self.idle.pop() if self.idle else _Process.start()
+        answer = process.answer(question)
+        self.idle.append(process)
+        return answer
+
+
+@cache
+def _pool(pid: int) -> _Pool:
+    """That of this process; one that was forked off has its own."""
+    del pid
+    return _Pool(ThreadPoolExecutor(_PROCESSES, "untrusted"))
+
+
+def serve() -> None:
+    """Answer calls until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    while head := sys.stdin.buffer.read(_HEAD.size):
+        _reply(replies, _answered(sys.stdin.buffer.read(*_HEAD.unpack(head))))
+
+
+def _answered(question: bytes) -> object:
+    call, cpu_s = pickle.loads(question)  # modules are imported here, which is not on the call's time
+    signal.setitimer(signal.ITIMER_PROF, cpu_s)
+    try:
+        return call()
+    except MemoryError:
+        return LimitExceeded("a call took too much memory")
+    except Exception as error:  # boundary: it is raised where the call was made
+        return error
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def _reply(replies: BinaryIO, answer: object) -> None:
+    try:
+        said = pickle.dumps(answer)
+    except Exception as error:  # boundary: an error that does not pickle travels as its words
+        said = pickle.dumps(RuntimeError(f"{type(answer).__name__}: {answer} ({error})"))
+    replies.write(_HEAD.pack(len(said)) + said)
+    replies.flush()

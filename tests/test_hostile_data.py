@@ -1,0 +1,300 @@
+"""What programs, models, tools and servers send: it never holds up the event loop, and has a verdict."""
+
+import asyncio
+import gzip
+import json
+import re
+import time
+import zlib
+
+import httpx
+import pytest
+
+import heartbeat
+from ludus.envs.code import inside
+from ludus.envs.code.grading import Case, CodeTruth, Judge
+from ludus.envs.code.results import read_value, same_value, show_value
+from ludus.envs.code.tools import program_of
+from ludus.envs.git_objects import GitObjects, object_head
+from ludus.envs.terminal.checks import Gzipped
+from ludus.envs.terminal.git_checks import Tree
+from ludus.envs.terminal.git_read import MOST_BYTES as GIT_BYTES
+from ludus.envs.terminal.job import judge_files
+from ludus.envs.toolbox import Toolbox
+from ludus.errors import did_you_mean
+from ludus.rewards.rows import Rows, read_rows, same_rows
+from ludus.sandbox.base import Outcome, Snapshot
+from ludus.sandbox.guest.wire import take_apart
+from ludus.tools.mcp import ServedTool, _Any
+from ludus.types import Action, ToolCall, ToolStatus
+from ludus.untrusted import worker
+from ludus.untrusted.replies import bounded_replies
+from ludus.untrusted.worker import LimitExceeded, call_bounded
+
+PRIME = 2**61 - 1
+"""Multiples of it have the hash 0."""
+SAME_HASH = [PRIME * n for n in range(1, 40_000)]
+
+
+class Says:
+    """A sandbox whose program has learnt the nonce and prints what it likes."""
+
+    def __init__(self, *lines):
+        self.lines = lines
+
+    async def run(self, program, *, files=None, stdin=b"", limits=None):
+        nonce = stdin.decode().splitlines()[0]
+        return Outcome("".join(f"\n{nonce}{line}\n" for line in self.lines).encode(), exit=0)
+
+    async def close(self):
+        pass
+
+
+def judged(due, *lines):
+    """The verdict on a program that returned this, where that is due."""
+    truth = CodeTruth(("a",), cases=(Case("a", (), due),))
+    work = Judge(Says('{"loaded": true}', *lines)).judge("def solve(): ...", truth, truth.cases)
+    (verdict,) = heartbeat.run(work).verdicts
+    return verdict
+
+
+RETURNED = {
+    "a set of numbers with one hash": {"set": SAME_HASH},
+    "a set of tuples of them": {"set": [{"tuple": [n, n]} for n in SAME_HASH[:20_000]]},
+    "a dictionary of them": {"dict": [[n, 0] for n in SAME_HASH]},
+    "a dictionary of one key": {"dict": [[0, 0]] * 40_000},
+    "floats with few hashes": {"set": [float(2 ** (61 * k)) for k in range(16)] * 2_000},
+    "many elements": [0] * 300_000,
+    "many frozen sets": {"set": [{"frozenset": [n]} for n in range(20_000)]},
+    "a number of 200,000 digits": {"int": "0x" + "f" * 200_000},
+    "a float of 200,000 digits": {"float": "1" * 200_000},
+    "bytes with blanks": {"bytes": "00 " * 100_000},
+    "a kind that is none": {"int": [1] * 50_000},
+    "an object of two keys": {"set": [], "dict": []},
+    "a complex number that is none": {"complex": [10**400, 1]},
+    "an element that has no hash": {"set": [[1]]},
+    "a pair of three": {"dict": [[1, 2, 3]]},
+}
+
+
+@pytest.mark.parametrize("returned", RETURNED.values(), ids=RETURNED)
+def test_whatever_a_program_returns_has_a_verdict_in_time(returned):
+    verdict = judged({1, 2}, json.dumps({"number": 0, "value": returned}))
+    assert not verdict.passed
+    assert len(verdict.said) < 300
+
+
+RECORDS = {
+    "numbers with one hash": [json.dumps({"number": n}) for n in SAME_HASH[:15_000]],
+    "a record of 5,000 digits": [f'{{"number": {"9" * 5_000}}}'],
+    "deep": ["[" * 100_000, '{"number": 0, "value": ' + "[" * 900 + "]" * 900 + "}"],
+    "deeper than the words of a message": ['{"number": 0, "says": ' + "[" * 900 + "]" * 900 + "}"],
+    "numbers that are none": ['{"number": true}', '{"number": 0.0}', '{"number": []}', '{"number": 1e999}'],
+}
+
+
+@pytest.mark.parametrize("records", RECORDS.values(), ids=RECORDS)
+def test_whatever_a_program_prints_for_records_has_a_verdict_in_time(records):
+    assert not judged({1, 2}, *records).passed
+
+
+VALUES = [
+    *(None, True, 0, -1, 1.5, float("inf"), "text", b"bytes", 2 + 3j, [], set(), frozenset(), {}),
+    *([1, [2]], (1,), {1, 2}, frozenset({1}), {1: {2: [3]}}, {(1, "a"): {frozenset({1}), b"b"}}),
+    *({None: 1}, {1.5, "a"}, 10**5_000, [-(10**5_000)], {10**5_000}),
+]
+
+
+def sent(value):
+    """The value as it comes out of a sandbox."""
+    return read_value(json.loads(json.dumps(inside.encode(value))))
+
+
+def test_a_value_is_the_one_that_is_due_alone():
+    for place, value in enumerate(VALUES):
+        assert [same_value(sent(value), due) for due in VALUES] == [n == place for n in range(len(VALUES))]
+
+
+def test_values_are_shown_as_python_writes_them():
+    for value in VALUES[:-3]:
+        assert eval(show_value(sent(value), 1_000), {"inf": float("inf")}) == value
+
+
+@pytest.mark.parametrize(
+    ("value", "due", "same"),
+    [
+        ({1, 2}, {2.0, True}, True),
+        ({1: "a"}, {True: "a"}, True),
+        ({1: 0.1 + 0.2}, {1: 0.3}, True),
+        ({0.1 + 0.2}, {0.3}, False),
+        ({(1, 2)}, {(1.0, 2)}, True),
+        ({("a", "b")}, {("ab", "")}, False),
+        ({("a", "b")}, {("a,b",)}, False),
+        ({1}, frozenset({1}), False),
+        ({frozenset({1, 2})}, {frozenset({2, 1})}, True),
+        ({1 + 0j}, {1}, True),
+        ({"1"}, {1}, False),
+        ({b"a"}, {"a"}, False),
+        ({-0.0}, {0}, True),
+        ([10**400], [1e308], False),
+        ([10**5_000 + 1], [10**5_000], False),
+    ],
+)
+def test_elements_and_keys_are_equal_where_they_are_in_python(value, due, same):
+    assert same_value(sent(value), due) is same
+
+
+def test_a_long_number_is_right_where_it_is_due():
+    due = 3**20_000
+    line = json.dumps({"number": 0, "value": inside.encode(due)})
+    assert judged(due, line).passed
+    assert judged(due + 1, line).said.startswith("it gave 0x")
+
+
+def many_objects(count):
+    """A pack of empty blobs of which each inflates to 8 MiB."""
+    one = b"\xb0" + zlib.compress(bytes(GIT_BYTES - 1))
+    return b"PACK\0\0\0\2" + count.to_bytes(4, "big") + one * count
+
+
+def nested_trees():
+    """A repository in which each tree names the next one twice: 2**30 paths."""
+    objects = GitObjects()
+    tree = objects.add("tree", b"")
+    for _ in range(30):
+        tree = objects.add("tree", b"".join(b"40000 %s\0" % name + tree for name in (b"a", b"b")))
+    commit = objects.add("commit", f"tree {tree.hex()}\nauthor a <a> 0 +0000\n\nm".encode())
+    files = {".git/HEAD": b"ref: refs/heads/main", ".git/refs/heads/main": commit.hex().encode()}
+    for digest, (kind, content) in objects.held.items():
+        name = digest.hex()
+        whole = object_head(kind, content) + content
+        files[f".git/objects/{name[:2]}/{name[2:]}"] = zlib.compress(whole)
+    return files
+
+
+LEFT = {
+    "trees that grow without end": nested_trees(),
+    "a pack of many objects": {
+        ".git/HEAD": b"ref: refs/heads/main",
+        ".git/refs/heads/main": b"0" * 40,
+        ".git/objects/pack/a.pack": many_objects(400),
+    },
+}
+
+
+@pytest.mark.parametrize("files", LEFT.values(), ids=LEFT)
+def test_whatever_an_episode_leaves_is_judged_in_time(files, monkeypatch):
+    monkeypatch.setattr(worker, "CPU_S", 0.3)
+    checks = (Tree("", "main", {"a": "b"}), Gzipped("a.gz", "text"))
+    found = heartbeat.run(judge_files(Snapshot(files), checks))
+    assert found == {check.name: False for check in checks}
+
+
+def backtracks(number):
+    return re.match("(a+)+$", "a" * number + "b")
+
+
+def fills_memory(number):
+    return len(bytes(number))
+
+
+@pytest.mark.parametrize(("function", "number"), [(backtracks, 60), (fills_memory, 1 << 40), (int, "9" * 9)])
+def test_a_call_ends_at_its_limits(function, number, monkeypatch):
+    monkeypatch.setattr(worker, "CPU_S", 0.3)
+    if function is int:
+        assert heartbeat.run(call_bounded(function, number)) == 999_999_999
+    else:
+        with pytest.raises(LimitExceeded):
+            heartbeat.run(call_bounded(function, number))
+
+
+def test_what_a_bounded_function_raises_is_raised_here():
+    with pytest.raises(ValueError, match="invalid literal"):
+        heartbeat.run(call_bounded(int, "x"))
+
+
+SCHEMA = {"type": "object", "properties": {"x": {"pattern": "^(a+)+$"}, "y": {"uniqueItems": True}}}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        ({"x": "a" * 60 + "b"}, ToolStatus.BAD_ARGUMENTS),
+        ({"y": [{"n": n} for n in range(5_000)]}, ToolStatus.BAD_ARGUMENTS),
+        ({"x": "b"}, ToolStatus.BAD_ARGUMENTS),
+        ({"x": "a"}, ToolStatus.OK),
+    ],
+)
+def test_arguments_are_compared_with_a_server_s_schema_in_time(arguments, status, monkeypatch):
+    monkeypatch.setattr(worker, "CPU_S", 0.5)
+
+    async def answer(**given):
+        return "fine"
+
+    schema = {"type": "function", "function": {"name": "f", "description": "", "parameters": SCHEMA}}
+    served = ServedTool("f", "", answer, _Any, given=schema)
+    action = Action({"role": "assistant", "content": ""}, (ToolCall("c", "f", arguments),), ())
+    (outcome,) = heartbeat.run(Toolbox([served]).run(action))
+    assert outcome.status is status
+
+
+def seconds(function, *args):
+    """Of processor time."""
+    begin = time.process_time()
+    function(*args)
+    return time.process_time() - begin
+
+
+TEXTS = {
+    "fences without a line break": lambda: program_of("```" * 60_000),
+    "fences": lambda: program_of("```python\n" * 20_000),
+    "a long wrong name": lambda: did_you_mean("ab" * 50_000, ["ba" * 50, "search" * 20_000]),
+    "a frame of many empty blobs": lambda: take_apart({"sizes": [0] * 60_000}, b""),
+    "rows of numbers with one hash": lambda: same_rows(
+        read_rows(json.dumps([[n] for n in SAME_HASH[:9_999]])), Rows(tuple((n,) for n in range(9_999)))
+    ),
+}
+
+
+@pytest.mark.parametrize("read", TEXTS.values(), ids=TEXTS)
+def test_reading_takes_linear_time(read):
+    assert seconds(read) < heartbeat.MOST_S
+
+
+@pytest.mark.parametrize(
+    ("answer", "program"),
+    [
+        ("```python\na\n```", "a\n"),
+        ("x```py\na\n``` y ```\nb\n```", "b\n"),
+        ("```text\na\n```", ""),
+        ("```python\na\n", "a\n"),
+        ("```python", ""),
+        ("``` \tPython x\na```", "a"),
+        ("a", "a"),
+        ("````\na\n````", "a\n"),
+    ],
+)
+def test_a_program_is_the_last_block_of_python(answer, program):
+    assert program_of(answer) == program
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [(bytes(200_000), {}), (gzip.compress(bytes(20_000_000)), {"Content-Encoding": "gzip"})],
+)
+def test_a_reply_is_counted_while_it_streams_in(body, headers):
+    sent = []
+
+    async def parts():
+        for begin in range(0, len(body), 100):
+            sent.append(begin)
+            yield body[begin : begin + 100]
+
+    async def ask():
+        server = httpx.MockTransport(lambda request: httpx.Response(200, headers=headers, content=parts()))
+        async with httpx.AsyncClient(transport=server, event_hooks=bounded_replies(100_000)) as client:
+            await client.get("http://server/")
+
+    with pytest.raises(httpx.DecodingError, match="more than"):
+        asyncio.run(ask())
+    assert sent[-1] <= 100_000
