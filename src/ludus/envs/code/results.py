@@ -188,10 +188,14 @@ def _written(value: Value) -> Iterator[str]:
             yield from _listed(value, "[", "]")
         case tuple():
             yield from _listed(value, "(", ",)" if len(value) == 1 else ")")
-        case int() if value.bit_length() > _LONG_BITS:
-            yield hex(value)
         case _:
-            yield repr(value)
+            yield _one(value)
+
+
+def _one(value: Value) -> str:
+    if isinstance(value, int) and value.bit_length() > _LONG_BITS:
+        return hex(value)
+    return repr(value)
 
 
 def _listed(values: list[Value] | tuple[Value, ...], begin: str, end: str) -> Iterator[str]:
