@@ -156,7 +156,7 @@ class Tool:
             raise ArgumentError(f"the arguments cannot be read: {type(error).__name__}: {error}") from error
         return {name: model.__dict__[name] for name in self.arguments.model_fields}
 
-    async def check_bounded(self, arguments: Mapping[str, JSON]) -> dict[str, Any]:
+    async def check_bounded(self, arguments: Mapping[str, JSON]) -> Mapping[str, object]:
         """As `check`, for use on an event loop."""
         return self.check(arguments)
 

@@ -123,7 +123,7 @@ class ServedTool(Tool):
         """The arguments as they are. Raises `ArgumentError` where they do not fit the schema."""
         return _fitting(arguments, misfits(self.schema["function"]["parameters"], arguments))
 
-    async def check_bounded(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
+    async def check_bounded(self, arguments: Mapping[str, JSON]) -> Mapping[str, object]:
         """As `check`, in a process with limits: patterns and unique items of a schema may take long."""
         try:
             found = await call_bounded(misfits, self.schema["function"]["parameters"], dict(arguments))
