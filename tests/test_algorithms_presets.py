@@ -87,7 +87,9 @@ def test_every_setting_reaches_the_algorithm():
     assert resolved == Algorithm(
         name="rloo", summary=PRESETS["rloo"].summary, source=PRESETS["rloo"].source, **settings
     )
-    assert {f.name for f in fields(Algorithm)} == set(settings) | {"name", "summary", "source", "options"}
+    assert {f.name for f in fields(Algorithm)} == set(settings) | {
+        *("name", "summary", "source", "options", "minibatches")
+    }
 
 
 def test_numbers_of_a_part_reach_the_algorithm():

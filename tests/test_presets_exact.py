@@ -46,6 +46,7 @@ SAMPLING = {
     "overlong_mask": ("test_selection.py", "test_what_a_limit_cut_off_is_compared_and_does_not_train"),
     "overlong_cache": ("test_credit.py", "test_the_end_of_the_budget_costs_reward"),
     "overlong_measure": ("test_credit.py", "test_the_end_of_the_budget_costs_reward"),
+    "minibatches": ("test_inactive.py", "test_a_preset_brings_the_updates_that_its_clip_needs"),
     "overlong_length": ("test_credit.py", "test_the_longest_episode_is_set_or_that_at_which_one_is_cut"),
 }
 """Fields that act before the gradient: on what is sampled, kept or rewarded; the test of each."""

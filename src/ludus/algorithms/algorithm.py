@@ -93,6 +93,15 @@ CLIPPING_LOSSES = ("ppo_clip", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov"
 """Losses that read eps_low and eps_high."""
 DUAL_CLIPPING_LOSSES = ("ppo_clip", "clip_cov", "mixed_policy")
 """Losses that read dual_clip."""
+RATIO_PARTS = {
+    **dict.fromkeys(CLIPPING_LOSSES, "The clip"),
+    "sapo": "The gate",
+    "kl_cov": "The KL of the chosen tokens",
+    "dppo": "The trust region",
+}
+"""Parts of losses that act only where the ratio is not 1: several updates a batch, or other weights."""
+BEHAVIOUR_LOSSES = ("dppo",)
+"""Losses whose ratio is to the behaviour policy."""
 EXPERT_LOSSES = ("mixed_policy",)
 """Losses that treat the tokens of experts apart."""
 TEACHER_LOSSES = ("distill", "distill_full")
@@ -125,6 +134,8 @@ BEHAVIOUR_ADVANTAGES = ("vtrace", "retrace")
 """Advantages that contain the ratio to the behaviour policy."""
 CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGES)
 """Advantages that read the values of a critic."""
+STATE_ADVANTAGES = ("gigpo",)
+"""Advantages that compare turns of equal states."""
 TURN_READING_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", *CRITIC_ADVANTAGES)
 """Advantages that read the rewards of turns where there are any."""
 WIDER_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", "hierarchical", *GREEDY_ADVANTAGES)
@@ -181,6 +192,7 @@ class Algorithm:
     """One algorithm. The fields mean what they mean in `AlgorithmConfig`; `summary` is one line,
     `source` where it is from.
 
+    `minibatches` is what `training.minibatches` is unless set: a clip needs several updates a batch.
     `kl_coef` 0 is no KL term. The C of the aggregation `constant` is not here: it is the token budget of a
     trajectory and comes with the `Normaliser`.
     """
@@ -211,6 +223,7 @@ class Algorithm:
     overlong_cache: float = 0.0
     overlong_measure: Measure = "sequence"
     overlong_length: int | None = None
+    minibatches: int = 1
     options: PartOptions = PartOptions()
 
     @property

@@ -1,4 +1,9 @@
-"""The presets: algorithms of the field by name. Imports no torch."""
+"""The presets: algorithms of the field by name. Imports no torch.
+
+`minibatches` are those of the papers, where the part that names the preset acts on ratios other than 1: 16 in
+DAPO and CISPO (MiniMax-M1), 4 in GSPO and SAPO, 8 in GMPO; 4 for Clip-Cov and KL-Cov is a choice made here.
+GRPO and its kin take one update a batch, as DeepSeekMath does. So do the presets with a critic.
+"""
 
 from __future__ import annotations
 
@@ -28,6 +33,7 @@ _PRESETS = (
         zero_variance=True,
         resample_rounds=3,
         overlong_cache=0.2,
+        minibatches=16,
     ),
     Algorithm(
         name="dr_grpo",
@@ -85,6 +91,7 @@ _PRESETS = (
         aggregation="seq_mean_token_mean",
         eps_low=3e-4,
         eps_high=4e-4,
+        minibatches=4,
     ),
     Algorithm(
         name="gspo_token",
@@ -94,6 +101,7 @@ _PRESETS = (
         aggregation="seq_mean_token_mean",
         eps_low=3e-4,
         eps_high=4e-4,
+        minibatches=4,
     ),
     Algorithm(
         name="cispo",
@@ -103,6 +111,7 @@ _PRESETS = (
         eps_low=1.0,
         eps_high=0.28,
         zero_variance=True,
+        minibatches=16,
     ),
     Algorithm(
         name="gmpo",
@@ -111,6 +120,7 @@ _PRESETS = (
         loss="gmpo",
         eps_low=0.4,
         eps_high=0.4,
+        minibatches=8,
     ),
     Algorithm(
         name="sapo",
@@ -118,6 +128,7 @@ _PRESETS = (
         source="arXiv:2511.20347",
         loss="sapo",
         aggregation="seq_mean_token_mean",
+        minibatches=4,
     ),
     Algorithm(
         name="dppo",
@@ -137,12 +148,14 @@ _PRESETS = (
         summary="no gradient on a few tokens of high covariance: keeps entropy",
         source="arXiv:2505.22617",
         loss="clip_cov",
+        minibatches=4,
     ),
     Algorithm(
         name="kl_cov",
         summary="a KL on the tokens of highest covariance: keeps entropy",
         source="arXiv:2505.22617",
         loss="kl_cov",
+        minibatches=4,
     ),
     Algorithm(
         name="opo",

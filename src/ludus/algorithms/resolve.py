@@ -114,6 +114,11 @@ def algorithm_of(config: Config) -> Algorithm:
     return resolve(config.algorithm.model_copy(update={"correction": "tis", "options": options}))
 
 
+def minibatches_of(config: Config) -> int:
+    """Optimiser steps in one pass over a batch: those of the settings, or else the preset's."""
+    return config.training.minibatches or resolve(config.algorithm).minibatches
+
+
 def _check_options(part: str, name: str, options: Options, known: Mapping[str, tuple[str, ...]]) -> None:
     """Raises ConfigError for an option that this part does not have, or that it cannot take."""
     for key in options:

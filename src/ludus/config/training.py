@@ -52,8 +52,8 @@ class TrainingConfig(OptimiserSection):
     """Tasks of one step; each is played algorithm.group_size times."""
     epochs: int = Field(1, ge=1)
     """Passes over one batch of rollouts."""
-    minibatches: int = Field(1, ge=1)
-    """Optimiser steps in one pass."""
+    minibatches: int | None = Field(None, ge=1)
+    """Optimiser steps in one pass; none takes the preset's, which `ludus algorithms NAME` shows."""
     microbatch_tokens: int = Field(4096, ge=1)
     """Padded tokens per forward pass; the gradient does not depend on it."""
     mask_observations: bool = True

@@ -48,6 +48,14 @@ class Anchored(Protocol):
 
 
 @runtime_checkable
+class EmitsTurnRewards(Protocol):
+    """A world that says whether the steps of its environments have rewards, for advantages of turns."""
+
+    @property
+    def emits_turn_rewards(self) -> bool: ...
+
+
+@runtime_checkable
 class GradesAgain(Protocol):
     """An environment whose verdict is an outcome that it leaves: what it judged can be judged once more."""
 

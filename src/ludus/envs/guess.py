@@ -100,6 +100,7 @@ class GuessWorld:
     settings: GuessSettings
     name: str = "guess"
     rewards: Sequence[Reward] = REWARDS
+    emits_turn_rewards: bool = True
 
     @property
     def splits(self) -> Sequence[str]:

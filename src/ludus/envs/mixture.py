@@ -21,6 +21,7 @@ from ludus.envs.base import (
     Closes,
     Demonstrates,
     Demonstration,
+    EmitsTurnRewards,
     Environment,
     GradesAgain,
     HoldsSessions,
@@ -159,6 +160,12 @@ class MixedWorld:
         """`solved`, and the other parts of each world under its name."""
         shared = Reward(SOLVED, self._solved, weight=1.0, outcome=True)
         return (shared, *(part for member in self.members for part in _own_parts(member)))
+
+    @property
+    def emits_turn_rewards(self) -> bool:
+        """Whether a member's does."""
+        worlds = (member.world for member in self.members)
+        return any(isinstance(one, EmitsTurnRewards) and one.emits_turn_rewards for one in worlds)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of the worlds that have the split, in turns, until each has run out."""

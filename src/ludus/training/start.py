@@ -17,7 +17,7 @@ from torch import Tensor
 from ludus.algorithms.algorithm import TEACHER_LOSSES, Algorithm
 from ludus.algorithms.combinations import check_observations
 from ludus.algorithms.kl_run import KlControl, control_of
-from ludus.algorithms.resolve import algorithm_of
+from ludus.algorithms.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
 from ludus.envs.base import World
@@ -45,6 +45,7 @@ from ludus.training.dry_run import dry_run_of
 from ludus.training.experts import check_experts, make_experts
 from ludus.training.full_kl import States
 from ludus.training.head import Entropy
+from ludus.training.inactive import inactive_parts, updates_of
 from ludus.training.judges import Judge, check_critic, make_judge, part_name, planned_warmup, warmup_steps
 from ludus.training.learner import Learner, LearnerSettings
 from ludus.training.learning import Learning
@@ -226,7 +227,7 @@ def train(
     """
     config = session.config
     algorithm = algorithm_of(config)
-    for text in doubts(config):
+    for text in (*doubts(config), *inactive_parts(config, session.world)):
         log.warning(text)
         reporter.alarm(text)
     with leading(config, next(session.model.parameters()).device) as ranks:
@@ -383,7 +384,7 @@ def make_parts(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Pa
     for scorer in scorers.values():
         if isinstance(scorer, Scorer):
             ranks.split(scorer.model)
-    updates = config.training.steps * config.training.epochs * config.training.minibatches
+    updates = config.training.steps * updates_of(config)
     how = OptimiserSettings.of(config.training, updates)
     optimiser = Optimiser(model, how, masters=config.model.master_weights, ranks=ranks)
     stored = None
@@ -403,7 +404,7 @@ def make_learner(
     settings = LearnerSettings(
         microbatch_tokens=training.microbatch_tokens,
         epochs=training.epochs,
-        minibatches=training.minibatches,
+        minibatches=minibatches_of(config),
         trajectory_tokens=config.rollout.max_tokens,
         old_logprobs=training.learner.old_logprobs,
         halve_on_oom=training.learner.halve_on_oom,

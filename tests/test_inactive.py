@@ -1,0 +1,99 @@
+"""Parts of algorithms that cannot act: each is named before the run, and none that can."""
+
+from __future__ import annotations
+
+import pytest
+
+from ludus.algorithms.algorithm import CLIPPING_LOSSES, CRITIC_ADVANTAGES, RATIO_PARTS
+from ludus.algorithms.presets import PRESETS
+from ludus.config.load import load_config
+from ludus.envs.registry import build_world
+from ludus.training.inactive import inactive_parts, updates_of
+
+WORLDS = {
+    name: build_world(config.env, config.rollout, config.sandbox)
+    for name in ("guess", "math")
+    for config in [load_config(name, ["--env.settings.num_tasks", "20"])]
+}
+
+
+def said(world: str, *words: str) -> list[str]:
+    return inactive_parts(load_config(world, list(words)), WORLDS[world])
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_brings_the_updates_that_its_clip_needs(name):
+    """Or the start says that it has one update a batch; with more nothing is said, with one always."""
+    preset, words = PRESETS[name], ("--algorithm.preset", name)
+    if preset.loss not in RATIO_PARTS:
+        assert not any("ratio is 1" in text for text in said("guess", *words))
+        return
+    found = [text for text in said("guess", *words) if "ratio is 1" in text]
+    assert (len(found) == 0) == (preset.minibatches > 1)
+    (one,) = [t for t in said("guess", *words, "--training.minibatches", "1") if "ratio is 1" in t]
+    assert "Set training.minibatches" in one
+    for more in (("--training.minibatches", "2"), ("--training.minibatches", "1", "--training.epochs", "2")):
+        assert not any("ratio is 1" in text for text in said("guess", *words, *more))
+
+
+def test_the_presets_that_are_named_after_their_ratio_take_several_updates():
+    named = ("dapo", "gspo", "gspo_token", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov")
+    assert {name for name, preset in PRESETS.items() if preset.minibatches > 1} == set(named)
+    assert updates_of(load_config("guess", ["--algorithm.preset", "dapo", "--training.epochs", "2"])) == 32
+    assert updates_of(load_config("guess", [])) == 1
+
+
+@pytest.mark.parametrize("loss", CLIPPING_LOSSES)
+def test_a_clip_acts_on_ratios_to_what_an_engine_recorded_under_older_weights(loss):
+    words = ("--algorithm.loss", loss, "--training.minibatches", "1")
+    stale = ("--training.mode", "async", "--training.learner.old_logprobs", "engine")
+    assert any(f"of the loss {loss} cannot act" in text for text in said("guess", *words))
+    assert any(
+        f"of the loss {loss} cannot act" in t for t in said("guess", *words, "--training.mode", "async")
+    )
+    words += ("--algorithm.correction", "none")
+    assert not any("cannot act" in text for text in said("guess", *words, *stale))
+
+
+def test_the_trust_region_of_dppo_acts_where_rollouts_are_of_older_weights():
+    words = ("--algorithm.preset", "dppo")
+    assert any("The trust region" in text for text in said("guess", *words))
+    assert said("guess", *words, "--training.mode", "async") == []
+
+
+@pytest.mark.parametrize("name", ["turn_grpo", "turn_return", "turn_return_hybrid"])
+def test_an_advantage_of_turns_is_named_in_a_world_without_rewards_of_turns(name):
+    words = ("--algorithm.preset", name, "--training.minibatches", "2")
+    (found,) = said("math", *words)
+    assert f"advantage {name} cannot act: the world math declares no rewards of turns" in found
+    assert "rewards.turns" in found
+    assert said("guess", *words) == []
+    assert said("math", *words, "--rewards.turns.answer", "0.1") == []
+
+
+def test_the_states_of_gigpo_are_missed_where_an_environment_names_none():
+    words = ("--algorithm.preset", "gigpo", "--training.minibatches", "2")
+    assert said("guess", *words) == []
+    (found,) = said("math", *words)
+    assert "names no states" in found
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("--algorithm.correction", "tis"), "The correction tis cannot act"),
+        (("--algorithm.preset", "ppo", "--algorithm.advantage", "vtrace"), "advantage vtrace are 1"),
+        (("--algorithm.preset", "dapo", "--algorithm.overlong_mask"), "keeps them from training"),
+        (("--algorithm.preset", "dapo", "--algorithm.overlong_length", "9999"), "begins at 7999 tokens"),
+    ],
+)
+def test_other_parts_that_cannot_act_are_named(given, why):
+    (found,) = said("guess", *given, "--training.minibatches", "2")
+    assert why in found
+    assert "Set " in found
+
+
+def test_every_critic_preset_is_told_of_its_clip():
+    for name, preset in PRESETS.items():
+        if preset.advantage in CRITIC_ADVANTAGES and preset.loss in CLIPPING_LOSSES:
+            assert any("The clip" in text for text in said("guess", "--algorithm.preset", name)), name
