@@ -126,8 +126,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and measure what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(".bench/negatives"))
-    parser.add_argument("--steps", type=int, default=1200)
-    parser.add_argument("--tasks", type=int, default=400, help="tasks of the split test")
+    parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--tasks", type=int, default=200, help="tasks of the split test")
     parser.add_argument("--page", type=Path, help="fill the table into this page")
     args = parser.parse_args(arguments)
     if args.page:

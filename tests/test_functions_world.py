@@ -14,7 +14,7 @@ from ludus.config.load import load_config
 from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.envs.functions.catalogue import catalogue
 from ludus.envs.functions.generate import SPLITS, request_of
-from ludus.envs.functions.gold import Ask, GoldCall, asks_for, calls_agree, equal, solved
+from ludus.envs.functions.gold import GoldCall, calls_agree, equal, solved
 from ludus.envs.functions.kinds import KINDS
 from ludus.envs.functions.names import ALIASES
 from ludus.envs.functions.offers import Scene, changed_offer, plain_offer
@@ -301,29 +301,6 @@ def test_calls_find_their_gold_ones_whatever_the_order_in_which_they_could():
     assert calls_agree((narrow, wide), [call("look", x=2), call("look", x=1)])
 
 
-ASK = Ask(
-    "book", "date", frozenset({"date", "day", "when"}), ((frozenset({"city"}), "Rome"),), "Book a hotel."
-)
-
-
-@pytest.mark.parametrize(
-    ("answer", "is_right"),
-    [
-        ("On which date?", True),
-        ("Sure. When do you arrive?", True),
-        ("For which day in the city of Rome is it?", True),
-        ("I need the date.", False),
-        ("Is that all?", False),
-        ("Which date and city?", False),
-        ("What date, time, title, person, city Rome, room?", False),
-        ("Book a hotel. Which date?", False),
-        ("The date is missing. Shall I go on?", False),
-    ],
-)
-def test_asking_names_what_is_missing_and_only_that(answer, is_right):
-    assert asks_for(answer, ASK) is is_right
-
-
 # Playing
 
 
@@ -389,8 +366,7 @@ def test_toolrl_gives_the_oracle_its_most_and_others_less(everything):
     for task in everything[::7]:
         right = play(task, NO_FLAWS, random.Random(0)).trajectory()
         assert score(toolrl(), task, right).reward == pytest.approx(4.0)
-        nothing_to_do = task.tags["null"] == "true"
-        assert score(toolrl(), task, say(task, DONE)).reward == pytest.approx(4.0 if nothing_to_do else -2.0)
+        assert score(toolrl(), task, say(task, DONE)).reward == pytest.approx(-2.0)
 
 
 def test_toolrl_pays_no_text_at_random_where_no_call_is_right(everything):
@@ -417,7 +393,7 @@ SINK = "What is the date, time, city, title, name, person, room, amount, text, l
 @pytest.mark.parametrize("text", ["", DONE, "I do not know.", "Which date?", SINK])
 def test_whoever_only_talks_solves_hardly_anything_but_where_nothing_is_to_be_done(tasks, text):
     null = [task for task in tasks["test"] if task.tags["null"] == "true"]
-    assert rate(null, lambda task: say(task, text)) == float(bool(text))
+    assert rate(null, lambda task: say(task, text)) == float(text == "I do not know.")
     assert rate(without_null(tasks["test"]), lambda task: say(task, text)) < 0.04
 
 

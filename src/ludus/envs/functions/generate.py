@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 from ludus.envs.functions.catalogue import Function, Param
-from ludus.envs.functions.gold import Ask, GoldCall, Right, Truth
+from ludus.envs.functions.gold import GoldCall, Right, Truth
 from ludus.envs.functions.kinds import KINDS
-from ludus.envs.functions.names import ask_words, other_words
+from ludus.envs.functions.names import other_words
 from ludus.envs.functions.offers import Offer, Scene, changed_offer, plain_offer
 from ludus.envs.functions.plans import (
     Plan,
@@ -24,6 +24,7 @@ from ludus.envs.functions.plans import (
     several,
     single,
 )
+from ludus.envs.functions.replies import Ask, make_ask
 from ludus.envs.functions.state import State
 from ludus.errors import ConfigError
 from ludus.rewards.answers import Answers
@@ -285,5 +286,4 @@ def _ask(draft: _Draft, scene: Scene) -> Ask:
                 value = step.values[name]
                 said = map(str, value) if isinstance(value, list) else [str(value)]
                 given.append((words, " and ".join(said)))
-    function = draft.plan[place].function.name
-    return Ask(function, param.name, ask_words(param, offered), tuple(given), draft.request)
+    return make_ask(draft.plan[place].function, param, offered, given, draft.request)

@@ -8,15 +8,13 @@ value, booleans as such, lists in their order; a text is never a number.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from ludus.envs.functions.kinds import KINDS
-from ludus.envs.functions.names import words_of
 from ludus.envs.functions.offers import Listed, Scene
-from ludus.rewards.answers import Answers, matches, normalise, well_formed
+from ludus.envs.functions.replies import Ask, asks_for, refuses, speaks
+from ludus.rewards.answers import Answers, matches, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.published import ExpectedCall, ExpectedCalls
 from ludus.rewards.shaping import either, only_if
@@ -26,7 +24,7 @@ _MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUME
 _CLOSE = 1e-9
 """How far off a number may be, absolutely."""
 Right = Literal["call", "ask", "answer", "decline"]
-"""What is right: to call, or without a call to ask back, to answer, or to say anything."""
+"""What is right: to call, or without a call to ask back, to answer, or to refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,20 +58,6 @@ class GoldCall:
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
-    """What must be asked for: `name`, a parameter of `function`, or one of the `words`.
-
-    `given` has the words and the value of each thing that the request says.
-    """
-
-    function: str
-    name: str
-    words: frozenset[str]
-    given: tuple[tuple[frozenset[str], str], ...]
-    request: str
-
-
-@dataclass(frozen=True, slots=True)
 class Truth(ExpectedCalls):
     """The truth: the gold calls, or what else is right; `calls` are what `ludus.rewards.published` reads.
 
@@ -89,10 +73,15 @@ class Truth(ExpectedCalls):
     form: str = ""
 
     def is_said(self, answer: str) -> bool:
-        """Whether an answer says what is right where no call is: asks, answers, or says anything at all."""
+        """Whether an answer says what is right where no call is: asks, answers, or refuses.
+
+        Where nothing is known of the functions but their descriptions, any words will do that claim no call.
+        """
         if self.ask is not None:
             return asks_for(answer, self.ask)
-        return bool(answer.strip()) and (self.answer is None or matches(answer, self.answer))
+        if self.answer is not None:
+            return matches(answer, self.answer)
+        return refuses(answer) if isinstance(self.scene, Scene) else speaks(answer)
 
 
 def equal(given: JSON, wanted: JSON) -> bool:
@@ -143,23 +132,6 @@ def _assign(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: dict
         if ready and wanted.fits(call) and _assign(gold, made, {**places, number: len(places)}):
             return True
     return False
-
-
-def asks_for(answer: str, ask: Ask) -> bool:
-    """Whether an answer asks for what is missing.
-
-    It has a question with a word for it, does not repeat the request, and in its questions names nothing that
-    was given already, unless it says the value too, and three kinds of things at most: a list of all that
-    could be missing is no answer.
-    """
-    questions = re.findall(r"[^.?!\n]*\?", answer)
-    if not questions or normalise(ask.request) in normalise(answer):
-        return False
-    asked = words_of(" ".join(questions))
-    if not asked & ask.words or len(asked & KINDS.keys()) > 3:
-        return False
-    said = normalise(answer)
-    return all(not asked & words or normalise(value) in said for words, value in ask.given)
 
 
 def solved(task: Task, trajectory: Trajectory) -> float:

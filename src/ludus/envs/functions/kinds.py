@@ -254,7 +254,7 @@ class Kind:
 
     `type` is that of JSON schema. `pool` holds all values; for identifiers it is empty, `letter` begins them
     and `tail` ends them. `literal` says a value in a request, `reference` one that an earlier call gives.
-    `asks` are words by which a question asks for it.
+    `asks` are phrases by which a question asks for it: a question has all words of one.
     """
 
     name: str
@@ -308,42 +308,72 @@ def _id(name: str, letter: str, literal: str = "") -> Kind:
 
 
 _ALL = (
-    _words("person", PEOPLE, "that person", "who,whom,whose,name,person"),
-    _words("city", CITIES, "that city", "city,where,town,place,location"),
-    _words("title", TITLES, "that title", "title,what,name,called,event", '"{}"'),
-    _words("text", TEXTS, "that text", "text,what,message,words,say,content,body", '"{}"'),
-    _words("file", FILES, "that name", "file,name,called"),
+    _words("person", PEOPLE, "that person", "who,whom,whose,name,names,person"),
+    _words("city", CITIES, "that city", "city,where,town,location"),
+    _words(
+        "title",
+        TITLES,
+        "that title",
+        "title,name,called,event,heading,what about,what remind,what call,what for",
+        '"{}"',
+    ),
+    _words(
+        "text",
+        TEXTS,
+        "that text",
+        "text,what say,message,words,wording,content,body,what write,what tell,what send,what contain",
+        '"{}"',
+    ),
+    _words("file", FILES, "that name", "file,name,called,filename"),
     _words("song", SONGS, "that song", "song,title,track,name", '"{}"'),
-    _words("label", LABELS, "that name", "label,name,called,what", '"{}"'),
-    _words("room", ROOMS, "that room", "room,where,place"),
+    _words("label", LABELS, "that name", "label,name,called,what call,what for,what say", '"{}"'),
+    _words("room", ROOMS, "that room", "room,where"),
     _words("date", DATES, "that day", "date,day,when"),
     _words("time", TIMES, "that time", "time,when,hour,o'clock"),
-    _words("folder", ("work", "home", "old", "shared", "taxes", "music"), "that folder", "folder,where"),
+    _words(
+        "folder", ("work", "home", "old", "shared", "taxes", "music"), "that folder", "folder,where,directory"
+    ),
     _words("language", ("French", "Spanish", "Dutch", "Polish", "Greek", "Czech"), "", "language"),
     _words(
         "subject",
         ("rent", "holidays", "the offer", "the wedding", "school", "the game"),
         "",
-        "subject,what,about",
+        "subject,about,topic",
     ),
     _words("account", ("checking", "savings", "travel", "business"), "", "account"),
     _words(
         "ticker",
         ("AQX", "BLM", "CRT", "DNV", "EOS", "FJD", "GLP", "HWK"),
         "",
-        "ticker,stock,share,company,which",
+        "ticker,stock,symbol,company",
     ),
     _words("currency", ("dollars", "pounds", "yen", "francs", "pesos"), "", "currency"),
-    _words("appliance", ("lamp", "fan", "heater", "radio", "oven"), "", "appliance,device,what,which"),
+    _words(
+        "appliance",
+        ("lamp", "fan", "heater", "radio", "oven"),
+        "",
+        "appliance,device,what turn,what switch,which one",
+    ),
     _words("door", ("front door", "back door", "garage door", "cellar door"), "", "door"),
     _words("genre", ("comedy", "drama", "western", "thriller", "musical"), "", "genre,kind,sort,type"),
     _words("unit", ("celsius", "fahrenheit"), "", "unit,celsius,fahrenheit"),
-    _numbers("count", range(2, 10), "that number", "many,number,long,much"),
-    _numbers("minutes", range(5, 95, 5), "that long", "minutes,long,duration,many"),
-    _numbers("percent", range(10, 100, 10), "that level", "percent,level,much,far,bright,loud,volume"),
-    _numbers("degrees", [n / 2 for n in range(31, 50, 2)], "that many", "degrees,temperature,warm", "number"),
-    _numbers("amount", range(15, 100), "that amount", "amount,much,sum,many,money", "number"),
-    Kind("people", "array", (), "{}", "", ("who", "whom", "members", "people", "names")),
+    _numbers("count", range(2, 10), "that number", "how many,number,how long,how much,quantity"),
+    _numbers("minutes", range(5, 95, 5), "that long", "minutes,how long,duration,how much time"),
+    _numbers(
+        "percent",
+        range(10, 100, 10),
+        "that level",
+        "percent,percentage,level,how much,how far,how high,bright,brightness,loud,volume",
+    ),
+    _numbers(
+        "degrees",
+        [n / 2 for n in range(31, 50, 2)],
+        "that many",
+        "degrees,temperature,warm,how hot,how high",
+        "number",
+    ),
+    _numbers("amount", range(15, 100), "that amount", "amount,how much,sum,money", "number"),
+    Kind("people", "array", (), "{}", "", ("who", "whom", "members", "people", "names", "participants")),
     Kind("flag", "boolean", (True,)),
     _id("event", "E"),
     _id("reminder", "R"),

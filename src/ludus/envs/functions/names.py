@@ -67,33 +67,49 @@ ALIASES: Mapping[str, tuple[str, ...]] = {name: tuple(text.split()) for name, te
 
 _OWN_ASKS: Mapping[str, tuple[str, ...]] = {
     "origin": ("origin", "from", "depart", "departure", "leave", "start"),
-    "destination": ("destination", "arrival", "fly", "where", "city"),
+    "destination": ("destination", "arrival", "arrive", "fly", "where", "city"),
     "source": ("source", "from"),
     "target": ("target", "receive", "credit"),
     "subject": ("subject", "about", "topic"),
+    "nights": ("nights", "how long", "how many", "stay"),
+    "days": ("days", "how long", "how many"),
+    "shares": ("shares", "how many", "how much"),
+    "stars": ("stars", "how many", "rating"),
 }
-"""Where a function has several parameters of one kind, the words of the kind are not enough."""
+"""Where the phrases of the kind are too few or too many: a function has several parameters of it."""
+
+FILLERS = frozenset(re.findall(r"\w+", "how what which for of to in at on by the a an is it one"))
+"""Words that stand in any question. Alone they ask for nothing, and they count for no kind."""
 
 
-def ask_words(param: Param, offered: str) -> frozenset[str]:
-    """Words of which a question for the parameter has one; `offered` is its name in the task."""
-    asks = _OWN_ASKS.get(param.name, param.of.asks)
-    names = (param.name, offered, *ALIASES[param.name])
-    parts = [word for name in names for word in name.split("_")]
-    return frozenset({*asks, *parts} - _EMPTY)
+def ask_phrases(param: Param, offered: str) -> frozenset[frozenset[str]]:
+    """Phrases of which a question for the parameter has one, as words; `offered` is its name in the task.
+
+    Each is a phrase of its kind, its name, or another name for it; a name has all its words.
+    """
+    said = (words_of(phrase) for phrase in _OWN_ASKS.get(param.name, param.of.asks))
+    names = (frozenset(name.split("_")) - _EMPTY for name in (param.name, offered, *ALIASES[param.name]))
+    return frozenset(phrase for phrase in (*said, *names) if phrase - FILLERS or len(phrase) > 1)
 
 
 def other_words(function: Function, asked: Param) -> dict[str, frozenset[str]]:
-    """For each other required parameter, nouns that name it and not the asked one.
+    """For each other required parameter, words that ask for it and not for the asked one.
 
-    Not for identifiers and persons: a question names what it is about, and whom it is for.
+    Of identifiers none, as a question names what it is about, and of persons only those that ask.
     """
-    taken = ask_words(asked, asked.name) | {"from"}
+    taken = frozenset({"from"}).union(*ask_phrases(asked, asked.name))
     return {
-        param.name: frozenset({*param.name.split("_"), *ALIASES[param.name][0].split("_")} - taken - _EMPTY)
+        param.name: _words_for(param) - taken - _EMPTY
         for param in function.required
-        if param != asked and not param.of.letter and param.kind not in ("person", "people")
+        if param != asked and not param.of.letter
     }
+
+
+def _words_for(param: Param) -> frozenset[str]:
+    asking = frozenset(param.of.asks) & _ASKING
+    if param.kind in ("person", "people"):
+        return asking - {"name"}
+    return asking | {*param.name.split("_"), *ALIASES[param.name][0].split("_")}
 
 
 def words_of(text: str) -> frozenset[str]:
@@ -103,3 +119,5 @@ def words_of(text: str) -> frozenset[str]:
 
 _EMPTY = words_of("of in at on by num id is a the to into what which one most send add")
 """Words that say nothing of what is asked for."""
+_ASKING = words_of("who whom where when name called")
+"""Words that ask, and are nouns of nothing that a question may be about."""

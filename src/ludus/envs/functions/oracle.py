@@ -11,8 +11,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ludus.envs.functions.gold import Ask, GoldCall, Truth, truth_of
+from ludus.envs.functions.gold import GoldCall, Truth, truth_of
 from ludus.envs.functions.offers import Scene
+from ludus.envs.functions.replies import Ask
 from ludus.rewards.published import ExpectedCall
 from ludus.tools.base import ArgumentError
 from ludus.types import (

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from ludus.envs.functions.gold import Ask, GoldCall, Truth, truth_of
+from ludus.envs.functions.gold import GoldCall, Truth, truth_of
 from ludus.envs.functions.oracle import DONE, Attempt, turns_of
+from ludus.envs.functions.replies import Ask
 from ludus.rewards.published import ExpectedCall
 from ludus.types import Message, Task
 
@@ -61,7 +62,7 @@ def _texts(truth: Truth) -> list[str]:
         return _questions(truth.ask)
     if truth.answer is not None:
         return [*truth.answer.accepted[1:]]
-    return ["None of these functions can do that."]
+    return ["None of these functions can do that.", "Sorry, I cannot do this with the tools I have."]
 
 
 def _questions(ask: Ask) -> list[str]:

@@ -1,0 +1,85 @@
+"""Answers of the functions world without a call: questions ask for what is missing, refusals refuse."""
+
+import pytest
+
+from ludus.envs.functions.catalogue import catalogue
+from ludus.envs.functions.names import other_words
+from ludus.envs.functions.replies import asks_for, make_ask, refuses, speaks
+from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld
+from tables.reply_pairs import ASKS_RIGHT, ASKS_WRONG, REFUSALS_RIGHT, REFUSALS_WRONG
+
+REQUESTS = {
+    "event date": (
+        "create_event",
+        {"title": "dentist", "time": "10:00"},
+        "Put dentist on my calendar at 10:00.",
+    ),
+    "event time": (
+        "create_event",
+        {"title": "dentist", "date": "March 3"},
+        "Put dentist on my calendar on March 3.",
+    ),
+    "event title": (
+        "create_event",
+        {"date": "March 3", "time": "10:00"},
+        "Put an entry in for March 3 at 10:00.",
+    ),
+    "message text": ("send_text", {"phone": "0705"}, "Send a text message to 0705."),
+    "hotel nights": ("book_hotel", {"hotel_id": "H12", "guest": "Ana"}, "Book hotel H12 for Ana."),
+    "transfer amount": (
+        "transfer_money",
+        {"source": "checking", "target": "savings"},
+        "Transfer money from checking to savings.",
+    ),
+    "lamp room": ("find_device", {"appliance": "lamp"}, "Find the lamp."),
+}
+"""What each case of the table says; the one parameter that is left out is to be asked for."""
+
+
+def ask_of(case):
+    name, values, request = REQUESTS[case]
+    function = catalogue()[name]
+    (missing,) = (param for param in function.required if param.name not in values)
+    words = other_words(function, missing).items()
+    return make_ask(
+        function, missing, missing.name, [(one, values[key]) for key, one in words if one], request
+    )
+
+
+@pytest.mark.parametrize(("pairs", "is_right"), [(ASKS_RIGHT, True), (ASKS_WRONG, False)])
+def test_a_question_asks_for_what_is_missing_and_for_little_else(pairs, is_right):
+    assert len(pairs) + len(REFUSALS_RIGHT if is_right else REFUSALS_WRONG) >= 100
+    assert [(case, text) for case, text in pairs if asks_for(text, ask_of(case)) is not is_right] == []
+
+
+@pytest.mark.parametrize(("texts", "is_right"), [(REFUSALS_RIGHT, True), (REFUSALS_WRONG, False)])
+def test_a_refusal_is_visible_words_that_refuse_and_claim_nothing(texts, is_right):
+    assert [text for text in texts if refuses(text) is not is_right] == []
+
+
+def test_no_constant_question_is_paid_often():
+    tasks = FunctionsWorld(FunctionsSettings(num_tasks=150, levels=(2, 3))).tasks("train")
+    asks = [task.truth.ask for task in tasks if task.truth.ask is not None]
+    phrases = {tuple(sorted(phrase)) for ask in asks for phrase in ask.phrases}
+
+    def paid(*words):
+        return sum(asks_for(f"Which {', '.join(words)}?", ask) for ask in asks) / len(asks)
+
+    one = max(phrases, key=lambda phrase: paid(*phrase))
+    two = max(paid(*one, *phrase) for phrase in phrases)
+    assert paid("name", "when", "many") == 0
+    assert two < 0.4  # the best of two phrases, where 0.53 was paid for two words, and 0.89 for thirteen
+
+
+@pytest.mark.parametrize(
+    ("text", "is_said"),
+    [
+        ("Paris was founded long ago.", True),
+        ("\u200b", False),
+        ("...", False),
+        ("Done.", False),
+        ("I booked it.", False),
+    ],
+)
+def test_where_functions_are_only_described_any_words_will_do_that_claim_no_call(text, is_said):
+    assert speaks(text) is is_said
