@@ -139,7 +139,7 @@ def train(config: Config, folder: RunFolder, session: Session | None) -> None:
     session = session or open_session(config, cold_start(config, folder, console))
     with bars(console) as progress:
         reporter = ProgressReporter(progress, config.training.steps, steps_done(folder))
-        with cluster_of(session) as cluster:
+        with cluster_of(session) as cluster, controlled(folder.path, cluster):
             comparisons = train_run(session, folder, reporter, cluster)
     console.print(comparison_table(comparisons))
     if any(pair.after.worlds for pair in comparisons):
@@ -157,6 +157,15 @@ def cluster_of(session: Session) -> AbstractContextManager[Cluster | None]:
     from ludus.cluster.cluster import open_cluster
 
     return open_cluster(session)
+
+
+def controlled(run: Path, cluster: Cluster | None) -> AbstractContextManager[None]:
+    """In the block, `ludus cluster` can change the cluster of a run."""
+    if cluster is None:
+        return nullcontext()
+    from ludus.cluster.control import controlled as control
+
+    return control(run, cluster)
 
 
 def sft(session: Session, folder: RunFolder) -> None:

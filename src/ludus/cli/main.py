@@ -60,6 +60,7 @@ COMMANDS = (
     Command("compare", "compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
     Command("chat", "chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),
     Command("serve", "serve", "serve a checkpoint over HTTP", "ludus serve runs/search-1"),
+    Command("cluster", "cluster", "add engines to a run, or remove them", "ludus cluster list runs/search-1"),
     Command("sandbox", "sandbox", "look at a sandbox, or serve one over HTTP", "ludus sandbox check"),
     Command("show", "show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
     Command(

@@ -14,6 +14,7 @@ from ludus.cluster.background import Background
 from ludus.cluster.crowd import Crowd, Plan
 from ludus.cluster.local import LocalLauncher
 from ludus.cluster.messages import EngineSpec, PlayJob, RewardSpec, WorkerSpec
+from ludus.cluster.pool import Member
 from ludus.cluster.remote import Launcher
 from ludus.config.rollout import RolloutConfig
 from ludus.config.schema import Config
@@ -164,9 +165,30 @@ class Cluster:
             raise UserError("A cluster keeps at least one of each kind.", "Give numbers from 1 on.")
         if reward_workers is not None and self.crowd.rewards is None:
             raise UserError("The workers of this run score by themselves.", "See cluster.reward_workers.")
-        if engines is not None and self.crowd.plan.engine is None:
-            raise UserError("This run did not start the engines at engine.url.", "Change workers alone.")
+        if engines is not None:
+            self._check_starts_engines()
         self.background.wait(self.crowd.scale(engines, workers, reward_workers))
+
+    def add_engine(self) -> None:
+        """Start one more engine; returns when it is ready. Raises UserError where the run starts none."""
+        self._check_starts_engines()
+        self.background.wait(self.crowd.change_engines(1))
+
+    def remove_engine(self, number: int | None = None) -> None:
+        """End the engine of a number, or the least busy one, once its work has ended; none begins there.
+
+        Raises UserError for one that there is not, and for the last one.
+        """
+        self._check_starts_engines()
+        self.background.wait(self.crowd.change_engines(-1, number))
+
+    def engines(self) -> list[Member]:
+        """The engines that are ready, by number."""
+        return sorted(self.crowd.engines.members.values(), key=lambda member: member.number)
+
+    def _check_starts_engines(self) -> None:
+        if self.crowd.plan.engine is None:
+            raise UserError("This run did not start the engines at engine.url.", "Change workers alone.")
 
     def deadline_s(self, task: Task) -> float:
         """The longest that an attempt can take if every limit of its parts is used up, and then some."""

@@ -23,7 +23,7 @@ from ludus.config.cluster import ClusterConfig
 from ludus.engines.base import EngineStats, WeightCheck
 from ludus.engines.rolling import Rolling
 from ludus.engines.server import ServerEngine
-from ludus.errors import EngineError, LudusError, WorldError
+from ludus.errors import EngineError, LudusError, UserError, WorldError
 from ludus.rollout.setup import engine_name
 from ludus.types import Trajectory
 
@@ -131,6 +131,23 @@ class Crowd:
                 pool.keep()
         for pool in self.pools:
             await pool.full()
+
+    async def change_engines(self, by: int, number: int | None = None) -> None:
+        """Have `by` engines more or fewer; where it is one fewer, that of a `number`.
+
+        Raises UserError for a number that there is not, or where none would be left.
+        """
+        pool = self.engines
+        if pool.target + by < 1:
+            raise UserError("It is the last engine of the run.", "Add another one first.")
+        if number is not None and number not in pool.members:
+            known = ", ".join(map(str, sorted(pool.members)))
+            raise UserError(f"The run has no engine {number}.", f"It has: {known}.")
+        pool.target += by
+        if number is not None:
+            pool.let_go(pool.members[number])
+        pool.keep()
+        await pool.full()
 
     async def play(self, message: PlayJob, deadline_s: float) -> Trajectory:
         """Have an attempt played by the least busy worker. Raises what it met, and `WorkerLost`."""

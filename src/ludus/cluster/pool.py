@@ -94,7 +94,7 @@ class Pool:
             task.add_done_callback(self._failing.discard)
         too_many = max(0, len(self.members) - self.target)
         for member in sorted(self.members.values(), key=lambda m: m.busy)[:too_many]:
-            self._let_go(member)
+            self.let_go(member)
 
     async def full(self) -> None:
         """Wait until all that are wanted are ready, or some of them where the others do not start: these are
@@ -145,7 +145,7 @@ class Pool:
         if self.members.get(member.number) is not member:
             return
         log.warning("%s %d is replaced: %s", self.kind, member.number, error)
-        self._let_go(member)
+        self.let_go(member)
         self.keep()
 
     async def doubt(self, member: Member, error: LudusError) -> None:
@@ -286,7 +286,8 @@ class Pool:
         if member.watch is not None and member.watch is not asyncio.current_task():
             member.watch.cancel()
 
-    def _let_go(self, member: Member) -> None:
+    def let_go(self, member: Member) -> None:
+        """Have a member end its work, and stop it."""
         member.leaves = True
         self._drop(member)
         self.later(self._drain(member))

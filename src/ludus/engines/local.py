@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ludus.engines import core
+from ludus.engines.adapter_versions import AdapterVersions
 from ludus.engines.adapters import is_peft
 from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top
 from ludus.engines.core import EngineCore
@@ -63,6 +64,9 @@ class EngineSettings:
     """New weights: compute the histories of episodes again. Else an episode goes on from its keys and values,
     and its log-probabilities are those of a mixture of versions; it shares with no episode that began under
     other weights."""
+    adapter_versions: bool = False
+    """Of a model with adapters: new weights are one more adapter, and an episode stays with the version that
+    it began with; one that no episode needs is unloaded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +100,8 @@ class LocalEngine:
         self._model.requires_grad_(False).eval()
         self._tokenizer = tokenizer
         self._guides: GuideCompiler | None = None
-        self._default = DEFAULT if is_peft(model) else BASE
+        adapted = is_peft(model)
+        self._versions = AdapterVersions(DEFAULT if adapted else BASE, adapted and settings.adapter_versions)
         self._counted = EngineStats()
         self._open: set[Future[Completion]] = set()
         self._settings = settings
@@ -126,7 +131,7 @@ class LocalEngine:
 
     @property
     def version(self) -> int:
-        return self._core.version
+        return self._core.version_of(self._versions.current)
 
     @property
     def batch_invariant(self) -> bool:
@@ -150,11 +155,11 @@ class LocalEngine:
         """
         self._check(requests)
         places = [self._sequence(request) for request in requests]
-        self._worker.post(partial(self._each, self._caches.add, places))
+        self._worker.post(partial(_each, self._caches.add, places))
         try:
             done = [await asyncio.wrap_future(future) for _, future in places]
         except asyncio.CancelledError:
-            self._worker.post(partial(self._each, self._core.abort, places))
+            self._worker.post(partial(_each, self._core.abort, places))
             raise
         return done
 
@@ -205,13 +210,17 @@ class LocalEngine:
 
     def forget_name(self, episode: str) -> None:
         """The episode is over; what it computed stays for others until the room is needed."""
-        if not self._worker.closed:
-            self._worker.post(partial(self._caches.forget_name, episode))
+        self._over(episode, self._caches.forget_name)
 
     def release(self, episode: str) -> None:
         """Forget what is kept for an episode and shared with nobody."""
+        self._over(episode, self._caches.release)
+
+    def _over(self, episode: str, forget: Callable[[str], object]) -> None:
         if not self._worker.closed:
-            self._worker.post(partial(self._caches.release, episode))
+            self._worker.post(partial(forget, episode))
+            if (unused := self._versions.release(episode)) is not None:
+                self._worker.post(partial(self._unload_adapter, unused))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Copy `state` (all parameters or some, by name) into the engine's model between two passes.
@@ -219,12 +228,19 @@ class LocalEngine:
         Requests under way go on; each token carries the version that sampled it. Raises `SyncError`, with
         nothing changed, for an unknown name or another shape.
         """
-        await self._worker.call(partial(self._load, version, state))
+        if not self._versions.keeps:
+            await self._worker.call(partial(self._load, version, state))
+            return
+        scaling = next(iter(self._forward.adapters.pairs(DEFAULT).values())).scaling
+        name = self._versions.name(version)
+        await self.load_adapter(name, version, state, scaling)
+        if (unused := self._versions.renew(name)) is not None:
+            await self.unload_adapter(unused)
 
     async def fingerprint(self, *, adapter: str | None = None) -> str:
         """`fingerprint_module` of the weights in use, with an adapter as a PEFT model would hold it."""
         self._check_adapter(adapter)
-        asked = self._default if adapter is None else adapter
+        asked = self._versions.current if adapter is None else adapter
         return await self._worker.call(partial(self._fingerprint, asked))
 
     async def load_adapter(
@@ -305,7 +321,7 @@ class LocalEngine:
         """A sequence whose end resolves the future; that may happen on the worker thread."""
         future: Future[Completion] = Future()
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
-        adapter = self._default if request.adapter is None else request.adapter
+        adapter = self._versions.of(request.episode) if request.adapter is None else request.adapter
         ended = partial(self._ended, future)
         sequence = core.Sequence(request, limit, ended, adapter)
         if request.params.guide is not None and self._tokenizer is not None:
@@ -325,13 +341,6 @@ class LocalEngine:
             future.set_exception(sequence.error)
         else:
             future.set_result(sequence.completion)
-
-    @staticmethod
-    def _each(
-        act: Callable[[core.Sequence], None], places: Sequence[tuple[core.Sequence, Future[Completion]]]
-    ) -> None:
-        for sequence, _ in places:
-            act(sequence)
 
     def _set_version(self, version: int) -> None:
         self._core.version = version
@@ -370,6 +379,13 @@ class LocalEngine:
                 self._core.abort(sequence)
         self._forward.adapters.unload(name)
         self._core.forget_adapter(name)
+
+
+def _each(
+    act: Callable[[core.Sequence], None], places: Sequence[tuple[core.Sequence, Future[Completion]]]
+) -> None:
+    for sequence, _ in places:
+        act(sequence)
 
 
 def _check_fits(request: Request, limit: int, vocab_size: int) -> None:

@@ -115,7 +115,7 @@ class ServerEngine:
         replica = self._routes.of(request.episode)
         with self._calls.under_way(replica, request) as call:
             await self._check_logprobs(replica, request.params)
-            with self._weights.adapters.using(request.adapter) as adapter:
+            with self._weights.adapters.using(request.adapter, request.episode) as adapter:
                 return await self._generate(call, request, adapter)
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
@@ -142,6 +142,7 @@ class ServerEngine:
     def release(self, episode: str) -> None:
         """Forget the episode's replica; what it cached goes when it needs the room."""
         self._routes.release(episode)
+        self._weights.adapters.release(episode)
         if self._rolling is not None:
             self._rolling.release(episode)
 

@@ -1,8 +1,8 @@
 """LoRA adapters at servers, by version: each is a folder, and a name at the servers that no other ever has.
 
-A request runs to its end on the version that it began with. A new version is loaded beside the old one,
-which is unloaded when nothing under way uses it. A server that lost them (it was started anew) gets all that
-are in use again. Waits for the servers alone.
+A request, or with `keeps` an episode, runs to its end on the version that it began with. A new version is
+loaded beside the old one, which is unloaded when nothing under way uses it. A server that lost them (it was
+started anew) gets all that are in use again. Waits for the servers alone.
 """
 
 from __future__ import annotations
@@ -51,6 +51,9 @@ class SentAdapters:
     replicas: Sequence[Replica]
     shelf: WeightShelf
     prefix: str
+    keeps: bool = False
+    """Whether an episode stays with the version that it began with."""
+    _episodes: dict[str, _Kept] = field(default_factory=dict)
     _current: dict[str, _Kept] = field(default_factory=dict)
     _kept: list[_Kept] = field(default_factory=list)
     _num_sent: int = 0
@@ -97,25 +100,36 @@ class SentAdapters:
             self._retire(kept)
 
     @contextmanager
-    def using(self, adapter: str | None) -> Iterator[ServedAdapter | None]:
-        """The version in use of a request's adapter, kept for the time of a block; None for the base.
-
-        Raises RequestRefused for one that was not sent.
+    def using(self, adapter: str | None, episode: str = "") -> Iterator[ServedAdapter | None]:
+        """The version in use of a request's adapter, or its episode's, kept for the time of a block; None for
+        the base. Raises RequestRefused for one that was not sent.
         """
-        kept = self._current.get(DEFAULT if adapter is None else adapter)
+        kept = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
         if kept is None:
             if adapter not in (None, BASE):
                 known = ", ".join(sorted(self._current)) or "none"
                 raise RequestRefused(f"There is no adapter {adapter!r}; loaded: {known}.")
             yield None
             return
+        if self.keeps and episode and adapter is None and episode not in self._episodes:
+            self._episodes[episode] = kept
+            kept.users += 1
         kept.users += 1
         try:
             yield kept.served
         finally:
-            kept.users -= 1
-            if kept.is_old and not kept.users:
-                self._leave(kept)
+            self._done_with(kept)
+
+    def release(self, episode: str) -> None:
+        """An episode is over, and with it what it needs."""
+        kept = self._episodes.pop(episode, None)
+        if kept is not None:
+            self._done_with(kept)
+
+    def _done_with(self, kept: _Kept) -> None:
+        kept.users -= 1
+        if kept.is_old and not kept.users:
+            self._leave(kept)
 
     async def restore(self, replica: Replica) -> None:
         """Send a replica those that it does not list; whoever calls holds its lock."""

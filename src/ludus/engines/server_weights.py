@@ -76,7 +76,7 @@ class SentWeights:
         self._old: list[Path] = []
         """Folders of weights before the last, which are to go."""
         self._shelf = WeightShelf(settings.weights_folder)
-        self.adapters = SentAdapters(dialect, replicas, self._shelf, name)
+        self.adapters = SentAdapters(dialect, replicas, self._shelf, name, settings.keeps_adapters)
         self.line = broadcaster_of(replicas, dialect, settings)
 
     async def send(self, version: int, state: Mapping[str, torch.Tensor]) -> None:

@@ -38,7 +38,8 @@ class ServerSettings:
     waits of `backoff_s`, doubled each time up to 5 s. Weights go through `weights_folder` (empty: a
     temporary one), which the server must see under the same path; with a `broadcast_host`, at which servers
     reach this process, over a line of gloo instead, and with `delta` what changed alone. With `keeps_weights`
-    a copy of what was sent over the line stays, for servers that join later.
+    a copy of what was sent over the line stays, for servers that join later. With `keeps_adapters` an episode
+    stays with the version of the adapter that it began with.
     """
 
     timeout_s: float = 600.0
@@ -48,6 +49,7 @@ class ServerSettings:
     broadcast_host: str = ""
     delta: bool = False
     keeps_weights: bool = False
+    keeps_adapters: bool = False
 
 
 class Refused(EngineError):

@@ -33,6 +33,7 @@ from ludus.training.learner_thread import LearnerThread
 from ludus.training.replay import REPLAY_FILE, ReplayBuffer
 from ludus.training.rl import RlLoop, Texts, proof_metrics, task_order
 from ludus.training.sampling import Sampler
+from ludus.training.session import keeps_adapter_versions
 from ludus.training.staleness import staleness_metrics
 from ludus.training.stream_state import STREAM_FILE, StreamState
 from ludus.training.sync import SyncProof
@@ -269,7 +270,9 @@ class AsyncRun:
             await sync.offer(step, self.rolling, self.thread, self.proofs.append)
             self.stream.published(step, everywhere=False)
             return ()
-        if not config.staleness.interruptible or step == config.training.steps:
+        if step == config.training.steps or not (
+            config.staleness.interruptible or keeps_adapter_versions(config)
+        ):
             await self.stream.drain()  # at the end, so that members who were stopped are in the account
         else:
             await (self._send_beside if isinstance(self.loop.engine, Measured) else self._prove_beside)(step)

@@ -142,7 +142,8 @@ def server_engine(config: Config) -> ServerEngine:
     engine, lora = config.engine, config.model.lora
     scaling = None if lora is None else lora.alpha / lora.rank
     urls = (engine.url or "").split(",")
-    return ServerEngine(urls, engine.dialect, server_settings(engine), lora_scaling=scaling)
+    settings = replace(server_settings(engine), keeps_adapters=keeps_adapter_versions(config))
+    return ServerEngine(urls, engine.dialect, settings, lora_scaling=scaling)
 
 
 def server_settings(engine: EngineConfig) -> ServerSettings:
@@ -173,8 +174,16 @@ def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
         max_requests=config.engine.max_requests,
         batch_invariant=rollout.reproducible and not streams,
         recompute_on_update=not streams or config.staleness.cache == "prefill",
+        adapter_versions=keeps_adapter_versions(config),
         threads=1 if model.num_parameters() < SMALL_MODEL else 0,
     )
+
+
+def keeps_adapter_versions(config: Config) -> bool:
+    """Whether versions of an adapter live side by side, so that an episode that is to end on its version
+    holds nothing up. Engines of a cluster take theirs one by one."""
+    stays = config.training.mode == "async" and not config.staleness.interruptible
+    return stays and config.model.lora is not None and config.cluster.kind == "none"
 
 
 def with_adapters(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
