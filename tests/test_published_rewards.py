@@ -9,6 +9,7 @@ import pytest
 from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
+from ludus.envs.search.world import SearchSettings, SearchWorld
 from ludus.rewards.answers import Answers
 from ludus.rewards.base import check_rewards, score
 from ludus.rewards.published import (
@@ -97,6 +98,22 @@ def test_toolrl_reports_the_single_aspects():
     assert found["right_names"] == 0.5
     assert found["right_argument_names"] == 0.5
     assert found["right_argument_values"] == pytest.approx(1 / 3)
+
+
+def test_search_r1_takes_no_answer_out_of_its_frame():
+    framed, plain = (
+        Trajectory("t", 0, (), (Message(role="assistant", content=text),), StopReason.ANSWERED)
+        for text in (r"\boxed{Paris}", "Paris")
+    )
+    truth = Task("t", (), Answers(("Paris",)))
+
+    def matched(parts, trajectory):
+        return score(parts, truth, trajectory).rewards["exact_match"]
+
+    assert matched(PUBLISHED["search_r1"].parts(), framed) == 0
+    assert matched(PUBLISHED["search_r1"].parts(), plain) == 1
+    assert matched(SearchWorld().rewards, framed) == 1
+    assert matched(SearchWorld(SearchSettings(framed=False)).rewards, framed) == 0
 
 
 def test_search_r1_by_hand():

@@ -7,27 +7,38 @@ import pkgutil
 import pytest
 
 import ludus.rewards
+from ludus.envs.functions.gold import calls_agree
+from ludus.rewards.answers import Answers, is_answer, matches
+from ludus.rewards.maths import is_equal
+from ludus.rewards.published import ExpectedCall
+from ludus.rewards.rows import read_rows, same_rows
 from tables import (
     answer_pairs,
     call_pairs,
     choice_pairs,
     episode_pairs,
+    framed_pairs,
+    function_pairs,
     json_pairs,
     math_pairs,
     number_pairs,
     patch_pairs,
+    rows_forms,
     rows_pairs,
     shaping_pairs,
     suite_pairs,
 )
 
 LEAST = 40
+LARGE = 150
+"""Right and wrong forms each, of the verifiers that are attacked most."""
 COMBINATORS = {"by_record", "only_if", "either"}
 """Those that make a verifier of others."""
 _answers = (answer_pairs.ACCEPTED, answer_pairs.REJECTED)
 _calls = (call_pairs.ACCEPTED, call_pairs.REJECTED)
 TABLES = {
     "exact_match": _answers,
+    "strict_match": _answers,
     "token_f1": _answers,
     "accuracy": _answers,
     "calls_of_the_wrong": _answers,
@@ -83,3 +94,37 @@ def test_a_table_is_long_enough_and_repeats_nothing(name):
     pairs = [repr(pair) for table in TABLES[name] for pair in table]
     assert len(pairs) >= LEAST
     assert len(set(pairs)) == len(pairs)
+
+
+def _is_rows(text, due):
+    rows = read_rows(text)
+    return rows is not None and same_rows(rows, due)
+
+
+FORMS = {
+    "mathematics": (is_equal, math_pairs),
+    "answers": (lambda text, accepted: is_answer(text, Answers(tuple(accepted))), framed_pairs),
+    "rows": (_is_rows, rows_forms),
+    "functions": (
+        lambda made, gold: calls_agree(gold, [ExpectedCall(*call) for call in made]),
+        function_pairs,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_right_forms_are_paid_and_wrong_ones_are_not(name):
+    judge, table = FORMS[name]
+    refused = [pair for pair in table.ACCEPTED if not judge(*pair)]
+    paid = [pair for pair in table.REJECTED if judge(*pair)]
+    right, wrong = len(table.ACCEPTED), len(table.REJECTED)
+    print(f"{name}: {len(refused)} of {right} right forms refused, {len(paid)} of {wrong} wrong forms paid")
+    assert (refused, paid) == ([], [])
+    assert min(right, wrong) >= LARGE
+
+
+def test_a_frame_is_wrong_where_answers_are_strict():
+    plain = [frame for frame in framed_pairs.RIGHT_FRAMES if not any(map(str.isalpha, frame))]
+    framed = [frame for frame in framed_pairs.RIGHT_FRAMES if frame not in plain]
+    assert len(framed) >= 30
+    assert not [frame for frame in framed if matches(frame.format("Paris"), Answers(("Paris",)))]

@@ -12,6 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from ludus.rewards.base import truth_of
+from ludus.rewards.final import short_answers, without_invisible
 from ludus.types import StopReason, Task, ToolStatus, Trajectory
 
 _KEPT = re.compile(
@@ -38,9 +39,9 @@ class Answers:
 def normalise(text: str) -> str:
     """Lower case without punctuation, English articles and surplus blanks, as SQuAD does it.
 
-    Beyond that, accents go, punctuation is that of Unicode, and signs stay where they make another answer:
-    within numbers and dates (3.5, 3/4, 10:45, 1990-91, 10⁵ as 10^5; but 1,234 is 1234), and behind a letter
-    (C++). Articles alone stay, too: "A" is an answer.
+    Beyond that, accents and invisible characters go, punctuation is that of Unicode, and signs stay where
+    they make another answer: within numbers and dates (3.5, 3/4, 10:45, 1990-91, 10⁵ as 10^5; but 1,234 is
+    1234), and behind a letter (C++). Articles alone stay, too: "A" is an answer.
     """
     plain = plain_words(text)
     return " ".join(re.sub(r"\b(a|an|the)\b(?![+#])", " ", plain).split()) or plain
@@ -48,7 +49,7 @@ def normalise(text: str) -> str:
 
 def plain_words(text: str) -> str:
     """As `normalise`, with the articles left in."""
-    spelt = _VULGAR.sub(r" \g<0>", _RAISED.sub(r"^\g<0>", text))
+    spelt = _VULGAR.sub(r" \g<0>", _RAISED.sub(r"^\g<0>", without_invisible(text)))
     folded = _DASH.sub(
         "-", unicodedata.normalize("NFKD", spelt).casefold().replace("\N{FRACTION SLASH}", "/")
     )
@@ -67,6 +68,17 @@ def matches(answer: str, truth: Answers) -> bool:
     return bool(given) and any(given == normalise(accepted) for accepted in truth.accepted)
 
 
+def is_answer(answer: str, truth: Answers) -> bool:
+    """Whether an answer matches as a whole, or out of its frame (`final.short_answers`).
+
+    A box, "Answer:", "The answer is" and `<answer>` tags are frames. All that stand in one have to match.
+    """
+    if matches(answer, truth):
+        return True
+    found = short_answers(answer)
+    return bool(found) and all(matches(one, truth) for one in found)
+
+
 def f1(answer: str, truth: Answers) -> float:
     """Best token F1 over the accepted answers, in [0, 1]."""
     return max((_f1(normalise(answer).split(), normalise(a).split()) for a in truth.accepted), default=0.0)
@@ -78,7 +90,12 @@ def _f1(given: list[str], gold: list[str]) -> float:
 
 
 def exact_match(task: Task, trajectory: Trajectory) -> float:
-    """1 if the final answer equals an accepted one after normalisation, else 0."""
+    """1 if the final answer, in a frame or without, equals an accepted one after normalisation, else 0."""
+    return float(is_answer(trajectory.answer, truth_of(task, Answers)))
+
+
+def strict_match(task: Task, trajectory: Trajectory) -> float:
+    """1 if the whole final answer equals an accepted one after normalisation, else 0: a frame is wrong."""
     return float(matches(trajectory.answer, truth_of(task, Answers)))
 
 

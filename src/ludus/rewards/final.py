@@ -2,7 +2,8 @@
 
 The answer is what stands in `\\boxed{...}`; without a box what follows the last "the answer is", "Answer:" or
 "####"; without either the whole text. Nothing is searched for inside it: an answer that says more than the
-answer is for the verifier to refuse.
+answer is for the verifier to refuse. A frame that is denied or doubted ("I doubt that the answer is 7") holds
+no answer.
 """
 
 from __future__ import annotations
@@ -15,6 +16,15 @@ MAX_CHARACTERS = 100_000
 
 _BOX = re.compile(r"\\f?boxed\s*\{")
 _MARKER = re.compile(r"(?i)####|\b(?:final\s+answer|answer)(?:\s+is\b|\s*:|\s*=)\s*:?")
+_TAG = re.compile(r"(?is)<answer>(.*?)</answer>")
+_DOUBT = re.compile(
+    r"(?i)\b(?:not|never|cannot|doubt\w*|deny|denies|wrong|false|untrue|incorrect|unlikely|whether|if|unless)\b"
+    r"|n['’]t\b"
+)
+_CLAUSE = re.compile(r"[.!?;:,\n]")
+_DENIED = 3
+"""Words before a box in which a denial counts."""
+_TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{([^{}]*)\}")
 _MINUS = "\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{NON-BREAKING HYPHEN}\N{HYPHEN}"
 _BLANK = "\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{FIGURE SPACE}"
 _SIGNS = {ord(c): "-" for c in _MINUS} | {ord(c): " " for c in _BLANK}
@@ -28,13 +38,53 @@ def candidates(text: str) -> tuple[str, ...]:
     if len(text) > MAX_CHARACTERS:
         return ()
     found = boxes(text)
-    if found is None:
+    if found is None or _is_denied(text):
         return ()
     if not found:
         *_, last = [None, *_MARKER.finditer(text)]
+        if last and _is_doubted(text[: last.start()]):
+            return ()
         found = (text[last.end() :] if last else text,)
     stripped = tuple(_bare(one) for one in found)
     return stripped if all(stripped) else ()
+
+
+def short_answers(text: str) -> tuple[str, ...]:
+    """What a text gives as its short answer, such as a name: as `candidates`, and out of `<answer>` tags.
+
+    Where several frames hold answers, all of them: a second answer is a hedge. Of what follows a marker other
+    than the last one the first sentence counts, and what stands before a box or tag in it.
+    """
+    held = boxes(text) if len(text) <= MAX_CHARACTERS else None
+    marks = [*_MARKER.finditer(text)] if held is not None else []
+    if held is None or _is_denied(text) or any(_is_doubted(text[: mark.start()]) for mark in marks):
+        return ()
+    ends = [*(mark.start() for mark in marks[1:]), len(text)][: len(marks)]
+    said = [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
+    early = [re.split(r"[.!?;\n]\s", f"{one.strip()} ")[0] for one in said[:-1]]
+    plain = filter(None, map(_before_frame, (*early, *said[-1:])))
+    found = (*_TAG.findall(text), *held, *plain) or (text,)
+    stripped = tuple(_bare(_TEXT.sub(r"\1", _bare(one).strip("$")).strip()) for one in found)
+    return stripped if all(stripped) else ()
+
+
+def _before_frame(text: str) -> str:
+    """The text, or what stands before the box or tag in it."""
+    frame = _BOX.search(text) or _TAG.search(text)
+    return text[: frame.start()].strip(" *_`$\n") if frame else text or " "
+
+
+def _is_doubted(before: str) -> bool:
+    """Whether the clause that a marker stands in denies or doubts it."""
+    return _DOUBT.search(_CLAUSE.split(before)[-1]) is not None
+
+
+def _is_denied(text: str) -> bool:
+    """Whether a denial stands right before a box."""
+    return any(
+        _DOUBT.search(" ".join(_CLAUSE.split(text[: box.start()])[-1].split()[-_DENIED:]))
+        for box in _BOX.finditer(text)
+    )
 
 
 def boxes(text: str) -> tuple[str, ...] | None:

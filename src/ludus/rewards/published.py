@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.rewards.answers import Answers, exact_match, well_formed
+from ludus.rewards.answers import Answers, exact_match, strict_match, well_formed
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.structures import same_json
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
@@ -154,7 +154,7 @@ def wrong_and_ill_formed(task: Task, trajectory: Trajectory) -> float:
 
     An episode that ended without an answer earns nothing here.
     """
-    is_wrong = exact_match(task, trajectory) < 1 and bool(trajectory.answer)
+    is_wrong = strict_match(task, trajectory) < 1 and bool(trajectory.answer)
     return float(is_wrong and well_formed(task, trajectory) < 1)
 
 
@@ -193,7 +193,7 @@ def search_r1() -> tuple[Reward, ...]:
     answer 0: `structure_format_score` 0.2, `final_format_score` 0.1 and `retrieval_score` 0 of its scripts.
     """
     return (
-        Reward("exact_match", exact_match, weight=0.8, outcome=True),
+        Reward("exact_match", strict_match, weight=0.8, outcome=True),
         Reward("well_formed", well_formed, weight=0.2),
         Reward("wrong_and_ill_formed", wrong_and_ill_formed, weight=0.1),
     )

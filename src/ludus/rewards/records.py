@@ -20,7 +20,7 @@ from fractions import Fraction
 from typing import Final
 
 from ludus.rewards import choices, maths, numbers, structures
-from ludus.rewards.answers import Answers, matches, normalise
+from ludus.rewards.answers import Answers, is_answer, normalise
 from ludus.rewards.choices import Choice
 from ludus.rewards.final import candidates
 from ludus.rewards.maths import Expression
@@ -70,8 +70,7 @@ def is_right(answer: str, truth: Truth) -> bool:
         case Expression():
             return maths.is_equal(answer, truth)
         case Answers():
-            found = candidates(answer)
-            return bool(found) and all(matches(one, truth) for one in found)
+            return is_answer(answer, truth)
         case Choice():
             return choices.is_right(answer, truth)
         case Value():

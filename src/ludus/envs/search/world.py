@@ -19,7 +19,7 @@ from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
-from ludus.rewards.answers import Answers, exact_match, token_f1, well_formed
+from ludus.rewards.answers import Answers, exact_match, strict_match, token_f1, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
@@ -52,6 +52,8 @@ class SearchSettings(BaseModel):
     """The folder of the model that makes vectors of passages and queries, for `dense` and `hybrid`."""
     seed: int = 0
     """Of the choice and order of the tasks."""
+    framed: bool = True
+    """Whether an answer may stand in a frame: a box, "Answer:", "The answer is", `<answer>` tags."""
 
 
 @dataclass(frozen=True)
@@ -85,12 +87,13 @@ class SearchWorld:
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
         """Exact match decides; F1 is reported; well-formed episodes earn a little."""
+        match = exact_match if self.settings.framed else strict_match
         return (
-            Reward("exact_match", exact_match, weight=1.0, outcome=True),
+            Reward("exact_match", match, weight=1.0, outcome=True),
             Reward("f1", token_f1, weight=0.0),
             Reward(
                 "well_formed",
-                only_if(well_formed, either(exact_match, citation_support)),
+                only_if(well_formed, either(match, citation_support)),
                 weight=self.settings.well_formed_weight,
             ),
         )
