@@ -14,6 +14,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import PreTrainedModel
 
 from ludus.engines.base import BASE, Request
+from ludus.engines.control_tokens import find_token
 from ludus.engines.server import ServerEngine
 from ludus.errors import EngineError, SyncError
 from ludus.training.sync import WeightSync
@@ -152,7 +153,12 @@ async def a_server_that_lost_an_adapter_gets_it_again(case):
     await case.engine.load_adapter("a", 1, factors(made), SCALING)
     for asked in (case.ask("a"), case.engine.score(PROMPT, adapter="a")):
         (name,) = case.names()
-        gone = httpx.post(f"{case.url}/v1/unload_lora_adapter", json={"lora_name": name}, timeout=60)
+        gone = httpx.post(
+            f"{case.url}/v1/unload_lora_adapter",
+            json={"lora_name": name},
+            headers={"Authorization": f"Bearer {find_token(case.url)}"},
+            timeout=60,
+        )
         gone.raise_for_status()
         await asked
         assert case.names() == [name]

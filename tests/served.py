@@ -15,6 +15,7 @@ from pathlib import Path
 import httpx
 
 from ludus.config import load_config
+from ludus.engines.control_tokens import find_token
 from ludus.training.session import model_path
 
 COLD_START = Path(model_path(load_config("search")))
@@ -31,6 +32,11 @@ class Served:
     @property
     def url(self) -> str:
         return self.said.rsplit(" at ", 1)[1]
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What its control paths need."""
+        return {"Authorization": f"Bearer {find_token(self.url)}"}
 
     @property
     def port(self) -> str:

@@ -85,7 +85,7 @@ def test_what_is_damaged_on_its_way_or_of_another_model_is_refused():
 
 
 def test_tensors_pass_a_line_and_a_broken_one_says_so():
-    store = open_store(20)
+    store = open_store("127.0.0.1", 20)
     sent = {"a": torch.randn(5, 3), "b": torch.arange(4).to(torch.bfloat16)}
     manifest = manifest_of(1, None, sent)
     got = room_for(manifest)
@@ -315,12 +315,12 @@ def test_a_server_that_is_on_a_new_line_stays_there_when_the_old_one_breaks():
     async def scenario():
         model = tiny_model(torch.float32)
         engine = LocalEngine(model, copy=False)
-        desk = WeightDesk(Service(engine, Model("m", "m", 0, None, (), 8), control=True), model)
+        desk = WeightDesk(Service(engine, Model("m", "m", 0, None, (), 8), "a-token-of-tests"), model)
         state = {name: p.detach() + 1 for name, p in model.named_parameters()}
         manifest = manifest_of(7, None, state)
         trainers: list[Line | None] = []
         for _ in range(2):
-            store = open_store(20)
+            store = open_store("127.0.0.1", 20)
             place = Place(host="127.0.0.1", port=store.port, rank=1, count=2, timeout_s=20)
             met = asyncio.to_thread(join_line, store, 0, 2, 20, "127.0.0.1")
             line, _ = await asyncio.gather(met, desk.join(place))

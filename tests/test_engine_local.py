@@ -34,12 +34,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ludus.engines.base import Request
+from ludus.engines.base import Request, check_params
 from ludus.engines.fingerprint import fingerprint_module
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.memory import LayerShape, PagePool
 from ludus.engines.stopping import StopStrings
-from ludus.errors import EngineError, SyncError, UserError
+from ludus.errors import EngineError, RequestRefused, SyncError, UserError
 from ludus.types import SamplingParams
 from waiting import until
 
@@ -642,6 +642,64 @@ def test_failed_compute_reaches_every_waiting_request(kind, monkeypatch):
     assert "out of memory" in str(errors[0])
     monkeypatch.undo()
     assert len(batch(engine, ask(prompts(3), max_new_tokens=2))) == 3
+
+
+ODD_NUMBERS = [
+    ("temperature", 1e-320),
+    ("temperature", float("nan")),
+    ("temperature", float("inf")),
+    ("temperature", -1.0),
+    ("top_k", 10**30),
+    ("top_k", 2**63),
+    ("top_k", -1),
+    ("top_p", 0.0),
+    ("min_p", float("nan")),
+    ("max_new_tokens", 10**30),
+    ("top_logprobs", 2**63),
+]
+
+
+@pytest.mark.parametrize(("name", "value"), ODD_NUMBERS)
+def test_numbers_out_of_bounds_are_refused_by_every_engine(name, value):
+    with pytest.raises(RequestRefused, match=f"{name} is .*; it must be "):
+        check_params(SamplingParams(**{name: value}))
+
+
+def test_a_row_that_breaks_fails_alone_and_leaves_its_neighbours_their_bits(monkeypatch):
+    """Past the door: in the sampling, in the forward pass, and in what looks for the end of an action."""
+    engine = LocalEngine(build(), byte_tokenizer(), EngineSettings(max_batch=8))
+    good = ask(prompts(3), max_new_tokens=12, top_k=20)
+    expected = batch(engine, good)
+    monkeypatch.setattr("ludus.engines.local.check_params", lambda params: None)
+    bad = [
+        Request("bad", (1, 2, 3), SamplingParams(temperature=1e-320, max_new_tokens=5)),
+        Request("bad", (1, 2, 3), SamplingParams(temperature=0.5, top_p=float("nan"), seed=-(10**30))),
+        Request("bad", (299, 298), SamplingParams(max_new_tokens=5)),
+        Request("bad", (1, 2, 4), SamplingParams(max_new_tokens=5, stop=("x",))),
+    ]
+    forward = engine._forward.logits
+
+    def logits(chunks, *rest):
+        if any(chunk.ids == (299, 298) for chunk in chunks):
+            raise IndexError("out of range")
+        return forward(chunks, *rest)
+
+    def completed(self, tokens):
+        raise ValueError("no text")
+
+    monkeypatch.setattr(engine._forward, "logits", logits)
+    monkeypatch.setattr(StopStrings, "completed", completed)
+
+    async def run(odd):
+        tasks = [asyncio.create_task(engine.generate(request)) for request in (*good, odd)]
+        return await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 20)
+
+    for odd, words in zip(bad, ("not finite", None, "out of range", "no text"), strict=True):
+        *answers, broken = asyncio.run(run(odd))
+        assert answers == expected
+        assert words is None or (isinstance(broken, EngineError) and words in str(broken))
+    monkeypatch.undo()
+    assert batch(engine, good) == expected
 
 
 def test_a_closed_engine_refuses():

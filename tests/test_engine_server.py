@@ -210,10 +210,43 @@ def test_a_hanging_server_ends_at_the_deadline_and_is_not_asked_twice():
     settings = ServerSettings(timeout_s=1)
     with serving(fake) as first:
         engine = ServerEngine([fake.url], settings=settings)
-        with pytest.raises(EngineError, match=r"no answer within 1 s"):
+        words = (
+            r"hangs: it has answered nothing since .* UTC \(1 s ago\) and 1 requests wait .* answers /health"
+        )
+        with pytest.raises(EngineError, match=words):
             ask(engine, "e")
         assert first.version == 0
-    assert len(fake.asked) == 1
+    assert fake.paths() == ["/v1/completions", "/health"]
+
+
+def test_the_replica_that_hangs_is_named_with_the_time_and_one_that_is_slow_is_not_called_hung():
+    """One of two answers nothing at all, not even how it is; the other answers others meanwhile."""
+    hung, slow = Fake(faults=[("hang", {})] * 3), Fake()
+    real = hung.answer
+    hung.answer = lambda path, body: ("hang", {}) if path == "/health" else real(path, body)
+
+    async def run():
+        engine = ServerEngine([hung.url, slow.url], settings=ServerSettings(timeout_s=0.6))
+        begin = time.time()
+        asked = [Request(f"e{i}", (1, 2), SamplingParams(max_new_tokens=2)) for i in range(2)]
+        found = await asyncio.gather(*map(engine.generate, asked), return_exceptions=True)
+        slow.faults.append(("hang", {}))
+        late = asyncio.create_task(engine.generate(replace(asked[1], episode="e1")))
+        await asyncio.sleep(0.3)
+        await engine.generate(asked[1])
+        told = (await asyncio.gather(late, return_exceptions=True))[0]
+        await engine.close()
+        return begin, found, told
+
+    with serving(hung, slow):
+        begin, (broken, fine), told = asyncio.run(run())
+    assert fine.tokens == (7, 7)
+    since = time.strftime("%Y-%m-%d %H:%M", time.gmtime(begin))
+    assert f"The replica {hung.url} hangs: it has answered nothing since {since}" in broken.message
+    assert "/health does not answer either" in broken.message
+    assert "fewer requests" not in broken.hint
+    assert "hangs" not in told.message
+    assert "fewer requests" in told.hint
 
 
 @pytest.mark.parametrize("timeout_s", [None, 0.0])

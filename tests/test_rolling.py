@@ -42,6 +42,8 @@ from test_engine_server import Fake, serving
 from tiny_run import cold_start, ludus, make_recipe
 from waiting import until
 
+TOKEN = "a token of these tests"
+
 
 def engines(count: int, lag: int = 1) -> Placement:
     return Placement([Replica(f"http://{i}", ServerSettings()) for i in range(count)], 0, lag)
@@ -513,7 +515,7 @@ def embedded(path, count: int):
         tokenizer, model = load_tokenizer(str(path)), load_model(str(path), "float32", "cpu")
         engine = LocalEngine(model, tokenizer, EngineSettings(context_tokens=320), copy=False)
         app = make_app(
-            Service(engine, served_model(model, tokenizer, "policy", str(path), None), control=True), model
+            Service(engine, served_model(model, tokenizer, "policy", str(path), None), TOKEN), model
         )
         server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off"))
         listener = listening("127.0.0.1", 0)
@@ -598,8 +600,9 @@ ORDER = Order()
 
 @pytest.mark.cluster
 def test_a_run_with_two_engines_serves_two_versions_and_learns_beside_a_slow_episode(tiny_run, tmp_path):
-    world, folder = tmp_path / "slow.py", tmp_path / "run"
+    world, folder, token_file = tmp_path / "slow.py", tmp_path / "run", tmp_path / "token"
     world.write_text(SLOW)
+    token_file.write_text(TOKEN)
     bound, steps = 6, 8
     settings_of_run = {
         "env.name": world,
@@ -615,6 +618,7 @@ def test_a_run_with_two_engines_serves_two_versions_and_learns_beside_a_slow_epi
         "evaluation.every": 2,
         "evaluation.tasks": 2,
         "run.folder": folder,
+        "engine.token_file": token_file,
     }
     start = cold_start(tiny_run)
     words = [word for key, value in settings_of_run.items() for word in (f"--{key}", value)]

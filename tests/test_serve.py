@@ -42,7 +42,7 @@ ORDER = [
 
 @pytest.fixture(scope="module")
 def server(served):
-    with httpx.Client(base_url=served.url, timeout=60) as client:
+    with httpx.Client(base_url=served.url, headers=served.headers, timeout=60) as client:
         client.served = served
         yield client
 
@@ -70,7 +70,8 @@ def events(client, path, **body):
 
 
 def error(client, path, expected, body):
-    answer = client.post(path, content=body if isinstance(body, bytes) else json.dumps(body).encode())
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    answer = client.post(path, content=content, headers={"Content-Type": "application/json"})
     assert answer.status_code == expected, answer.text
     said = answer.json()["error"]
     assert said["message"].endswith((".", "nothing here"))
@@ -409,6 +410,11 @@ def counts(client):
     return counted(client.get("/metrics").text)
 
 
+def head(length, path="/v1/completions"):
+    lines = ["Host: x", "Content-Type: application/json", f"Content-Length: {length}"]
+    return "\r\n".join([f"POST {path} HTTP/1.1", *lines, "", ""]).encode()
+
+
 def wait_until_idle(client):
     deadline = time.monotonic() + 60
     while counts(client)["choices_under_way"]:
@@ -421,8 +427,7 @@ def test_a_client_that_goes_away_cancels_its_request(server, stream):
     body = {"prompt": TOKENS, "max_tokens": 700, "ignore_eos": True, "stream": stream, "n": 8}
     body = json.dumps(body | {"request_id": f"gone{stream}"}).encode()
     with socket.create_connection(("127.0.0.1", int(server.served.port))) as line:
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        line.sendall(head.encode() + body)
+        line.sendall(head(len(body)) + body)
         while counts(server)["choices_under_way"] < 8:
             time.sleep(0.01)
     wait_until_idle(server)
@@ -431,7 +436,9 @@ def test_a_client_that_goes_away_cancels_its_request(server, stream):
 
 def test_pause_holds_what_runs_and_resume_lets_it_go_on(server):
     async def run():
-        async with httpx.AsyncClient(base_url=server.served.url, timeout=60) as client:
+        async with httpx.AsyncClient(
+            base_url=server.served.url, headers=server.served.headers, timeout=60
+        ) as client:
             await client.post("/pause?mode=keep")
             asked = client.post("/v1/completions", json={"prompt": TOKENS, "max_tokens": 4})
             waiting = asyncio.create_task(asked)
@@ -457,7 +464,9 @@ def test_pause_holds_what_runs_and_resume_lets_it_go_on(server):
 
 def test_abort_ends_one_request_with_what_it_has(server):
     async def run():
-        async with httpx.AsyncClient(base_url=server.served.url, timeout=60) as client:
+        async with httpx.AsyncClient(
+            base_url=server.served.url, headers=server.served.headers, timeout=60
+        ) as client:
             long = {"prompt": TOKENS, "max_tokens": 700, "ignore_eos": True, "return_token_ids": True}
             tasks = [
                 asyncio.create_task(client.post("/v1/completions", json=long | {"request_id": name}))
@@ -547,9 +556,9 @@ def test_more_requests_than_the_server_takes_are_put_off_and_come_again(referenc
     prompt, long = (5, 6, 7), {"max_tokens": 20, "ignore_eos": True}
     params = SamplingParams(temperature=0.0, max_new_tokens=6)
 
-    async def run(url):
-        engine = ServerEngine([url], settings=ServerSettings(backoff_s=0.02))
-        async with httpx.AsyncClient(base_url=url, timeout=60) as client:
+    async def run(served):
+        engine = ServerEngine([served.url], settings=ServerSettings(backoff_s=0.02))
+        async with httpx.AsyncClient(base_url=served.url, headers=served.headers, timeout=60) as client:
             await client.post("/pause?mode=keep")
             asked = client.post("/v1/completions", json={"prompt": list(prompt), "n": 2, **long})
             held = asyncio.create_task(asked)
@@ -568,7 +577,7 @@ def test_more_requests_than_the_server_takes_are_put_off_and_come_again(referenc
         return busy, never, answers, first
 
     with serving_model("--max-requests", "2", "--control") as served:
-        busy, never, answers, first = asyncio.run(run(served.url))
+        busy, never, answers, first = asyncio.run(run(served))
         refusals = refused("serve", COLD_START, "--max-requests", "-1")
     assert (busy.status_code, busy.headers["Retry-After"]) == (429, "1")
     assert "takes 2 at most" in busy.json()["error"]["message"]

@@ -49,7 +49,7 @@ def folder(tmp_path, base):
 
 
 def post(served, path, status=200, **body):
-    answer = httpx.post(f"{served.url}{path}", json=body, timeout=60)
+    answer = httpx.post(f"{served.url}{path}", json=body, headers=served.headers, timeout=60)
     assert answer.status_code == status, answer.text
     return answer.json()["error"]["message"] if status >= 400 else answer
 
@@ -68,7 +68,9 @@ def test_clients_choose_an_adapter_by_the_models_name(served, base, folder):
             scores = [row[str(t)]["logprob"] for t, row in zip(PROMPT[1:], rows, strict=True)]
             assert scores == pytest.approx(reference(model, PROMPT), abs=1e-4)
             assert answer["model"] == name
-            digest = httpx.get(f"{served.url}/fingerprint?model={name}", timeout=60).json()["fingerprint"]
+            digest = httpx.get(
+                f"{served.url}/fingerprint?model={name}", headers=served.headers, timeout=60
+            ).json()["fingerprint"]
             assert digest == fingerprint_module(model)
         chat = {"messages": [{"role": "user", "content": "Where is Paris?"}], "return_token_ids": True}
         (choice,) = post(served, "/v1/chat/completions", model="mine", max_tokens=4, **chat).json()["choices"]
@@ -89,7 +91,7 @@ def test_a_version_taken_in_place_reaches_the_next_token(served, base, folder, t
         assert "loaded already" in post(served, "/v1/load_lora_adapter", 400, **load)
 
         async def run():
-            async with httpx.AsyncClient(base_url=served.url, timeout=60) as client:
+            async with httpx.AsyncClient(base_url=served.url, headers=served.headers, timeout=60) as client:
                 body = {"model": "mine", "prompt": list(PROMPT), "max_tokens": 300, "ignore_eos": True}
                 before = counted((await client.get("/metrics")).text)["decode_tokens_total"]
                 running = asyncio.create_task(

@@ -34,7 +34,7 @@ def test_a_run_against_a_server_is_the_run_of_the_embedded_engine(served, tmp_pa
     assert [name for name in expected if found[name] != expected[name]] == []
     # The server goes back to the weights that other tests expect.
     rpc = {"method": "reload_weights", "kwargs": {"weights_path": str(COLD_START)}}
-    httpx.post(f"{served.url}/collective_rpc", json=rpc).raise_for_status()
+    httpx.post(f"{served.url}/collective_rpc", json=rpc, headers=served.headers).raise_for_status()
 
 
 def decoded(url: str) -> float:

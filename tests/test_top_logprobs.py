@@ -190,7 +190,7 @@ def test_rules_of_some_rows_keep_what_each_asks_for():
 
 @pytest.mark.parametrize("num", [-1, 21])
 def test_more_than_twenty_are_refused(num):
-    with pytest.raises(RequestRefused, match=f"top_logprobs is {num}; engines give 0 to 20"):
+    with pytest.raises(RequestRefused, match=f"top_logprobs is {num}; it must be 0 to 20"):
         sampled(Request("a", PROMPT, SamplingParams(top_logprobs=num)))
     with pytest.raises(RequestRefused, match=f"top_logprobs is {num}"):
         with_engine(lambda engine: engine.score_top(PROMPT, num))

@@ -209,10 +209,51 @@ class SamplingParams:
     top_logprobs: int = 0
 
     @property
+    def numbers(self) -> dict[str, float]:
+        """The numbers that `PARAM_BOUNDS` bounds, by name."""
+        return {
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p,
+            "max_new_tokens": self.max_new_tokens,
+            "top_logprobs": self.top_logprobs,
+        }
+
+    @property
     def cuts(self) -> bool:
         """Whether some tokens cannot be sampled although their probability is above 0."""
         cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
         return self.guide is not None or (self.temperature > 0 and cut)
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """The range of a number, ends included; `or_zero` adds 0."""
+
+    low: float
+    high: float
+    or_zero: bool = False
+
+    def holds(self, value: float) -> bool:
+        """Whether the value is in the range; NaN is not."""
+        return self.low <= value <= self.high or (self.or_zero and value == 0)
+
+    @property
+    def words(self) -> str:
+        """The range in words."""
+        return f"it must be {'0 or ' * self.or_zero}{self.low:.10g} to {self.high:.10g}"
+
+
+PARAM_BOUNDS: Mapping[str, Bound] = {
+    "temperature": Bound(1e-10, 1e10, or_zero=True),
+    "top_p": Bound(1e-10, 1),
+    "top_k": Bound(0, 2**31 - 1),
+    "min_p": Bound(0, 1),
+    "max_new_tokens": Bound(1, 2**31 - 1),
+    "top_logprobs": Bound(0, MAX_TOP_LOGPROBS),
+}
+"""The numbers of `SamplingParams` that every engine takes. Within them no logits overflow that are finite."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import secrets
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,6 +17,7 @@ from pathlib import Path
 from rich.table import Table
 
 from ludus.cli.terminal import make_console, say
+from ludus.engines.control_tokens import token_of
 from ludus.errors import UserError
 from ludus.gateway.listening import listening
 from ludus.sandbox import BACKENDS, SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
@@ -76,7 +76,7 @@ def _settings(args: argparse.Namespace) -> SandboxSettings:
         image=args.image,
         runtime=args.runtime,
         url=args.url,
-        token=_token(args.token_file) if known else "",
+        token=token_of(args.token_file) if known else "",
         unsafe=args.unsafe,
     )
 
@@ -121,14 +121,13 @@ def _check(args: argparse.Namespace) -> int:
 
 def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
     try:
-        import uvicorn
-
-        from ludus.sandbox.server import ServerSettings, make_app
+        from ludus.gateway.limits import MIB, HttpLimits, http_server
+        from ludus.sandbox.server import LARGEST_BODY, ServerSettings, make_app, refusal
     except ImportError as error:
         raise UserError(
             f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
         ) from error
-    token, console = _token(args.token_file), make_console()
+    token, console = token_of(args.token_file), make_console()
     ceiling = replace(
         Limits(),
         wall_s=args.most_wall_s,
@@ -150,18 +149,6 @@ def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
         say(console, f"Serving the {sandbox.name} sandbox at http://{shown}:{port}")
         if args.token_file is None:
             say(console, f"Token: {token}")
-        uvicorn.Server(uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5)).run([listener])
+        limits = HttpLimits(body_bytes=LARGEST_BODY, buffered_bytes=512 * MIB, requests=1024, body_s=120.0)
+        http_server(app, limits, refusal, lifespan=True).run([listener])
     return 0
-
-
-def _token(path: Path | None) -> str:
-    """The token of the file, or a new one. Raises UserError."""
-    if path is None:
-        return secrets.token_urlsafe(24)
-    try:
-        token = path.read_text(encoding="utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The token cannot be read: {error}.", "Give a readable --token-file.") from error
-    if len(token) < 16 or not token.isascii() or not token.isprintable():
-        raise UserError(f"{path} has no token: 16 or more printable characters in one line.")
-    return token

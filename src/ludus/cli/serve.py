@@ -19,9 +19,11 @@ from ludus.cli.arguments import policy_config
 from ludus.cli.terminal import make_console, say, silence_libraries
 from ludus.config.load import load_config
 from ludus.config.schema import Config
+from ludus.engines.control_tokens import published, token_of
 from ludus.errors import UserError
 
 if TYPE_CHECKING:
+    import uvicorn
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from ludus.gateway.service import Service
@@ -46,7 +48,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
     parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (8000)")
     parser.add_argument("--name", help="what clients call the model (the folder's name)")
-    parser.add_argument("--control", action="store_true", help="let clients pause it and change its weights")
+    parser.add_argument(
+        "--control", action="store_true", help="let a trainer with the token pause it and change its weights"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="a file with the control token (a new one is printed)"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a host name of the control paths, besides addresses and this machine's name",
+    )
     parser.add_argument(
         "--context-tokens",
         type=int,
@@ -56,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="requests at once (128)")
     parser.add_argument("--cache-tokens", type=int, default=131_072, metavar="N", help="cache size (131072)")
     parser.add_argument(
-        "--max-requests", type=int, default=0, metavar="N", help="more, waiting ones too, get 429 (no limit)"
+        "--max-requests", type=int, default=4096, metavar="N", help="more, waiting ones too, get 429 (4096)"
     )
     parser.add_argument("--check", action="store_true", help="load everything, say what it is, and end")
 
@@ -64,9 +78,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Serve until interrupted."""
     try:
-        import uvicorn
-
         from ludus.gateway.app import make_app
+        from ludus.gateway.endpoints import error_response
+        from ludus.gateway.limits import http_server, model_limits
         from ludus.gateway.listening import listening
     except ImportError as error:
         raise UserError(
@@ -90,18 +104,16 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     with listening(args.host, args.port) as listener:
         host, port = listener.getsockname()[:2]
         shown = f"[{host}]" if ":" in host else host
-        say(console, f"Serving {what} at http://{shown}:{port}")
-        settings = uvicorn.Config(
-            make_app(service, model), log_level="warning", timeout_graceful_shutdown=5, lifespan="off"
-        )
-        asyncio.run(_serve(uvicorn.Server(settings), listener, service))
+        server = http_server(make_app(service, model), model_limits(context), error_response)
+        with published(port, service.control_token):
+            say(console, f"Serving {what} at http://{shown}:{port}")
+            if service.control_token:
+                say(console, f"Control token: {service.control_token}")
+            asyncio.run(_serve(server, listener, service))
     return 0
 
 
-async def _serve(server: object, listener: socket.socket, service: Service) -> None:
-    import uvicorn
-
-    assert isinstance(server, uvicorn.Server)
+async def _serve(server: uvicorn.Server, listener: socket.socket, service: Service) -> None:
     try:
         await server.serve(sockets=[listener])
     finally:
@@ -158,4 +170,5 @@ def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple
     name = args.name or Path(args.target).resolve().name
     renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
     served = served_model(model, tokenizer, name, args.target, renderer)
-    return Service(engine, served, control=args.control), model
+    token = token_of(args.token_file) if args.control else ""
+    return Service(engine, served, token, frozenset([*args.allow_host, args.host])), model

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -247,7 +248,9 @@ def plan_of(session: Session, broadcast_host: str = "") -> Plan:
     folder, source = os.getcwd(), session.source
     if Path(source).is_dir():
         source = str(Path(source).resolve())
-    worker = WorkerSpec(config, source, folder)
+    settings = server_settings(config.engine)
+    token = settings.token if config.engine.url else secrets.token_urlsafe(24)
+    worker = WorkerSpec(config, source, folder, token)
     reward = RewardSpec(config, folder) if config.cluster.reward_workers else None
     if config.engine.url:
         return Plan(
@@ -262,8 +265,8 @@ def plan_of(session: Session, broadcast_host: str = "") -> Plan:
     engine = config.engine
     if broadcast_host:
         engine = engine.model_copy(update={"broadcast_host": broadcast_host})
-    settings = replace(server_settings(engine), keeps_weights=True)
-    engines = EngineSpec(config, source, folder)
+    settings = replace(server_settings(engine), keeps_weights=True, token=token)
+    engines = EngineSpec(config, source, folder, token)
     return Plan(config.cluster, engines, worker, (), _client(settings), reward=reward)
 
 

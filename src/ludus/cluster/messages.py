@@ -19,20 +19,25 @@ from ludus.types import Task, Trajectory
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """An engine of the model at `source`, a folder or a name as seen from `folder`."""
+    """An engine of the model at `source`, a folder or a name as seen from `folder`; `token` controls it."""
 
     config: Config
     source: str
     folder: str
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)
 class WorkerSpec:
-    """A rollout worker whose tokenizer is at `source`, a folder or a name as seen from `folder`."""
+    """A rollout worker whose tokenizer is at `source`, a folder or a name as seen from `folder`.
+
+    `token` is that of the engines.
+    """
 
     config: Config
     source: str
     folder: str
+    token: str = field(default="", repr=False)
 
 
 @dataclass(frozen=True, slots=True)

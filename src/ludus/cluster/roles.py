@@ -154,9 +154,9 @@ class EngineRole:
         raise LudusError(f"An engine knows nothing of {type(message).__name__}.")
 
     def _begin(self) -> Started:
-        import uvicorn
-
         from ludus.gateway.app import make_app
+        from ludus.gateway.endpoints import error_response
+        from ludus.gateway.limits import http_server, model_limits
         from ludus.gateway.listening import listening
         from ludus.gateway.service import Service
         from ludus.gateway.serving import served_model
@@ -172,11 +172,10 @@ class EngineRole:
         engine = LocalEngine(model, tokenizer, settings, version=UNSENT, copy=False)
         renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
         served = served_model(model, tokenizer, _NAME, source, renderer)
-        self._service = Service(engine, served, control=True)
+        self._service = Service(engine, served, self.spec.token)
         listener = listening(self.address, 0)
         app = make_app(self._service, model)
-        how = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=2, lifespan="off")
-        self._server = uvicorn.Server(how)
+        self._server = http_server(app, model_limits(engine.context_tokens), error_response)
         self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
         port = listener.getsockname()[1]
         shown = f"[{self.address}]" if ":" in self.address else self.address
@@ -252,7 +251,12 @@ class WorkerRole:
             if self._engine is None:
                 how = self.spec.config.engine
                 self._engine = await asyncio.to_thread(
-                    ServerEngine, view.urls[:1], how.dialect, server_settings(how)
+                    ServerEngine,
+                    view.urls[:1],
+                    how.dialect,
+                    replace(
+                        server_settings(how.model_copy(update={"token_file": None})), token=self.spec.token
+                    ),
                 )
             self._engine.follow(view.urls, view.version, view.adapter)
             self._serial = view.serial

@@ -114,6 +114,9 @@ class EngineConfig(Section):
     """What the server speaks; `ludus serve` speaks as vLLM does."""
     timeout_s: float = Field(600.0, gt=0)
     """Deadline of one action, and of one transfer of weights to one replica."""
+    token_file: str | None = None
+    """A file with the control token of the servers, which `ludus serve --control` prints at its start.
+    None takes the one that a server of the same user on this machine has left."""
     patience_s: float = Field(60.0, ge=0)
     """How long a server that cannot be reached is asked again before that counts as a failure."""
     weights_folder: str | None = None

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from ludus.errors import RequestRefused
-from ludus.types import MAX_TOP_LOGPROBS, Completion, SamplingParams
+from ludus.types import PARAM_BOUNDS, Completion, SamplingParams
 
 if TYPE_CHECKING:
     import torch
@@ -54,8 +54,15 @@ def copies(request: Request, n: int) -> list[Request]:
 
 def check_num_top(num: int) -> None:
     """Raise RequestRefused for a number of alternatives that no engine gives."""
-    if not 0 <= num <= MAX_TOP_LOGPROBS:
-        raise RequestRefused(f"top_logprobs is {num}; engines give 0 to {MAX_TOP_LOGPROBS} alternatives.")
+    check_params(SamplingParams(top_logprobs=num))
+
+
+def check_params(params: SamplingParams) -> None:
+    """Raise RequestRefused for a number outside `PARAM_BOUNDS`."""
+    for name, value in params.numbers.items():
+        bound = PARAM_BOUNDS[name]
+        if not bound.holds(value):
+            raise RequestRefused(f"{name} is {value:.10g}; {bound.words}.")
 
 
 def seed_for(*parts: object) -> int:

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, TypeVar, cast
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
 from ludus.errors import EngineError, SyncError
 
@@ -35,19 +35,19 @@ Result = TypeVar("Result")
 class Place(BaseModel):
     """Where a server joins the line, and as which of its `count` members."""
 
-    host: str
-    port: int
-    rank: int
-    count: int
-    timeout_s: float
+    host: str = Field(min_length=1, max_length=253, pattern=r"^[0-9A-Za-z.:%_-]+$")
+    port: int = Field(ge=1, le=65535)
+    rank: int = Field(ge=1, le=65535)
+    count: int = Field(ge=2, le=65536)
+    timeout_s: float = Field(gt=0, le=86_400)
 
 
 class Tensor(BaseModel):
     """A tensor that will be sent."""
 
-    name: str
-    dtype: str
-    shape: list[int]
+    name: str = Field(max_length=1000)
+    dtype: str = Field(max_length=100)
+    shape: list[Annotated[int, Field(ge=0, lt=2**40)]] = Field(max_length=16)
 
 
 class Manifest(BaseModel):
@@ -56,9 +56,9 @@ class Manifest(BaseModel):
     `digest` is `fingerprint_tensors` of what is sent.
     """
 
-    version: int
-    base: int | None
-    digest: str
+    version: int = Field(ge=-1, lt=10**18)
+    base: int | None = Field(ge=-1, lt=10**18)
+    digest: str = Field(max_length=200)
     tensors: list[Tensor]
 
 
@@ -82,12 +82,21 @@ class Line:
             raise EngineError(f"The line of weights broke: {_first_line(error)}.") from error
 
 
-def open_store(timeout_s: float) -> TCPStore:
-    """The meeting place of a line, on this machine, at a free port."""
+def open_store(host: str, timeout_s: float) -> TCPStore:
+    """The meeting place of a line at a free port of `host`, of all addresses if that is not its own.
+
+    A store has no access control: whoever reaches its address can use it.
+    """
     from torch._C._distributed_c10d import TCPStore
 
     limit = timedelta(seconds=timeout_s)
-    return TCPStore("0.0.0.0", 0, is_master=True, timeout=limit, wait_for_workers=False)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        listener = socket.create_server((host, 0), family=family)
+    except OSError:
+        return TCPStore("0.0.0.0", 0, is_master=True, timeout=limit, wait_for_workers=False)
+    port = listener.getsockname()[1]
+    return TCPStore(host, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def visit_store(place: Place) -> TCPStore:

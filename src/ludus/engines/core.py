@@ -27,7 +27,7 @@ from ludus.engines.base import EngineStats, Request
 from ludus.engines.forward import ROW_BLOCK, Chunk, RaggedForward
 from ludus.engines.guided import GuideState
 from ludus.engines.pages import PAGE, Match, Node, PageTree
-from ludus.engines.sampling import SamplingRules, likeliest, sample
+from ludus.engines.sampling import Draw, SamplingRules, likeliest, sample
 from ludus.engines.stopping import StopStrings
 from ludus.errors import EngineError
 from ludus.types import Completion, FinishReason, TopLogprobs
@@ -129,11 +129,28 @@ class Sequence:
         elif self.finish is None and len(self.logprobs) >= self.limit:
             self.finish = "length"
 
+    def fail(self, message: str, hint: str = "") -> None:
+        """End with an error, at the end of the pass; an earlier error stays."""
+        self.error = self.error or EngineError(message, hint)
+        self.finish = "abort"
+
     def _guided_to_the_end(self, token: int) -> bool:
         if self.guide is None:
             return False
         self.guide.advance(token)
         return self.guide.ended
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass: `rows` of `plan` sample from the first logits, the others are scored or prefilled."""
+
+    plan: list[tuple[Sequence, Chunk]]
+    rows: list[Sequence]
+    logits: Tensor
+    draw: Draw | None
+    model_s: float
+    draw_s: float
 
 
 class EngineCore:
@@ -193,31 +210,29 @@ class EngineCore:
         if not self.running:
             return
         plan = self._plan()
-        keep, rows = _kept_rows(plan)
-        passed = time.perf_counter()
-        logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
+        passes = self._compute(plan)
         computed = time.perf_counter()
-        for sequence, chunk in plan:
-            sequence.num_computed += len(chunk.ids)
-        sampled_s = self._use(plan, rows, logits)
+        for one in passes:
+            _use(one, self.version_of)
+        model_s, draw_s = sum(one.model_s for one in passes), sum(one.draw_s for one in passes)
+        used_s = time.perf_counter() - computed
         prefill = sum(len(chunk.ids) for sequence, chunk in plan if chunk.start < sequence.num_prompt)
         stats = self.stats
         self.stats = replace(
             stats,
             steps=stats.steps + 1,
             prefill_tokens=stats.prefill_tokens + prefill,
-            decode_tokens=stats.decode_tokens + len(rows),
+            decode_tokens=stats.decode_tokens + sum(len(one.rows) for one in passes),
             batch_tokens=stats.batch_tokens + sum(len(chunk.ids) for _, chunk in plan),
             evicted_pages=self._tree.num_evicted,
             queue_steps=stats.queue_steps + len(self.waiting),
             running_steps=stats.running_steps + len(self.running),
-            model_s=stats.model_s + computed - passed,
-            sample_s=stats.sample_s + sampled_s,
-            schedule_s=stats.schedule_s + passed - begin,
+            model_s=stats.model_s + model_s,
+            sample_s=stats.sample_s + draw_s + used_s,
         )
         self._finish_ended(plan)
-        ended = time.perf_counter() - computed - sampled_s
-        self.stats = replace(self.stats, schedule_s=self.stats.schedule_s + ended)
+        rest_s = time.perf_counter() - begin - model_s - draw_s - used_s
+        self.stats = replace(self.stats, schedule_s=self.stats.schedule_s + rest_s)
 
     def abort(self, sequence: Sequence) -> None:
         """End a sequence with what it has."""
@@ -362,54 +377,51 @@ class EngineCore:
                 room -= len(ids)
         return plan
 
-    def _use(self, plan: list[tuple[Sequence, Chunk]], rows: list[Sequence], logits: Tensor) -> float:
-        """Give the sequences their tokens or scores; returns the seconds that it took."""
+    def _compute(self, plan: list[tuple[Sequence, Chunk]]) -> list[Pass]:
+        """One pass over the plan; if it raises, one pass per sequence, so that the faulty one fails alone."""
+        try:
+            return [self._pass(plan)]
+        except Exception as error:  # boundary: to torch (memory, a device, an index)
+            if len(plan) == 1:
+                plan[0][0].fail(f"Inference failed: {error}")
+                return []
+        return [done for item in plan for done in self._compute([item])]
+
+    def _pass(self, plan: list[tuple[Sequence, Chunk]]) -> Pass:
+        """Logits of the plan, and a drawn token for each sequence that samples; it may run again."""
         begin = time.perf_counter()
+        keep, rows = _kept_rows(plan)
+        logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
+        computed = time.perf_counter()
+        draw = None
         if rows:
             slots = np.array([sequence.slot for sequence in rows])
             steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
-            draw = sample(logits[: len(rows)], self._params.rules(slots), steps, self._allowed(rows))
-            if not torch.isfinite(draw.logprobs).all():
-                raise EngineError("The model's logits are not finite.", "Its weights have diverged.")
-            for sequence, top in zip(rows, draw.top, strict=False):  # none at all where no row asks
-                if sequence.request.params.top_logprobs:
-                    sequence.top_logprobs.append(top)
-            drawn = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
-            for sequence, token, logprob, cut in zip(rows, *drawn, strict=True):
-                sequence.add(token, logprob, cut, self.version_of(sequence.adapter))
-        at = len(rows)
-        for sequence, chunk in plan:
-            if sequence.scores is not None:
-                at += _score(sequence, chunk, logits[at : at + len(chunk.ids)])
-        return time.perf_counter() - begin
-
-    def _allowed(self, rows: list[Sequence]) -> Tensor | None:
-        """What guides leave to these rows; a row whose guide breaks ends with the error, and alone."""
-        states = [sequence.guide for sequence in rows]
-        if all(state is None for state in states):
-            return None
-        allowed = np.ones((len(rows), self._forward.vocab_size), dtype=bool)
-        for i, (sequence, state) in enumerate(zip(rows, states, strict=True)):
-            try:
-                if state is not None:
-                    allowed[i] = state.allowed(self._forward.vocab_size)
-            except EngineError as error:
-                sequence.error, sequence.finish, sequence.guide = error, "abort", None
-        return torch.from_numpy(allowed).to(self._forward.device)
+            draw = sample(
+                logits[: len(rows)], self._params.rules(slots), steps, _allowed(rows, self._forward)
+            )
+        return Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)
 
     def _finish_ended(self, plan: list[tuple[Sequence, Chunk]]) -> None:
         for sequence, _ in plan:
+            if sequence.error is not None:  # what it computed is not kept
+                self._end(sequence)
+                continue
             if sequence.scores is not None:
                 if sequence.num_computed == len(sequence.tokens):
-                    self._leave(sequence)
-                    sequence.done(sequence)
+                    self._end(sequence)
                 continue
             self._settle(sequence)
             if sequence.finish is not None:
-                self._leave(sequence)
-                sequence.done(sequence)
+                self._end(sequence)
             elif sequence.num_computed == len(sequence.path) * PAGE:
                 self._take(sequence, listed=False)
+        if not self.running and any(sequence.error is not None for sequence, _ in plan):
+            self._tree.clear()  # nothing that was computed is known to be good
+
+    def _end(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.done(sequence)
 
     def _settle(self, sequence: Sequence) -> None:
         """Let others find what has been computed: whole pages, the end of the prompt, and at the end all."""
@@ -478,6 +490,46 @@ def _kept_rows(plan: list[tuple[Sequence, Chunk]]) -> tuple[np.ndarray, list[Seq
     return np.array([*last, *scored], dtype=np.int64), rows
 
 
+def _use(done: Pass, version_of: Callable[[str], int]) -> None:
+    """Append the tokens or scores of a pass to its sequences."""
+    for sequence, chunk in done.plan:
+        sequence.num_computed += len(chunk.ids)
+    if done.draw is not None:
+        draw = done.draw
+        for sequence, top in zip(done.rows, draw.top, strict=False):  # none at all where no row asks
+            if sequence.request.params.top_logprobs:
+                sequence.top_logprobs.append(top)
+        drawn = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
+        for sequence, token, logprob, cut in zip(done.rows, *drawn, strict=True):
+            if not math.isfinite(logprob):
+                sequence.fail("The model's logits are not finite.", "Its weights have diverged.")
+                continue
+            try:
+                sequence.add(token, logprob, cut, version_of(sequence.adapter))
+            except Exception as error:  # boundary: to the guide and the tokenizer of this sequence
+                sequence.fail(f"The request failed: {error}")
+    at = len(done.rows)
+    for sequence, chunk in done.plan:
+        if sequence.scores is not None:
+            at += _score(sequence, chunk, done.logits[at : at + len(chunk.ids)])
+
+
+def _allowed(rows: list[Sequence], forward: RaggedForward) -> Tensor | None:
+    """What guides leave to these rows; a row whose guide breaks ends with the error, and alone."""
+    states = [sequence.guide for sequence in rows]
+    if all(state is None for state in states):
+        return None
+    allowed = np.ones((len(rows), forward.vocab_size), dtype=bool)
+    for i, (sequence, state) in enumerate(zip(rows, states, strict=True)):
+        try:
+            if state is not None:
+                allowed[i] = state.allowed(forward.vocab_size)
+        except EngineError as error:
+            sequence.guide = None
+            sequence.fail(error.message, error.hint)
+    return torch.from_numpy(allowed).to(forward.device)
+
+
 def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:
     """The log-probabilities of the tokens after each of the chunk's; returns the rows used."""
     after = sequence.tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.ids)]
@@ -486,7 +538,10 @@ def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:
     index = torch.tensor(after, device=logits.device)[:, None]
     assert sequence.scores is not None
     del sequence.scores[chunk.start + 1 :]  # of older weights, where new ones made it begin again
-    sequence.scores.extend(logprobs.gather(1, index)[:, 0].tolist())
+    found = logprobs.gather(1, index)[:, 0].tolist()
+    if any(map(math.isnan, found)):
+        sequence.fail("The model's logits are not finite.", "Its weights have diverged.")
+    sequence.scores.extend(found)
     num_top = sequence.request.params.top_logprobs
     if num_top and after:
         del sequence.top_logprobs[chunk.start :]

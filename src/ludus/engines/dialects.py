@@ -27,7 +27,7 @@ _SEED = (1 << 63) - 1
 _TOKEN_ID = "token_id:"
 """What vLLM puts before a token id that stands for a token."""
 _NOT_FOUND = 404
-_FORBIDDEN = 403
+_NO_TOKEN, _FORBIDDEN = 401, 403
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +316,10 @@ class VllmDialect:
         except Refused as error:
             if error.status in (_NOT_FOUND, _FORBIDDEN):
                 error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
+            if error.status == _NO_TOKEN:
+                error.hint = (
+                    "Put the token that `ludus serve --control` prints into a file: engine.token_file."
+                )
             raise
 
     async def resume(self, replica: Replica) -> None:

@@ -7,12 +7,15 @@ the completion's `cut_logprobs` are of what the guide left, its `logprobs` of th
 from __future__ import annotations
 
 import importlib.util
+import threading
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ludus.chat.guides import JSON_STYLE
+from ludus.engines.base import Request
 from ludus.errors import EngineError, RequestRefused, UserError
 from ludus.types import Guide
 
@@ -48,7 +51,7 @@ class GuideState:
         allowed = np.zeros(vocab_size, dtype=bool)
         allowed[: len(bits)] = bits
         if self._matcher.is_accepting():
-            allowed[list(self._stops)] = True
+            allowed[[token for token in self._stops if token < vocab_size]] = True
         if not allowed.any():
             raise EngineError("The guide leaves no token to go on with, and the request has no stop token.")
         return allowed
@@ -65,11 +68,25 @@ class GuideCompiler:
 
         self._library = llguidance
         self._tokenizer = llguidance.hf.from_tokenizer(tokenizer)
+        self._lock = threading.Lock()
         self._matcher = lru_cache(_KEPT)(self._compile)
 
     def start(self, guide: Guide, stop_token_ids: tuple[int, ...]) -> GuideState:
         """The state of an action that begins. Raises RequestRefused for a guide that is none."""
         return GuideState(self._matcher(guide).deep_copy(), stop_token_ids)
+
+    def start_all(self, requests: Sequence[Request]) -> list[GuideState | None]:
+        """The states of actions, also of those that have begun; None without a guide. Thread-safe."""
+        states: list[GuideState | None] = []
+        with self._lock:
+            for request in requests:
+                guide, state = request.params.guide, None
+                if guide is not None:
+                    state = self.start(guide, request.params.stop_token_ids)
+                    for token in request.token_ids[len(request.token_ids) - request.begun :]:
+                        state.advance(token)
+                states.append(state)
+        return states
 
     def _compile(self, guide: Guide) -> Any:  # noqa: ANN401 (the library has no types)
         made = self._library.LLMatcher

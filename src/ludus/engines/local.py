@@ -23,12 +23,12 @@ import torch
 from ludus.engines import core
 from ludus.engines.adapter_versions import AdapterVersions
 from ludus.engines.adapters import is_peft
-from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top, check_params
 from ludus.engines.core import EngineCore
 from ludus.engines.episode_caches import EpisodeCaches
 from ludus.engines.fingerprint import fingerprint_adapted
 from ludus.engines.forward import RaggedForward
-from ludus.engines.guided import GuideCompiler
+from ludus.engines.guided import GuideCompiler, GuideState
 from ludus.engines.pages import PAGE, PageTree
 from ludus.engines.worker import Worker, compute_threads
 from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
@@ -36,6 +36,8 @@ from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_Place = tuple[core.Sequence, Future[Completion]]
 
 _PIECE_S = 0.02
 """Seconds between two pieces of a streamed action."""
@@ -153,21 +155,18 @@ class LocalEngine:
 
         Raises RequestRefused for one that can never be served, EngineBusy where there are too many.
         """
-        self._check(requests)
-        places = [self._sequence(request) for request in requests]
+        places = await self._sequences(requests)
         self._worker.post(partial(_each, self._caches.add, places))
         try:
             done = [await asyncio.wrap_future(future) for _, future in places]
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, EngineError):  # nobody waits for the others
             self._worker.post(partial(_each, self._core.abort, places))
             raise
         return done
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         """Sample one action, giving what is new every 20 ms; the last piece has the finish reason."""
-        self._check([request])
-        place = self._sequence(request)
-        sequence, future = place
+        ((sequence, future),) = await self._sequences([request])
         self._worker.post(partial(self._caches.add, sequence))
         done, given = asyncio.wrap_future(future), 0
         try:
@@ -301,34 +300,31 @@ class LocalEngine:
                     "Stop strings and guides need a tokenizer.", "Give the engine one, or use stop_token_ids."
                 )
             self._check_adapter(request.adapter)
-        limit = self._settings.max_requests
-        if 0 < limit < len(requests):
-            raise RequestRefused(
-                f"{len(requests)} requests at once; the engine takes {limit} (max_requests)."
-            )
-        if limit and len(self._open) + len(requests) > limit:
-            raise EngineBusy(
-                f"The engine has {len(self._open)} requests and takes {limit} at most (max_requests).",
-                "Try again when some are done.",
-            )
 
     def _check_adapter(self, adapter: str | None) -> None:
         if adapter and adapter not in self._forward.adapters.names:
             known = ", ".join(sorted(self._forward.adapters.names)) or "none"
             raise RequestRefused(f"There is no adapter {adapter!r}; loaded: {known}.")
 
-    def _sequence(self, request: Request) -> tuple[core.Sequence, Future[Completion]]:
+    async def _sequences(self, requests: Sequence[Request]) -> list[_Place]:
+        """Sequences for requests that can be served; their guides are compiled on another thread."""
+        self._check(requests)
+        _check_room(len(self._open), len(requests), self._settings.max_requests)
+        guides: list[GuideState | None] = [None] * len(requests)
+        if any(request.params.guide is not None for request in requests):
+            assert self._tokenizer is not None
+            self._guides = self._guides or GuideCompiler(self._tokenizer)
+            guides = await asyncio.to_thread(self._guides.start_all, requests)
+            _check_room(len(self._open), len(requests), self._settings.max_requests)
+        return [self._sequence(request, guide) for request, guide in zip(requests, guides, strict=True)]
+
+    def _sequence(self, request: Request, guide: GuideState | None = None) -> _Place:
         """A sequence whose end resolves the future; that may happen on the worker thread."""
         future: Future[Completion] = Future()
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
         adapter = self._versions.of(request.episode) if request.adapter is None else request.adapter
         ended = partial(self._ended, future)
-        sequence = core.Sequence(request, limit, ended, adapter)
-        if request.params.guide is not None and self._tokenizer is not None:
-            self._guides = self._guides or GuideCompiler(self._tokenizer)
-            sequence.guide = self._guides.start(request.params.guide, request.params.stop_token_ids)
-            for token in request.token_ids[len(request.token_ids) - request.begun :]:
-                sequence.guide.advance(token)
+        sequence = core.Sequence(request, limit, ended, adapter, guide=guide)
         self._open.add(future)
         return sequence, future
 
@@ -388,6 +384,17 @@ def _each(
         act(sequence)
 
 
+def _check_room(num_open: int, num: int, limit: int) -> None:
+    """Raise RequestRefused for more requests than the limit (0: none), EngineBusy while too many are open."""
+    if 0 < limit < num:
+        raise RequestRefused(f"{num} requests at once; the engine takes {limit} (max_requests).")
+    if limit and num_open + num > limit:
+        raise EngineBusy(
+            f"The engine has {num_open} requests and takes {limit} at most (max_requests).",
+            "Try again when some are done.",
+        )
+
+
 def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
     """Raise RequestRefused for a request that no engine of this context and vocabulary can serve."""
     length = len(request.token_ids)
@@ -397,9 +404,7 @@ def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
             f"but the engine takes 1 to {limit - 1} (context_tokens is {limit}).",
             "Shorten the history or give the engine a larger context.",
         )
-    if request.params.max_new_tokens < 1:
-        raise RequestRefused(f"Episode {request.episode} asks for max_new_tokens below 1.")
-    check_num_top(request.params.top_logprobs)
+    check_params(request.params)
     if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
         raise RequestRefused(
             f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",

@@ -157,7 +157,7 @@ class Broadcaster:
     async def _line_up(self) -> Line:
         """Meet all servers at a new place. Raises EngineError where one does not come in time."""
         self._line = None
-        store = open_store(self.timeout_s)
+        store = open_store(self.host, self.timeout_s)
         count = len(self.replicas) + 1
         places = [
             Place(host=self.host, port=store.port, rank=i, count=count, timeout_s=self.timeout_s)

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
-from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_num_top
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_params
 from ludus.engines.calls import Call, Calls
 from ludus.engines.dialects import (
     Dialect,
@@ -413,9 +413,7 @@ def _check_fits(request: Request, limit: int) -> None:
             f"1 to {limit - 1} (its context is {limit}).",
             "Shorten the history or give the server a larger context.",
         )
-    if request.params.max_new_tokens < 1:
-        raise EngineError(f"Episode {request.episode} asks for max_new_tokens below 1.")
-    check_num_top(request.params.top_logprobs)
+    check_params(request.params)
 
 
 def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:

@@ -19,12 +19,14 @@ from typing import TypeVar
 import httpx
 from pydantic import BaseModel, ValidationError
 
+from ludus.engines.control_tokens import find_token
 from ludus.errors import EngineError, UserError
 from ludus.untrusted.replies import PLAIN, bounded_replies
 
 _EXCERPT_CHARS = 300
-_LONGEST_WAIT_S = 5.0
-_BUSY = (429, 503)
+_LONGEST_WAIT_S, _HEALTH_S = 5.0, 5.0
+_ABORT = "/abort"
+_BUSY, _NO_TOKEN = (429, 503), 401
 _UNREACHED = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -39,7 +41,8 @@ class ServerSettings:
     temporary one), which the server must see under the same path; with a `broadcast_host`, at which servers
     reach this process, over a line of gloo instead, and with `delta` what changed alone. With `keeps_weights`
     a copy of what was sent over the line stays, for servers that join later. With `keeps_adapters` an episode
-    stays with the version of the adapter that it began with.
+    stays with the version of the adapter that it began with. `token` is that of the servers' control paths;
+    empty looks for the one that a server on this machine has left.
     """
 
     timeout_s: float = 600.0
@@ -50,6 +53,7 @@ class ServerSettings:
     delta: bool = False
     keeps_weights: bool = False
     keeps_adapters: bool = False
+    token: str = field(default="", repr=False)
 
 
 class Refused(EngineError):
@@ -100,6 +104,11 @@ class Replica:
     _down_since: float | None = field(init=False, default=None)
     _line: _Line | None = field(init=False, default=None)
     _closing: asyncio.Task[None] | None = field(init=False, default=None)
+    _token: str = field(init=False, default="", repr=False)
+    _last_answer: float = field(init=False, default=0.0)
+
+    def __post_init__(self) -> None:
+        self._token = self.settings.token or find_token(self.url)
 
     @property
     def is_down(self) -> bool:
@@ -137,19 +146,39 @@ class Replica:
             await line.client.aclose()
 
     async def _call(self, method: str, path: str, body: bytes | None, *, samples: bool) -> httpx.Response:
+        if not self.load:  # it owes no answer
+            self._last_answer = time.time()
         self.load += 1
         try:
             async with asyncio.timeout(self.settings.timeout_s):
                 return await self._attempts(method, path, body, samples=samples)
         except TimeoutError as error:
-            raise EngineError(
-                f"{self.url}{path} gave no answer within {self.settings.timeout_s:g} s.",
-                "Give it fewer requests at once (rollout.concurrency) or more time (engine.timeout_s).",
-            ) from error
+            raise await self._late(path) from error
         finally:
             self.load -= 1
             if self.gone:
                 self._close_idle()
+
+    async def _late(self, path: str) -> EngineError:
+        """What to say of a call that had no answer: the server hangs, or it only has too much to do."""
+        limit_s, silent_s = self.settings.timeout_s, time.time() - self._last_answer
+        if silent_s < limit_s:
+            return EngineError(
+                f"{self.url}{path} gave no answer within {limit_s:g} s, but {silent_s:.0f} s ago it answered "
+                "another request.",
+                "Give it fewer requests at once (rollout.concurrency) or more time (engine.timeout_s).",
+            )
+        try:
+            await self._own_line().client.get(f"{self.url}/health", timeout=min(limit_s, _HEALTH_S))
+            alive = "its HTTP side still answers /health, so its engine hangs or is far too slow"
+        except httpx.HTTPError:
+            alive = "/health does not answer either"
+        since = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(self._last_answer))
+        return EngineError(
+            f"The replica {self.url} hangs: it has answered nothing since {since} ({silent_s:.0f} s ago) "
+            f"and {self.load} requests wait for it ({path} for {limit_s:g} s); {alive}.",
+            "Look at its log and start it again. If it only needs longer, raise engine.timeout_s.",
+        )
 
     def _close_idle(self) -> None:
         if self.load or self._line is None or self._line.loop.is_closed():
@@ -170,6 +199,10 @@ class Replica:
                     raise self._unreached(path, error, attempt + 1) from error
             else:
                 self._down_since = None
+                if not path.startswith(_ABORT):  # which it answers although it may do nothing
+                    self._last_answer = time.time()
+                if response.status_code == _NO_TOKEN and self._has_new_token():
+                    continue
                 busy = response.status_code in _BUSY
                 if not busy or time.monotonic() - begin >= self.settings.patience_s:
                     return self._checked(path, response)
@@ -180,8 +213,16 @@ class Replica:
 
     async def _send(self, method: str, path: str, body: bytes | None) -> httpx.Response:
         headers = {"Content-Type": "application/json"} if body is not None else {}
+        if self._token:
+            headers["Authorization"] = f"Bearer {self._token}"
         client = self._own_line().client
         return await client.request(method, f"{self.url}{path}", content=body, headers=headers)
+
+    def _has_new_token(self) -> bool:
+        """Whether a server that was started again here has left another token."""
+        token = self.settings.token or find_token(self.url)
+        changed, self._token = token not in ("", self._token), token
+        return changed
 
     def _own_line(self) -> _Line:
         loop = asyncio.get_running_loop()

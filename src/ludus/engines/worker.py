@@ -116,7 +116,7 @@ class Worker:
         return max(0.0, self._ended + self._rest * self._took_s - time.monotonic())
 
     def _step(self) -> None:
-        """The boundary to torch: what fails there (memory, a device, an index) becomes an `EngineError`."""
+        """A pass. What fails in one sequence's computation fails that one; what fails around it, all."""
         begin = time.monotonic()
         try:
             self._core.step()

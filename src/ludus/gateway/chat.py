@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from functools import partial
 
 from ludus.chat.render import TemplateRenderer
 from ludus.errors import UserError
@@ -45,15 +46,20 @@ class _Asked:
 
 async def complete(service: Service, name: str, request: ChatRequest) -> ChatAnswer:
     """The whole answer. Raises BadRequest, EngineError."""
-    asked, renderer = _asked(service, request), _renderer(service)
+    asked, renderer = await _asked(service, request), _renderer(service)
     parts = [(asked.prompt, params) for params in choices(asked.params, request.n)]
     with service.under(request.model) as adapter:
         done = await service.sample(name, parts, adapter)
-    made = [_choice(service, request, i, asked, completion) for i, completion in enumerate(done)]
-    for choice, completion in zip(made, done, strict=True):
-        action = renderer.parse(completion.tokens, asked.turn, completion.finish_reason)
-        choice.message = _reply(action)
-        choice.finish_reason = _finish(action, completion.finish_reason)
+
+    def choices_made() -> list[ChatChoice]:
+        made = [_choice(service, request, i, asked, completion) for i, completion in enumerate(done)]
+        for choice, completion in zip(made, done, strict=True):
+            action = renderer.parse(completion.tokens, asked.turn, completion.finish_reason)
+            choice.message = _reply(action)
+            choice.finish_reason = _finish(action, completion.finish_reason)
+        return made
+
+    made = await service.door.do(choices_made)
     return ChatAnswer(
         id=name,
         model=request.model or service.model.name,
@@ -65,7 +71,7 @@ async def complete(service: Service, name: str, request: ChatRequest) -> ChatAns
 
 async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIterator[ChatPiece]:
     """The answer in pieces. Raises BadRequest before the first, EngineError."""
-    asked, renderer = _asked(service, request), _renderer(service)
+    asked, renderer = await _asked(service, request), _renderer(service)
     rules = TextRules(service.model.tokenizer, request.stops, keep_stop=True)
     texts = [GrowingText(rules, plain_only=True) for _ in range(request.n)]
     names = token_names(service, request)
@@ -80,7 +86,8 @@ async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIter
             new = texts[i].add(piece.tokens, piece.finish_reason)
             choice = ChatPieceChoice(index=i, delta=ChatDelta(content=new))
             if piece.finish_reason is not None:
-                action = renderer.parse(texts[i].tokens, asked.turn, piece.finish_reason)
+                parse = partial(renderer.parse, texts[i].tokens, asked.turn, piece.finish_reason)
+                action = await service.door.do(parse)
                 choice.delta = _rest(action, texts[i].shown, new)
                 choice.finish_reason = _finish(action, piece.finish_reason)
             if request.logprobs:
@@ -102,22 +109,30 @@ def _renderer(service: Service) -> TemplateRenderer:
     return renderer
 
 
-def _asked(service: Service, request: ChatRequest) -> _Asked:
+async def _asked(service: Service, request: ChatRequest) -> _Asked:
     renderer = _renderer(service)
-    messages = [message.message for message in request.messages]
-    given = request.tools or [] if request.tool_choice != "none" else []
-    tools = [described_tool(tool.schema_) for tool in given]
-    try:
-        prompt = renderer.prompt(messages, tools)
-    except UserError as error:
-        raise BadRequest(str(error)) from error
+    prompt = await service.encoded(
+        await service.door.do(partial(_text, renderer, request)), add_special=False
+    )
     service.check_room(prompt, sample=True)
     room = service.engine.context_tokens - len(prompt)
     wanted = request.max_completion_tokens or request.max_tokens or room
     ends = tuple(dict.fromkeys([*renderer.stop_token_ids, *service.model.end_ids]))
-    turn = sum(message["role"] == "assistant" for message in messages)
+    turn = sum(message.role == "assistant" for message in request.messages)
     params = request.params(min(wanted, room), ends, request.top_logprobs or 0)
     return _Asked(prompt, params, ends, turn)
+
+
+def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
+    """The dialogue as the model's template writes it. Raises BadRequest for one that it cannot write."""
+    messages = [message.message for message in request.messages]
+    given = request.tools or [] if request.tool_choice != "none" else []
+    try:
+        return renderer.text(messages, [described_tool(tool.schema_) for tool in given], generate=True)
+    except UserError as error:
+        raise BadRequest(str(error)) from error
+    except (ValueError, TypeError, LookupError, RecursionError) as error:  # the template is a program
+        raise BadRequest(f"The dialogue cannot be rendered: {type(error).__name__}.") from error
 
 
 def _choice(

@@ -25,7 +25,7 @@ class _Asked:
 
 async def complete(service: Service, name: str, request: CompletionRequest) -> TextAnswer:
     """The whole answer. Raises BadRequest, EngineError."""
-    prompts = _prompts(service, request)
+    prompts = await _prompts(service, request)
     with service.under(request.model) as adapter:
         asked = [
             _Asked(ids, params, scores)
@@ -37,10 +37,11 @@ async def complete(service: Service, name: str, request: CompletionRequest) -> T
             done = [Completion((), (), (), "length") for _ in asked]
         else:
             done = await service.sample(name, [(one.prompt, one.params) for one in asked], adapter)
-    made = [
-        _choice(service, request, i, one, completion)
-        for i, (one, completion) in enumerate(zip(asked, done, strict=True))
-    ]
+
+    def choices_made() -> list[TextChoice]:
+        return [_choice(service, request, i, *both) for i, both in enumerate(zip(asked, done, strict=True))]
+
+    made = await service.door.do(choices_made)
     num_prompt, num_sampled = sum(map(len, prompts)), sum(len(completion.tokens) for completion in done)
     served = request.model or service.model.name
     return TextAnswer(id=name, model=served, choices=made, usage=Usage.of(num_prompt, num_sampled))
@@ -48,7 +49,7 @@ async def complete(service: Service, name: str, request: CompletionRequest) -> T
 
 async def stream(service: Service, name: str, request: CompletionRequest) -> AsyncIterator[TextAnswer]:
     """The answer in pieces. Raises BadRequest before the first, EngineError."""
-    prompts = _prompts(service, request)
+    prompts = await _prompts(service, request)
     asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
     rules = text_rules(service, request)
     texts = [GrowingText(rules) for _ in asked]
@@ -96,8 +97,9 @@ def version_spans(versions: Sequence[int]) -> list[VersionSpan]:
     ]
 
 
-def _prompts(service: Service, request: CompletionRequest) -> list[tuple[int, ...]]:
-    prompts = [service.prompt_ids(p, add_special=request.add_special_tokens) for p in request.prompts]
+async def _prompts(service: Service, request: CompletionRequest) -> list[tuple[int, ...]]:
+    service.check_num(len(request.prompts) * request.n)
+    prompts = [await service.prompt_ids(p, add_special=request.add_special_tokens) for p in request.prompts]
     for ids in prompts:
         service.check_room(ids, sample=request.max_tokens != 0)
     return prompts

@@ -11,10 +11,18 @@ import secrets
 from collections.abc import Mapping
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 
 from ludus.tools.base import FunctionSchema, ToolSchema
-from ludus.types import MAX_TOP_LOGPROBS, Guide, Message, MessageToolCall, SamplingParams
+from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, Guide, Message, MessageToolCall, SamplingParams
 
 _NEUTRAL: Mapping[str, tuple[object, ...]] = {
     "frequency_penalty": (0,),
@@ -36,9 +44,10 @@ _NEUTRAL: Mapping[str, tuple[object, ...]] = {
 """Fields that are not served, with the values that change nothing; null is always one."""
 
 _LABELS = frozenset({"user", "metadata", "store", "service_tier", "priority", "session_id", "cache_salt"})
-_NUM_CHOICES = 128
+_NUM_CHOICES, _NUM_STOPS, _NUM_STOP_IDS, _LONGEST_GUIDE = 128, 64, 1024, 2**16
 
-TokenIds = list[Annotated[int, Field(ge=0)]]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+StopText = Annotated[str, Field(max_length=1000)]
 RequestBody = TypeVar("RequestBody", bound=BaseModel)
 
 
@@ -95,6 +104,18 @@ def _few_enough(num: int) -> int:
     return num
 
 
+def _within(name: str, *, also: int | None = None) -> AfterValidator:
+    """Check a number against the engines' bound of that name; `also` is one more value."""
+    bound = PARAM_BOUNDS[name]
+
+    def check(value: float) -> float:
+        if value != also and not bound.holds(value):
+            raise ValueError(bound.words)
+        return value
+
+    return AfterValidator(check)
+
+
 NumTop = Annotated[int, Field(ge=0), AfterValidator(_few_enough)]
 """How many of the likeliest tokens are asked for at each place."""
 
@@ -102,20 +123,20 @@ NumTop = Annotated[int, Field(ge=0), AfterValidator(_few_enough)]
 class Sampling(BaseModel):
     """What both kinds of request share. `seed` None draws one."""
 
-    model_config = ConfigDict(extra="allow", allow_inf_nan=False)
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, hide_input_in_errors=True)
 
-    model: str | None = None
+    model: str | None = Field(None, max_length=512)
     request_id: str | None = Field(None, min_length=1, max_length=200)
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
-    top_k: int | None = Field(None, ge=-1)
-    min_p: float | None = Field(None, ge=0, le=1)
+    temperature: Annotated[float, _within("temperature")] | None = None
+    top_p: Annotated[float, _within("top_p")] | None = None
+    top_k: Annotated[int, _within("top_k", also=-1)] | None = None
+    min_p: Annotated[float, _within("min_p")] | None = None
     structured_outputs: StructuredOutputs | None = None
     response_format: ResponseFormat | None = None
     n: int = Field(1, ge=1, le=_NUM_CHOICES)
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: TokenIds | None = None
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    stop: StopText | Annotated[list[StopText], Field(fail_fast=True, max_length=_NUM_STOPS)] | None = None
+    stop_token_ids: Annotated[TokenIds, Field(max_length=_NUM_STOP_IDS)] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     skip_special_tokens: bool = True
@@ -131,7 +152,7 @@ class Sampling(BaseModel):
                 continue
             if name in _NEUTRAL:
                 raise ValueError(f"{name} = {json.dumps(value)[:80]} is not served")
-            raise ValueError(f"{name} is not a field of this request")
+            raise ValueError(f"{name[:80]} is not a field of this request")
         return self
 
     @property
@@ -147,6 +168,10 @@ class Sampling(BaseModel):
             guides.append(Guide("json_schema", json.dumps(form.json_schema["schema"])))
         if len(guides) > 1 or (asked is not None and not guides):
             raise BadRequest("structured_outputs takes one of json, regex, grammar, and no response_format.")
+        if guides and len(guides[0].text) > _LONGEST_GUIDE:
+            raise BadRequest(
+                f"The guide has {len(guides[0].text)} characters, and {_LONGEST_GUIDE} is the most."
+            )
         return guides[0] if guides else None
 
     @property
@@ -174,8 +199,13 @@ class Sampling(BaseModel):
 class CompletionRequest(Sampling):
     """The body of `/v1/completions`: a text, token ids, or a list of either."""
 
-    prompt: str | TokenIds | list[str] | list[TokenIds]
-    max_tokens: int | None = Field(16, ge=0)
+    prompt: (
+        str
+        | TokenIds
+        | Annotated[list[str], Field(fail_fast=True)]
+        | Annotated[list[TokenIds], Field(fail_fast=True)]
+    )
+    max_tokens: Annotated[int, _within("max_new_tokens", also=0)] | None = 16
     logprobs: NumTop | None = None
     prompt_logprobs: NumTop | None = None
     echo: bool | None = False
@@ -228,9 +258,9 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: str | list[_Part] | None = None
+    content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = None
-    tool_calls: list[_Call] | None = None
+    tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
 
@@ -276,11 +306,11 @@ class ChatTool(BaseModel):
 class ChatRequest(Sampling):
     """The body of `/v1/chat/completions`."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    tools: list[ChatTool] | None = None
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
+    tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: Annotated[int, _within("max_new_tokens")] | None = None
+    max_completion_tokens: Annotated[int, _within("max_new_tokens")] | None = None
     logprobs: bool | None = False
     top_logprobs: NumTop | None = None
 
@@ -296,8 +326,9 @@ def read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
     try:
         return kind.model_validate_json(body)
     except ValidationError as error:
-        first = min(error.errors(), key=lambda e: len(e["loc"]))
-        where = ".".join(str(part) for part in first["loc"] if part != "")
+        found = error.errors(include_url=False, include_context=False, include_input=False)
+        first = min(found, key=lambda e: len(e["loc"]))
+        where = ".".join(str(part) for part in first["loc"] if part != "")[:200]
         words = first["msg"].removeprefix("Value error, ")
         raise BadRequest(f"{where}: {words}." if where else f"{words}.") from None
 
@@ -305,10 +336,12 @@ def read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
 def _message_call(call: _Call) -> MessageToolCall:
     try:
         fine = isinstance(json.loads(call.function.arguments), dict)
-    except ValueError:
+    except (ValueError, RecursionError):
         fine = False
     if not fine:
-        raise BadRequest(f"The arguments of tool call {call.id} are no JSON object.")
+        raise BadRequest(
+            f"The arguments of tool call {call.id[:80]!r} are not a JSON object of ordinary depth and digits."
+        )
     return {
         "id": call.id,
         "type": "function",

@@ -13,24 +13,31 @@ from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Literal
 
 from ludus.chat.render import TemplateRenderer, Tokenizer
 from ludus.engines.base import Request
 from ludus.engines.local import LocalEngine, Piece
 from ludus.gateway.adapters import Adapters, ServedAdapter
+from ludus.gateway.door import Door
 from ludus.gateway.requests import BadRequest, TokenIds
 from ludus.types import Completion, SamplingParams
 
 PauseMode = Literal["abort", "wait", "keep"]
 
-_KEPT_ANSWERS = 1024
+_KEPT_ANSWERS, _KEPT_BYTES = 1024, 64 * 2**20
+_MOST_CHOICES = 4096
+"""Choices of one request, of all its prompts together."""
 _NOT_FOUND, _CONFLICT = 404, 409
 
 
 @dataclass(frozen=True)
 class Model:
-    """A model as clients see it. `end_ids` end its texts; `renderer` is None without a chat template."""
+    """A model as clients see it.
+
+    `end_ids` end its texts; `longest_token` is in characters; `renderer` is None without a chat template.
+    """
 
     name: str
     root: str
@@ -38,6 +45,7 @@ class Model:
     tokenizer: Tokenizer
     end_ids: tuple[int, ...]
     vocab_size: int
+    longest_token: int = 256
     renderer: TemplateRenderer | None = None
 
 
@@ -46,6 +54,12 @@ class _Answer:
     digest: bytes
     task: asyncio.Task[bytes]
     waiting: int = 0
+
+    @property
+    def num_bytes(self) -> int:
+        """Of an answer that is there."""
+        failed = self.task.cancelled() or self.task.exception() is not None
+        return 0 if failed else len(self.task.result())
 
 
 @dataclass
@@ -87,8 +101,11 @@ class Answers:
 
     def _trim(self) -> None:
         done = [name for name, answer in self._by_name.items() if answer.task.done()]
-        for name in done[: max(0, len(self._by_name) - _KEPT_ANSWERS)]:
-            del self._by_name[name]
+        num_bytes = sum(self._by_name[name].num_bytes for name in done)
+        for name in done:
+            if len(self._by_name) <= _KEPT_ANSWERS and num_bytes <= _KEPT_BYTES:
+                return
+            num_bytes -= self._by_name.pop(name).num_bytes
 
 
 async def _run(work: Callable[[], Awaitable[bytes]]) -> bytes:
@@ -97,11 +114,17 @@ async def _run(work: Callable[[], Awaitable[bytes]]) -> bytes:
 
 @dataclass
 class Service:
-    """An engine with its model, open for requests. `control` lets clients pause it and change its weights."""
+    """An engine with its model, open for requests.
+
+    Clients with the `control_token` may pause it and change its weights (nobody if it is empty), under its
+    addresses and the names in `control_hosts`.
+    """
 
     engine: LocalEngine
     model: Model
-    control: bool = False
+    control_token: str = ""
+    control_hosts: frozenset[str] = frozenset()
+    door: Door = field(default_factory=Door)
     answers: Answers = field(default_factory=Answers)
     num_requests: int = 0
     is_paused: bool = False
@@ -116,21 +139,45 @@ class Service:
         """Choices that wait or are being sampled."""
         return len(self._under_way)
 
-    def prompt_ids(self, prompt: str | TokenIds, *, add_special: bool) -> tuple[int, ...]:
+    async def prompt_ids(self, prompt: str | TokenIds, *, add_special: bool) -> tuple[int, ...]:
         """A prompt's token ids. Raises BadRequest for one that is empty, foreign or too long."""
-        text = isinstance(prompt, str)
-        ids = (
-            tuple(self.model.tokenizer.encode(prompt, add_special_tokens=add_special))
-            if isinstance(prompt, str)
-            else tuple(prompt)
-        )
+        if isinstance(prompt, str):
+            ids = await self.encoded(prompt, add_special=add_special)
+        else:
+            self.check_room(prompt, sample=False)
+            ids = tuple(prompt)
         if not ids:
-            raise BadRequest(f"The prompt is empty{'' if not text else ', or is no token'}.")
+            raise BadRequest(f"The prompt is empty{', or is no token' if isinstance(prompt, str) else ''}.")
         if max(ids) >= self.model.vocab_size:
             raise BadRequest(
                 f"The prompt has token id {max(ids)}; the model's vocabulary has {self.model.vocab_size}."
             )
         return ids
+
+    async def encoded(self, text: str, *, add_special: bool) -> tuple[int, ...]:
+        """The token ids of a text. Raises BadRequest for one that cannot fit or cannot be encoded.
+
+        A text of more characters than the context times the longest token has too many tokens: it is refused
+        before it is tokenised.
+        """
+        limit = self.engine.context_tokens
+        least = -(-len(text) // self.model.longest_token)
+        if least > limit:
+            raise BadRequest(
+                f"The prompt has {len(text)} characters, which is {least} tokens at least, and this model's "
+                f"maximum context length is {limit} tokens.",
+                code="context_length_exceeded",
+            )
+        encode = partial(self.model.tokenizer.encode, text, add_special_tokens=add_special)
+        try:
+            return tuple(await self.door.do(encode, len(text)))
+        except UnicodeEncodeError as error:
+            raise BadRequest("The prompt has half of a surrogate pair, which is not text.") from error
+
+    def check_num(self, num: int) -> None:
+        """Raise BadRequest for more choices than one request may have."""
+        if num > _MOST_CHOICES:
+            raise BadRequest(f"The request asks for {num} choices, and {_MOST_CHOICES} is the most.")
 
     def check_room(self, ids: Sequence[int], *, sample: bool) -> None:
         """Raise BadRequest for a prompt that leaves no room."""

@@ -27,6 +27,7 @@ def served_model(
         tokenizer=tokenizer,
         end_ids=_end_ids(model, tokenizer),
         vocab_size=model.get_input_embeddings().num_embeddings,
+        longest_token=max(map(len, tokenizer.get_vocab()), default=1),
         renderer=renderer,
     )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _CONFLICT = 409
+_SPARE = 2**20
 _WORKER = "dp0:pp0:pcp0:tp0:"
 """What vLLM puts before a tensor's name where there is one worker."""
 
@@ -74,6 +76,9 @@ class WeightDesk:
             raise BadRequest("This server is on no line of weights.", _CONFLICT)
         if manifest.base is not None and manifest.base != version:
             raise BadRequest(f"A difference to {manifest.base} is no use: {version} is held.", _CONFLICT)
+        most = 2 * sum(parameter.numel() for parameter in self.model.state_dict(keep_vars=True).values())
+        if sum(math.prod(tensor.shape) for tensor in manifest.tensors) > most + _SPARE:
+            raise BadRequest("tensors: they have more than twice as many elements as the model.")
         self._expected = manifest
 
     async def receive(self) -> None:
@@ -118,18 +123,18 @@ class WeightDesk:
 
 
 def read_weights(path: str) -> dict[str, torch.Tensor]:
-    """All tensors of a safetensors file, or of those in a folder. Raises BadRequest, EngineError."""
+    """All tensors of a safetensors file, or of those in a folder. Raises BadRequest."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     place = Path(path)
-    files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-    if not files or not files[0].is_file():
-        raise BadRequest(f"There are no safetensors at {path}.")
     found: dict[str, torch.Tensor] = {}
     try:
+        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
+        if not files or not files[0].is_file():
+            raise BadRequest(f"There are no safetensors at {path}.")
         for file in files:
             found |= load_file(file)
     except (OSError, SafetensorError) as error:
-        raise EngineError(f"{path} cannot be read: {error}.") from error
+        raise BadRequest(f"{path} cannot be read: {error}.") from error
     return found

@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 from dataclasses import asdict
+from typing import Annotated
 
-from pydantic import Base64Bytes, BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, EncodedBytes, EncoderProtocol, Field
+from pydantic_core import PydanticCustomError
 
 from ludus.sandbox.base import Change, Limits, Outcome, Process, SessionKind, Snapshot
 
+
+class _Base64(EncoderProtocol):
+    """Base64 without anything else in it: what is no base64 is refused and never skipped."""
+
+    @classmethod
+    def decode(cls, data: bytes) -> bytes:
+        try:
+            return base64.b64decode(data, validate=True)
+        except binascii.Error as error:
+            raise PydanticCustomError("base64", "it must be base64") from error
+
+    @classmethod
+    def encode(cls, value: bytes) -> bytes:
+        return base64.b64encode(value)
+
+    @classmethod
+    def get_json_format(cls) -> str:
+        return "base64"
+
+
+Base64Bytes = Annotated[bytes, EncodedBytes(encoder=_Base64)]
 Files = dict[str, Base64Bytes]
+_Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
+_Number = Annotated[int, Field(ge=0, lt=2**63)]
 
 
 class _Message(BaseModel):
@@ -18,17 +45,17 @@ class _Message(BaseModel):
 class LimitsMessage(_Message):
     """The fields of `Limits`."""
 
-    wall_s: float
-    cpu_s: float
-    memory_bytes: int
-    processes: int
-    open_files: int
-    file_bytes: int
-    disk_bytes: int
-    disk_files: int
-    output_bytes: int
-    files_out: int
-    files_out_bytes: int
+    wall_s: _Seconds
+    cpu_s: _Seconds
+    memory_bytes: _Number
+    processes: _Number
+    open_files: _Number
+    file_bytes: _Number
+    disk_bytes: _Number
+    disk_files: _Number
+    output_bytes: _Number
+    files_out: _Number
+    files_out_bytes: _Number
 
     @classmethod
     def of(cls, limits: Limits) -> LimitsMessage:

@@ -1,7 +1,7 @@
 """An HTTP service in front of any backend, for `ludus sandbox serve`. Needs the `serve` extra.
 
-Every question carries the token. Limits above the server's own are refused, as are bodies above 64 MiB.
-Sessions that nobody used for a while are closed.
+Every question carries the token. Limits above the server's own are refused. Sessions that nobody used for a
+while are closed. Bodies are bounded by the listener (`LARGEST_BODY`) and decoded off the event loop.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -36,8 +37,8 @@ from ludus.sandbox.messages import (
     SnapshotMessage,
 )
 
-_MOST_BODY = 64 * 2**20
-_BAD, _NO_TOKEN, _TOO_LARGE, _FAILED = 400, 401, 413, 502
+LARGEST_BODY = 64 * 2**20
+_BAD, _NO_TOKEN, _UNFORESEEN, _FAILED = 400, 401, 500, 502
 Asked = TypeVar("Asked", bound=BaseModel)
 
 
@@ -63,23 +64,28 @@ class _Service:
     sandbox: Sandbox
     settings: ServerSettings
     opened: dict[str, _Open] = field(default_factory=dict)
+    starting: int = 0
 
     async def runs(self, body: bytes) -> BaseModel:
-        asked = _read(RunMessage, body)
+        asked = await _read(RunMessage, body)
         limits = self._allowed(asked.limits)
-        source = None if asked.source is None else asked.source.decode("utf-8", "surrogatepass")
+        source = None if asked.source is None else _text("source", asked.source)
         program = list(asked.argv) if source is None else source
         outcome = await self.sandbox.run(program, files=asked.files, stdin=asked.stdin, limits=limits)
         return OutcomeMessage.of(outcome)
 
     async def open(self, body: bytes) -> BaseModel:
-        asked = _read(SessionMessage, body)
+        asked = await _read(SessionMessage, body)
+        limits = self._allowed(asked.limits)
         await self.sweep()
-        if len(self.opened) >= self.settings.sessions:
-            raise WorldError(f"The sandbox server has {len(self.opened)} sessions, which is all it takes.")
-        session = await self.sandbox.session(
-            asked.kind, files=asked.files, limits=self._allowed(asked.limits)
-        )
+        num = len(self.opened) + self.starting
+        if num >= self.settings.sessions:
+            raise WorldError(f"The sandbox server has {num} sessions, which is all it takes.")
+        self.starting += 1
+        try:
+            session = await self.sandbox.session(asked.kind, files=asked.files, limits=limits)
+        finally:
+            self.starting -= 1
         name = secrets.token_urlsafe(16)
         self.opened[name] = _Open(session, asyncio.Lock(), time.monotonic())
         return NamedSession(session=name)
@@ -96,7 +102,7 @@ class _Service:
 
     async def _act(self, session: Session, name: str, act: str, body: bytes) -> BaseModel:
         if act == "run":
-            code = _read(CallMessage, body).code.decode("utf-8", "surrogatepass")
+            code = _text("code", (await _read(CallMessage, body)).code)
             return OutcomeMessage.of(await session.run(code))
         if act == "snapshot":
             made = await session.snapshot()
@@ -107,9 +113,9 @@ class _Service:
         if act == "processes":
             return ProcessesMessage.of(await session.processes())
         if act == "change":
-            await session.change(_read(ChangeMessage, body).change())
+            await session.change((await _read(ChangeMessage, body)).change())
         elif act == "restore":
-            await session.restore(_read(SnapshotMessage, body).snapshot())
+            await session.restore((await _read(SnapshotMessage, body)).snapshot())
         elif act == "reset":
             await session.reset()
         elif act == "close":
@@ -169,7 +175,8 @@ def make_app(sandbox: Sandbox, settings: ServerSettings) -> Starlette:
             lambda request, body: service.act(request.path_params["name"], request.path_params["act"], body),
         ),
     ]
-    return Starlette(routes=routes, lifespan=lifespan)
+    handlers = {HTTPException: _failed, Exception: _failed}
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
 
 
 async def _sweep_on(service: _Service) -> None:
@@ -185,30 +192,48 @@ async def _answer(
     told = request.headers.get("authorization", "")
     if not secrets.compare_digest(told.encode(), f"Bearer {token}".encode()):
         return _response(_NO_TOKEN, Refusal(kind="token", message="The sandbox server wants another token."))
-    body = bytearray()
-    async for part in request.stream():
-        body += part
-        if len(body) > _MOST_BODY:
-            return _response(
-                _TOO_LARGE, Refusal(kind="input", message=f"More than {_MOST_BODY} bytes were sent.")
-            )
+    body = await request.body()
     try:
-        return _response(200, await act(request, bytes(body)))
+        done = await act(request, body)
+        return await asyncio.to_thread(_response, 200, done)
     except UserError as error:
         return _response(_BAD, Refusal(kind="input", message=error.message, hint=error.hint))
     except LudusError as error:
         return _response(_FAILED, Refusal(kind="environment", message=error.message, hint=error.hint))
 
 
+def refusal(status: int, message: str) -> Response:
+    """The response to a request that the service does not look at."""
+    kind = "input" if status < _UNFORESEEN else "environment"
+    return _response(status, Refusal(kind=kind, message=message))
+
+
+async def _failed(_: Request, error: Exception) -> Response:
+    if not isinstance(error, HTTPException):
+        return refusal(_UNFORESEEN, f"The sandbox server failed: {type(error).__name__}: {error}.")
+    answer = refusal(error.status_code, f"{error.detail}.")
+    answer.headers.update(error.headers or {})
+    return answer
+
+
 def _response(status: int, message: BaseModel) -> Response:
     return Response(message.model_dump_json(), status_code=status, media_type="application/json")
 
 
-def _read(kind: type[Asked], body: bytes) -> Asked:
+def _text(name: str, source: bytes) -> str:
+    try:
+        return source.decode("utf-8", "surrogatepass")
+    except UnicodeDecodeError as error:
+        raise UserError(
+            f"The sandbox server cannot read {name}: it is not UTF-8 ({error.reason})."
+        ) from error
+
+
+async def _read(kind: type[Asked], body: bytes) -> Asked:
     """The body as a message. Raises UserError."""
     try:
-        return kind.model_validate_json(body)
+        return await asyncio.to_thread(kind.model_validate_json, body)
     except ValidationError as error:
-        first = error.errors()[0]
+        first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"])) or "the body"
         raise UserError(f"The sandbox server cannot read {where}: {first['msg']}.") from error

@@ -15,6 +15,7 @@ from ludus.config.model import LoraConfig
 from ludus.config.rollout import EngineConfig, EnvConfig, RolloutConfig
 from ludus.config.schema import Config
 from ludus.engines.base import Engine
+from ludus.engines.control_tokens import read_token
 from ludus.engines.loading import load_model, load_tokenizer, num_positions
 from ludus.engines.local import EngineSettings, LocalEngine
 from ludus.engines.pages import PAGE
@@ -154,6 +155,7 @@ def server_settings(engine: EngineConfig) -> ServerSettings:
         weights_folder=engine.weights_folder or "",
         broadcast_host=engine.broadcast_host or "",
         delta=engine.delta,
+        token=read_token(Path(engine.token_file)) if engine.token_file else "",
     )
 
 

@@ -1,0 +1,63 @@
+"""Work on what clients sent that may take long, on threads: the event loop goes on meanwhile.
+
+Bodies are measured before they are decoded. Long texts have a thread of their own, and few of them wait.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import TypeVar
+
+from ludus.errors import EngineBusy
+from ludus.gateway.requests import BadRequest
+
+_LONG = 64 * 2**10
+"""Characters of a long text."""
+_MOST_LONG = 32
+"""Long texts under way and waiting."""
+_CONTAINERS, _COMMAS = 2**13, 2**17
+_MANY = 413
+
+Result = TypeVar("Result")
+
+
+@dataclass
+class Door:
+    """The threads of one server."""
+
+    _short: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, "ludus-door"))
+    _long: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "ludus-door-long"))
+    _num_long: int = 0
+
+    async def do(self, work: Callable[[], Result], size: int = 0) -> Result:
+        """Have a thread do it; `size` is that of its text. Raises EngineBusy if too many long ones wait."""
+        loop = asyncio.get_running_loop()
+        if size < _LONG:
+            return await loop.run_in_executor(self._short, work)
+        if self._num_long >= _MOST_LONG:
+            raise EngineBusy(f"The server reads {_MOST_LONG} long texts already.", "Try again later.")
+        self._num_long += 1
+        future = loop.run_in_executor(self._long, work)
+        future.add_done_callback(self._one_less)
+        return await future
+
+    def _one_less(self, _: object) -> None:
+        self._num_long -= 1
+
+
+def check_shape(body: bytes, context_tokens: int) -> None:
+    """Raise BadRequest for JSON of more values than a request has: each costs time, even if it is refused.
+
+    Marks inside strings count too: text within the context has fewer.
+    """
+    containers = body.count(b"[") + body.count(b"{") + body.count(b":")
+    commas = body.count(b",")
+    if containers > _CONTAINERS + context_tokens or commas > _COMMAS + 8 * context_tokens:
+        raise BadRequest(
+            f"The body has {commas} commas and {containers} colons and opening brackets, more than a request "
+            "of this context; send several requests.",
+            _MANY,
+        )

@@ -1,0 +1,124 @@
+"""An endpoint as data: its path, the body that it takes, what it does. All bodies are read here."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Generic, Literal, Protocol
+
+from pydantic import BaseModel, ConfigDict
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ludus.gateway.access import ControlAccess, check_json, check_origin
+from ludus.gateway.answers import ErrorAnswer, ErrorInfo
+from ludus.gateway.door import Door, check_shape
+from ludus.gateway.requests import BadRequest, RequestBody, read_body
+
+FORBIDDEN, FAILED = 403, 500
+
+
+class NoBody(BaseModel):
+    """A body that says nothing."""
+
+    model_config = ConfigDict(extra="ignore")
+
+
+class Served(Protocol):
+    """An endpoint, whatever its body is."""
+
+    @property
+    def path(self) -> str: ...
+
+    @property
+    def method(self) -> Literal["GET", "POST"]: ...
+
+    @property
+    def body(self) -> type[BaseModel]: ...
+
+    async def answer(self, request: Request, door: Door, context_tokens: int | None) -> Response:
+        """Read the body and act; `context_tokens` bounds its shape."""
+        ...
+
+
+@dataclass(frozen=True)
+class Endpoint(Generic[RequestBody]):
+    """`act` answers a request with its body, which is of the type `body`."""
+
+    path: str
+    body: type[RequestBody]
+    act: Callable[[Request, RequestBody], Awaitable[Response]]
+    method: Literal["GET", "POST"] = "POST"
+
+    async def answer(self, request: Request, door: Door, context_tokens: int | None) -> Response:
+        """See `Served`."""
+        raw = b"" if self.method == "GET" else await request.body()
+        if raw:
+            check_json(request)
+        if context_tokens is not None:
+            check_shape(raw, context_tokens)
+        return await self.act(request, await door.do(partial(read_body, self.body, raw or b"{}")))
+
+
+def endpoint(
+    path: str,
+    body: type[RequestBody],
+    act: Callable[[Request, RequestBody], Awaitable[Response]],
+    method: Literal["GET", "POST"] = "POST",
+) -> Served:
+    """An endpoint of any body."""
+    return Endpoint(path, body, act, method)
+
+
+@dataclass(frozen=True)
+class Router:
+    """What stands before every endpoint. `access` is None where the server cannot be controlled."""
+
+    door: Door
+    context_tokens: int
+    access: ControlAccess | None
+
+    def public(self, endpoint: Served) -> Route:
+        """An endpoint for every client."""
+
+        async def answer(request: Request) -> Response:
+            check_origin(request)
+            return await endpoint.answer(request, self.door, self.context_tokens)
+
+        return Route(endpoint.path, answer, methods=[endpoint.method])
+
+    def control(self, endpoint: Served) -> Route:
+        """An endpoint for those with the token."""
+
+        async def answer(request: Request) -> Response:
+            check_origin(request)
+            if self.access is None:
+                raise BadRequest("This server is not to be controlled; start it with --control.", FORBIDDEN)
+            self.access.check(request)
+            return await endpoint.answer(request, self.door, None)
+
+        return Route(endpoint.path, answer, methods=[endpoint.method])
+
+
+def json_bytes(body: BaseModel) -> bytes:
+    """A body as JSON. Text that is no Unicode (half of a pair) is escaped, not refused."""
+    return json.dumps(body.model_dump(), separators=(",", ":")).encode()
+
+
+def json_response(body: BaseModel, status: int = 200) -> Response:
+    """A response of JSON."""
+    return Response(json_bytes(body), status, media_type="application/json")
+
+
+def error_body(message: str, status: int, code: str | None = None) -> ErrorAnswer:
+    """The body of an error, as OpenAI has it."""
+    kind = "invalid_request_error" if status < FAILED else "server_error"
+    return ErrorAnswer(error=ErrorInfo(message=message, type=kind, code=code or status))
+
+
+def error_response(status: int, message: str) -> Response:
+    """The response of an error."""
+    return json_response(error_body(message, status), status)

@@ -1,0 +1,264 @@
+"""What one client may cost an HTTP listener: bytes, time, connections, requests under way.
+
+`http_server` puts every listener of the package behind these limits. Takes ASGI messages and passes them on,
+bodies chunk by chunk, each counted before it is kept. Waits for a client's next chunk no longer than the
+limits say. A refusal is an HTTP error with a sentence; a client that sends no request is disconnected.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import resource
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
+
+import uvicorn
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+MIB = 2**20
+_TIMEOUT, _TOO_LARGE, _BUSY = 408, 413, 503
+_DRAIN_S = 5.0
+_SPARE_FILES = 256
+"""Open files that are not connections."""
+
+Refuse = Callable[[int, str], Response]
+"""Makes the response of an error from its status and sentence."""
+
+
+@dataclass(frozen=True, slots=True)
+class HttpLimits:
+    """Limits of one listener; times in seconds.
+
+    `body_bytes` bounds one body and `buffered_bytes` all bodies of requests under way. A request line with
+    its headers must arrive within `head_s`, each next part of a body within `part_s` and all of it within
+    `body_s`; a client must take what is sent to it within `send_s`. A connection without a request is closed
+    after `idle_s`. `requests` counts those that may have a body.
+    """
+
+    body_bytes: int
+    buffered_bytes: int = 256 * MIB
+    connections: int = 4096
+    requests: int = 4096
+    head_s: float = 10.0
+    part_s: float = 10.0
+    body_s: float = 60.0
+    send_s: float = 60.0
+    idle_s: float = 5.0
+
+
+def model_limits(context_tokens: int) -> HttpLimits:
+    """Those of a served model: a body has room for several prompts of the whole context."""
+    return HttpLimits(body_bytes=max(8 * MIB, 64 * context_tokens))
+
+
+def http_server(
+    app: ASGIApp, limits: HttpLimits, refuse: Refuse, *, lifespan: bool = False
+) -> uvicorn.Server:
+    """A server of `app` behind the limits. `refuse` makes the responses that the app is not asked for."""
+    own = replace(limits, connections=_room(limits.connections))
+
+    class Limited(_Protocol):
+        limits = own
+
+    config = uvicorn.Config(
+        Gate(app, limits, refuse),
+        log_level="error",
+        http=Limited,
+        ws="none",
+        lifespan="on" if lifespan else "off",
+        timeout_graceful_shutdown=5,
+        timeout_keep_alive=max(1, round(limits.idle_s)),
+    )
+    return uvicorn.Server(config)
+
+
+def _room(connections: int) -> int:
+    """Raise this process' limit of open files for so many connections; return how many it then may have."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return connections
+    wanted = connections + _SPARE_FILES
+    if soft < wanted:
+        soft = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    return max(1, min(connections, soft - min(_SPARE_FILES, soft // 2)))
+
+
+@dataclass
+class Gate:
+    """ASGI middleware that holds requests to the limits."""
+
+    app: ASGIApp
+    limits: HttpLimits
+    refuse: Refuse
+    _num_requests: int = field(default=0, init=False)
+    _num_bytes: int = field(default=0, init=False)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass a request on, or refuse it."""
+        if scope["type"] != "http" or scope["method"] in ("GET", "HEAD"):
+            await self.app(scope, receive, self._timed(send))
+            return
+        body = _Body(self, receive)
+        reason = self._reason(Headers(scope=scope))
+        if reason is not None:
+            await self._answer(body, scope, self._timed(send), *reason)
+            return
+        self._num_requests += 1
+        try:
+            await self.app(scope, body.receive, self._timed(send, body))
+        except TimeoutError:  # the client takes nothing: the server disconnects it
+            return
+        finally:
+            self._num_requests -= 1
+            self._num_bytes -= body.num_bytes
+
+    def take(self, body: _Body, num: int) -> None:
+        """Count bytes of a body before they are kept. Raises HTTPException past a limit."""
+        if body.num_bytes + num > self.limits.body_bytes:
+            raise HTTPException(_TOO_LARGE, self._too_large, {"Connection": "close"})
+        if self._num_bytes + num > self.limits.buffered_bytes:
+            raise HTTPException(_BUSY, _FULL, {"Retry-After": "1", "Connection": "close"})
+        body.num_bytes += num
+        self._num_bytes += num
+
+    @property
+    def _too_large(self) -> str:
+        return f"The body is larger than {self.limits.body_bytes} bytes, which is the limit"
+
+    def _reason(self, headers: Headers) -> tuple[int, str] | None:
+        """The status and the sentence of a refusal that is clear before the body has been read."""
+        declared = headers.get("content-length", "")
+        if declared.isdecimal() and int(declared[:20]) > self.limits.body_bytes:
+            return _TOO_LARGE, self._too_large
+        return (_BUSY, _FULL) if self._num_requests >= self.limits.requests else None
+
+    async def _answer(self, body: _Body, scope: Scope, send: Send, status: int, words: str) -> None:
+        response = self.refuse(status, f"{words}.")
+        response.headers["Connection"] = "close"
+        if status == _BUSY:
+            response.headers["Retry-After"] = "1"
+
+        async def drained(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body"):
+                await body.drain(send, message)
+            else:
+                await send(message)
+
+        await response(scope, body.receive, drained)
+
+    def _timed(self, send: Send, body: _Body | None = None) -> Send:
+        """`send`, given up where the client takes nothing; a refusal waits for what is still being sent."""
+        refused = False
+
+        async def timed(message: Message) -> None:
+            nonlocal refused
+            async with asyncio.timeout(self.limits.send_s):
+                if message["type"] == "http.response.start":
+                    refused = message["status"] in (_TOO_LARGE, _BUSY)
+                if refused and body is not None and message["type"] == "http.response.body":
+                    await body.drain(send, message)
+                else:
+                    await send(message)
+
+        return timed
+
+
+@dataclass
+class _Body:
+    """The body of one request as it arrives."""
+
+    gate: Gate
+    _receive: Receive
+    num_bytes: int = 0
+    _ended: bool = False
+    _deadline: float | None = None
+
+    async def receive(self) -> Message:
+        """The next message. Raises HTTPException for a body that is too large or too slow."""
+        if self._ended:
+            return await self._receive()
+        loop = asyncio.get_running_loop()
+        if self._deadline is None:
+            self._deadline = loop.time() + self.gate.limits.body_s
+        try:
+            async with asyncio.timeout_at(min(self._deadline, loop.time() + self.gate.limits.part_s)):
+                message = await self._receive()
+        except TimeoutError as error:
+            self._ended = True
+            words = "The body did not arrive in time"
+            raise HTTPException(_TIMEOUT, words, {"Connection": "close"}) from error
+        self._ended = message["type"] != "http.request" or not message.get("more_body", False)
+        if message["type"] == "http.request":
+            self.gate.take(self, len(message.get("body", b"")))
+        return message
+
+    async def drain(self, send: Send, message: Message) -> None:
+        """Send the end of a refusal after dropping what the client still sends: it then reads the refusal."""
+        await send({**message, "more_body": True})
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_DRAIN_S):
+                while not self._ended:
+                    more = await self._receive()
+                    self._ended = more["type"] != "http.request" or not more.get("more_body", False)
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+_FULL = "The server has as many requests as it takes; send this one again later"
+
+
+class _Protocol(H11Protocol):
+    """uvicorn's, with a bound on connections and a deadline for each request's line and headers."""
+
+    limits: ClassVar[HttpLimits]
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        super().connection_made(transport)
+        if len(self.connections) > self.limits.connections:
+            self._close(_BUSY)
+            return
+        self._expect_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._stop_timer()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._in_request:
+            self._stop_timer()
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if not self.transport.is_closing() and not self._in_request:
+            self._expect_head()
+
+    @property
+    def _in_request(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _expect_head(self) -> None:
+        self._stop_timer()
+        self._head_timer = self.loop.call_later(self.limits.head_s, self._close, _TIMEOUT)
+
+    def _stop_timer(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _close(self, status: int) -> None:
+        if self.transport.is_closing():
+            return
+        again = b"Retry-After: 1\r\n" if status == _BUSY else b""
+        self.transport.write(
+            b"HTTP/1.1 %d \r\n%sContent-Length: 0\r\nConnection: close\r\n\r\n" % (status, again)
+        )
+        self.transport.close()
