@@ -13,6 +13,7 @@ import pytest
 
 from ludus.chat.render import TemplateRenderer
 from ludus.config import load_config
+from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.loading import load_tokenizer
 from ludus.rollout.store import rollout_line, rollouts_path
 from ludus.training.data import (
@@ -271,12 +272,18 @@ def test_fine_tuning_takes_a_file_and_refuses_a_bad_one_before_it_writes(tmp_pat
     )
     said = ludus(*base, "--run.folder", tmp_path / "a", "--sft.dialogues", good)
     assert said.code == 0, said
-    assert caplog.text.count("tokens is left out, and so is each of more than rollout.max_tokens") == 1
+    assert "1 of 3 demonstrations are longer than rollout.max_tokens" in caplog.text
+    assert "dialogues were left out: too long" in said.out
+    left_out = [row.metrics["batch/left_out"] for row in read_metrics(tmp_path / "a" / "metrics.jsonl")]
+    assert sum(left_out) >= 1
+    assert f"{sum(left_out):.0f} of {4 + sum(left_out):.0f} dialogues" in said.out
     bad = write(tmp_path / "bad.jsonl", GOOD, messages(ASK))
     said = refused(*base, "--run.folder", tmp_path / "b", "--sft.dialogues", bad)
     assert f"{bad}, line 2, is not a dialogue: it has no assistant message" in said
     words = (*base, "--rollout.max_tokens", "16", "--rollout.max_new_tokens", "8", "--sft.dialogues", good)
-    assert "No dialogue of" in refused(*words, "--run.folder", tmp_path / "b")
+    told = refused(*words, "--run.folder", tmp_path / "b")
+    assert f"No dialogue of {good} fits into rollout.max_tokens (16)" in told
+    assert "Set --rollout.max_tokens 8064" in told
     assert "is not a dialogue: it is a pair" in refused(
         *base, "--run.folder", tmp_path / "b", "--sft.dialogues", write(tmp_path / "p.jsonl", PAIR)
     )
@@ -295,7 +302,9 @@ def test_a_file_is_passed_over_in_another_order_each_time_and_for_each_seed(tmp_
     for seed in ("0", "0", "1"):
         words = ["--model.path", str(cold_start(tiny_run)), "--sft.dialogues", str(file), "--run.seed", seed]
         session = open_session(load_config(recipe, [*words, "--sft.batch_size", "1"]))
-        rows = [row.tokens for batch in islice(batches(session, session.config.sft), 14) for row in batch]
+        rows = [
+            row.tokens for batch in islice(batches(session, session.config.sft), 14) for row in batch.rows
+        ]
         orders.append([rows[:7], rows[7:]])
     (first, second), again, (other, _) = orders
     assert len(set(first)) == 7

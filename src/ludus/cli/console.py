@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import shlex
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -30,10 +31,14 @@ from ludus.training.session import Session, open_session
 from ludus.training.sft import FineTuning, make_session, open_fine_tuning, run_sft
 from ludus.training.start import Comparison, make_trackers
 from ludus.training.start import train as train_run
+from ludus.training.token_limits import sft_warnings
 from ludus.types import Timings
 
 if TYPE_CHECKING:
     from ludus.cluster.cluster import Cluster
+
+
+log = logging.getLogger("ludus.sft")
 
 
 class EpisodeBar:
@@ -211,21 +216,30 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
 
 def fine_tune(tuning: FineTuning, console: Console) -> Path:
     """Run the SFT loop under a progress bar."""
-    config = tuning.session.config
+    config, left_out = tuning.session.config, 0
+    for text in sft_warnings(tuning.session):
+        log.warning(text)
+        say(console, f"! {text}", "yellow")
     with bars(console) as progress:
         task = progress.add_task("fine-tuning", total=config.sft.steps, completed=tuning.done, numbers="")
 
         def on_step(step: int, metrics: Mapping[str, float]) -> None:
+            nonlocal left_out
+            left_out += int(metrics["batch/left_out"])
             speed = metrics["batch/total_tokens"] / max(1e-9, metrics["time/step_s"])
             numbers = f"loss {metrics['loss/total']:.3f}  {speed:,.0f} tokens/s"
             progress.update(task, completed=step, numbers=numbers)
 
         trackers = make_trackers(config, tuning.folder, tuning.done)
         try:
-            return run_sft(tuning, trackers, on_step)
+            checkpoint = run_sft(tuning, trackers, on_step)
         finally:
             for tracker in trackers:
                 tracker.close()
+    if left_out:
+        taken = (config.sft.steps - tuning.done) * config.sft.batch_size
+        say(console, f"{left_out} of {left_out + taken} dialogues were left out: too long.", "yellow")
+    return checkpoint
 
 
 def plain_trackers(config: Config) -> Config:

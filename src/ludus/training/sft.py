@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.losses import sft as sft_loss
-from ludus.chat.render import Renderer, render_dialogue
+from ludus.chat.render import Renderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.config.schema import Config
 from ludus.config.stages import SftConfig
@@ -32,13 +32,12 @@ from ludus.training.checkpoint import (
     prune,
     save_checkpoint,
 )
-from ludus.training.data import read_dialogues
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.run import RunFolder
 from ludus.training.scoring import Scorer
 from ludus.training.session import Session, make_renderer, open_session, set_up_compute
-from ludus.training.sources import Labelled, check_sources, demonstrating, dialogues, sources_of
-from ludus.types import Message
+from ludus.training.sources import MOST_LEFT_OUT, check_sources, demonstrating, dialogue_segments, dialogues
+from ludus.training.token_limits import check_dialogues
 
 log = logging.getLogger("ludus.sft")
 
@@ -94,11 +93,13 @@ def run_sft(tuning: FineTuning, trackers: list[Tracker], on_step: OnStep) -> Pat
     session, folder, optimiser, last = tuning.session, tuning.folder, tuning.optimiser, tuning.last
     settings = session.config.sft
     session.model.train()
-    rows = islice(batches(session, settings), tuning.done, None)
+    steps = islice(batches(session, settings), tuning.done, None)
     scorer = Scorer(session.model, recompute=session.config.model.activation_checkpointing)
     for step in range(tuning.done + 1, settings.steps + 1):
         clock = time.perf_counter()
-        metrics = sft_step(scorer, optimiser, next(rows), settings.microbatch_tokens)
+        batch = next(steps)
+        metrics = sft_step(scorer, optimiser, batch.rows, settings.microbatch_tokens)
+        metrics["batch/left_out"] = float(batch.left_out)
         for tracker in trackers:
             tracker.log(step, metrics)
         on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
@@ -170,30 +171,38 @@ def _restore(session: Session, optimiser: Optimiser, folder: RunFolder) -> tuple
     return step, path
 
 
-def batches(session: Session, settings: SftConfig) -> Iterator[list[Row]]:
+@dataclass(frozen=True, slots=True)
+class SftBatch:
+    """The rows of a step, and how many dialogues before them did not fit into the token budget."""
+
+    rows: list[Row]
+    left_out: int
+
+
+def batches(session: Session, settings: SftConfig) -> Iterator[SftBatch]:
     """The rows of each step, without end, in an order that depends on the seed alone.
 
-    A file of dialogues is passed over again and again, each time in another order.
+    A file of dialogues is passed over again and again, each time in another order. A dialogue of more than
+    `rollout.max_tokens` is left out. Raises UserError if that happens too often in a row.
     """
-    rows = _rows(session, dialogues(session.config, session.world))
-    while batch := list(islice(rows, settings.batch_size)):
-        yield batch
-
-
-def _rows(session: Session, shown: Iterator[Labelled]) -> Iterator[Row]:
-    """Rows of the dialogues that fit into the token budget of a trajectory; warns of the first longer one."""
-    told, budget = False, session.config.rollout.max_tokens
-    for dialogue, data_class in shown:
+    rows: list[Row] = []
+    left_out = streak = 0
+    budget = session.config.rollout.max_tokens
+    for dialogue, data_class in dialogues(session.config, session.world):
         row = replace(dialogue_row(session.renderer, dialogue), data_class=data_class)
-        if len(row.tokens) <= budget:
-            yield row
-        elif not told:
-            told = True
-            log.warning(
-                "A dialogue of %d tokens is left out, and so is each of more than rollout.max_tokens = %d.",
-                len(row.tokens),
-                budget,
-            )
+        if len(row.tokens) > budget:
+            left_out, streak = left_out + 1, streak + 1
+            if streak == MOST_LEFT_OUT:
+                raise UserError(
+                    f"{streak:,} dialogues in a row are longer than rollout.max_tokens ({budget}).",
+                    f"Raise it: the last one takes {len(row.tokens)} tokens.",
+                )
+            continue
+        streak = 0
+        rows.append(row)
+        if len(rows) == settings.batch_size:
+            yield SftBatch(rows, left_out)
+            rows, left_out = [], 0
 
 
 def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
@@ -201,8 +210,7 @@ def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
 
     Raises UserError if none does.
     """
-    messages = [_plain(message) for message in dialogue.messages]
-    segments = render_dialogue(renderer, messages, dialogue.tools)
+    segments = dialogue_segments(renderer, dialogue)
     said = zip(dialogue.messages, dialogue.trains, strict=True)
     trains = [kept for message, kept in said if message["role"] == "assistant"]
     if not any(trains):
@@ -215,24 +223,8 @@ def dialogue_row(renderer: Renderer, dialogue: Demonstration) -> Row:
     )
 
 
-def _plain(message: Message) -> Message:
-    """The message without what is for training only: the prompt of a rollout has no such key."""
-    plain = message.copy()
-    plain.pop("train", None)
-    return plain
-
-
 def _checked(session: Session) -> Session:
-    """The session. Raises UserError for a source with a fault, and a file with no dialogue that fits."""
-    config = session.config
-    check_sources(config, session.world)
-    for source in sources_of(config).values():
-        if source.dialogues is None:
-            continue
-        found = read_dialogues(Path(source.dialogues))
-        budget = config.rollout.max_tokens
-        if not any(len(dialogue_row(session.renderer, one).tokens) <= budget for one in found):
-            raise UserError(
-                f"No dialogue of {source.dialogues} fits into {budget} tokens.", "Raise rollout.max_tokens."
-            )
+    """The session. Raises UserError for a source with a fault, and for one of which no dialogue fits."""
+    check_sources(session.config, session.world)
+    check_dialogues(session)
     return session

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
+from ludus.chat.render import Renderer, render_dialogue
 from ludus.config.rollout import EnvConfig
 from ludus.config.schema import Config
 from ludus.config.stages import SftSource
@@ -19,7 +20,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.tasks.order import permutation
 from ludus.training.data import DATA_CLASSES, read_dialogues
-from ludus.types import DataClass
+from ludus.types import DataClass, Message, Segment
 
 MOST_LEFT_OUT = 2000
 """Dialogues in a row of which none is of a class that is taken; then a source is refused."""
@@ -39,6 +40,26 @@ def dialogues(config: Config, world: World) -> Iterator[Labelled]:
         if shown is None:
             return
         yield shown
+
+
+def first_dialogues(config: Config, world: World, name: str, num: int) -> Iterator[Demonstration]:
+    """The first `num` dialogues of a source that is a world, or one pass over its file."""
+    source = sources_of(config)[name]
+    if source.dialogues is not None:
+        num = len(read_dialogues(Path(source.dialogues)))
+    return (dialogue for dialogue, _ in itertools.islice(_stream(config, world, name), num))
+
+
+def dialogue_segments(renderer: Renderer, dialogue: Demonstration) -> tuple[Segment, ...]:
+    """Return a dialogue as segments, without what its messages say for training only."""
+    return render_dialogue(renderer, [_plain(message) for message in dialogue.messages], dialogue.tools)
+
+
+def _plain(message: Message) -> Message:
+    """The message without what is for training only: the prompt of a rollout has no such key."""
+    plain = message.copy()
+    plain.pop("train", None)
+    return plain
 
 
 def check_sources(config: Config, world: World) -> None:
@@ -108,6 +129,11 @@ def demonstrating(world: World) -> Demonstrates:
             "Pass dialogues in a file (sft.dialogues), or start from a model (model.path).",
         )
     return world
+
+
+def words_of(config: Config, world: World, name: str) -> str:
+    """A source in a sentence: its file, or its world."""
+    return _words(sources_of(config)[name], world)
 
 
 def _words(source: SftSource, world: World) -> str:

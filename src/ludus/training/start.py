@@ -68,6 +68,7 @@ from ludus.training.stream_state import STREAM_FILE, WAITING_FILE, StreamState
 from ludus.training.sync import WeightSync
 from ludus.training.task_stream import TaskStream
 from ludus.training.teacher import check_teacher, load_teacher
+from ludus.training.token_limits import check_prompts, rollout_warnings
 from ludus.training.unread import unread_settings
 
 if TYPE_CHECKING:
@@ -214,6 +215,7 @@ def prepare(config: Config, watch: Watch = UNWATCHED) -> Session | None:
         check(config, world, watch)
         return None
     session = open_session(config, world=world)
+    check_prompts(session)
     check(config, world, watch)
     return session
 
@@ -227,7 +229,8 @@ def train(
     """
     config = session.config
     algorithm = algorithm_of(config)
-    for text in (*doubts(config), *inactive_parts(config, session.world)):
+    warnings = (*doubts(config), *inactive_parts(config, session.world), *rollout_warnings(session))
+    for text in warnings:
         log.warning(text)
         reporter.alarm(text)
     with leading(config, next(session.model.parameters()).device) as ranks:
