@@ -105,7 +105,7 @@ cold-start: $(VENV)/.ready
 	$(VENV)/bin/ludus sft search --from-scratch --run.folder runs/cold-start-1 --run.threads 1
 	$(VENV)/bin/ludus sft search --model runs/cold-start-1/checkpoints/step-002000 \
 		--run.folder runs/cold-start-2 --run.threads 1 --run.seed 1 \
-		--sft.learning_rate 1.5e-3 --sft.steps 1800
+		--sft.learning_rate 1.5e-3 --sft.warmup_steps 50 --sft.steps 1800
 	@echo "The cold start is runs/cold-start-2/checkpoints/step-001800, without its folder trainer/"
 
 learning-table: $(VENV)/.ready

@@ -33,6 +33,10 @@ def test_a_given_model_is_not_made_from_scratch():
     said = ludus("config", "guess", "--model", "some/model")
     model = config_from_toml(said.out).model
     assert (model.path, model.from_scratch) == ("some/model", False)
+    sft = config_from_toml(said.out).sft
+    assert (sft.learning_rate, sft.warmup_steps, sft.steps) == (1e-4, 10, 200)
+    said = ludus("config", "guess", "--model", "some/model", "--sft.steps", "7")
+    assert config_from_toml(said.out).sft.steps == 7
     for command in ("train", "sft", "eval"):
         assert "There is no folder './nowhere'" in refused(command, "guess", "--model", "./nowhere")
 

@@ -10,6 +10,7 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import find
 from ludus.errors import UserError
+from ludus.recipes import list_recipes
 
 if TYPE_CHECKING:
     from ludus.training.run import RunFolder
@@ -81,9 +82,17 @@ def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     return config
 
 
-def model_settings(model: str | None) -> list[str]:
-    """What the option --model means as settings: a given model is not made from scratch."""
-    return ["--model.path", model, "--model.from_scratch", "false"] if model else []
+PRETRAINED_SFT = ("--sft.learning_rate", "1e-4", "--sft.warmup_steps", "10", "--sft.steps", "200")
+"""Fine-tuning of a pretrained model: the recipes' own values are for a small model that starts from nothing."""
+
+
+def model_settings(model: str | None, recipe: str | None = None) -> list[str]:
+    """What the option --model means as settings: a given model is not made from scratch, and a recipe of the
+    package fine-tunes it as `PRETRAINED_SFT` says. A file of one's own keeps its section `sft`."""
+    if not model:
+        return []
+    shipped = recipe in {one.name for one in list_recipes()}
+    return ["--model.path", model, "--model.from_scratch", "false", *(PRETRAINED_SFT if shipped else ())]
 
 
 def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:

@@ -45,7 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print configuration or settings. Raises ConfigError for an algorithm or rewards that cannot be."""
-    config = load_config(source(args.recipe), [*model_settings(args.model), *overrides])
+    config = load_config(source(args.recipe), [*model_settings(args.model, args.recipe), *overrides])
     if args.keys is not None:
         print("\n".join(key_lines(args.keys, config)))
         return 0

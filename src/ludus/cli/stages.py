@@ -64,7 +64,7 @@ class TrainingStage:
 
     def shortcuts(self, args: argparse.Namespace) -> list[str]:
         """What the command's own options mean, as settings."""
-        words = model_settings(args.model)
+        words = model_settings(args.model, args.recipe)
         words += ["--model.from_scratch", "true"] if args.from_scratch else []
         return words + ([f"--{self.run_setting}", args.run] if args.run else [])
 
