@@ -83,7 +83,7 @@ def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
 
 
 PRETRAINED_SFT = ("--sft.learning_rate", "1e-4", "--sft.warmup_steps", "10", "--sft.steps", "200")
-"""Fine-tuning of a pretrained model: the recipes' own values are for a small model that starts from nothing."""
+"""Fine-tuning of a pretrained model: the recipes' own values are for a small new one."""
 
 
 def model_settings(model: str | None, recipe: str | None = None) -> list[str]:
