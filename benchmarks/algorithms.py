@@ -4,6 +4,7 @@
     python benchmarks/algorithms.py ladder                # GRPO, then one part of DAPO after the other
     python benchmarks/algorithms.py credit                # turn by turn against the whole trajectory
     python benchmarks/algorithms.py stages                # as many demonstrations as RL has episodes
+    python benchmarks/algorithms.py critic --rates 2e-4 --seeds 0 1 2 3 4        # GRPO against PPO
 
 Every arm has the same cold start, tasks, steps, group size and learning rates: each rate of --rates is tried
 with the first seed, and the one that does best on `validation`, which no table shows, with the others. A run
@@ -27,7 +28,7 @@ from pathlib import Path
 import learning
 from cold_start import cold_start
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
-from ludus.evaluation.stats import paired_difference
+from ludus.evaluation.stats import paired_difference, t_interval
 
 SEEDS = (0, 1, 2)
 RATES = ("1e-4", "2e-4", "4e-4")
@@ -116,6 +117,7 @@ LADDER = (
     ),
 )
 STAGES = (preset("grpo"), Arm("more SFT", (), "sft"))
+CRITIC = (preset("grpo"), preset("ppo"))
 CREDIT = (preset("grpo"), preset("turn_grpo", "--algorithm.kl_coef", "0"), preset("turn_return"))
 
 
@@ -197,16 +199,29 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
 
 
 def table(found: dict[str, tuple[str, list[Path]]], baseline: str) -> str:
-    """Each arm's success in per cent with its interval over seeds, and the difference from one of them."""
-    lines = ["| arm | rate | test | composition | test, against " + baseline + " |", "|---|---|---|---|---|"]
-    reference = learning.by_task([last(p, "test") for p in found[baseline][1]])
+    """Each arm's success in per cent with its interval over seeds, and the differences from one of them."""
+    lines = [
+        f"| arm | rate | test | composition | test, against {baseline}, paired over tasks | over seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    plain = [last(p, "test") for p in found[baseline][1]]
     for name, (rate, paths) in found.items():
         cells = [learning.over_seeds([last(p, split) for p in paths]) for split in ("test", "composition")]
-        gap = paired_difference(learning.by_task([last(p, "test") for p in paths]), reference, seed=0)
-        low, high = 100 * gap.interval.low, 100 * gap.interval.high
-        against = "" if name == baseline else f"{100 * gap.difference:+.1f} [{low:+.1f}, {high:+.1f}]"
-        lines.append(f"| {name} | {rate} | {' | '.join(cells)} | {against} |")
+        gaps = " | " if name == baseline else " | ".join(differences([last(p, "test") for p in paths], plain))
+        lines.append(f"| {name} | {rate} | {' | '.join(cells)} | {gaps} |")
     return "\n".join(lines)
+
+
+def differences(found: Sequence[Evaluation], plain: Sequence[Evaluation]) -> tuple[str, str]:
+    """Points by which one arm is ahead of another, with 95 % intervals over tasks and over seeds."""
+    over_tasks = paired_difference(learning.by_task(list(found)), learning.by_task(list(plain)), seed=0)
+    over_seeds = t_interval([100 * (a.rate - b.rate) for a, b in zip(found, plain, strict=True)])
+    rows = (
+        (100 * over_tasks.difference, 100 * over_tasks.interval.low, 100 * over_tasks.interval.high),
+        (over_seeds.mean, over_seeds.interval.low, over_seeds.interval.high),
+    )
+    first, second = (f"{mean:+.1f} [{low:+.1f}, {high:+.1f}]" for mean, low, high in rows)
+    return first, second
 
 
 def main() -> None:
@@ -217,9 +232,10 @@ def main() -> None:
         "ladder": (LADDER, "GRPO"),
         "credit": (CREDIT, "grpo"),
         "stages": (STAGES, "grpo"),
+        "critic": (CRITIC, "grpo"),
     }
     parser.add_argument("what", choices=tuple(arms))
-    defaults = {"ladder": "search-tight", "credit": "guess-long"}
+    defaults = {"ladder": "search-tight", "credit": "guess-long", "critic": "search"}
     parser.add_argument("--game", choices=tuple(GAMES), help=f"default: guess, or of {defaults}")
     parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--steps", type=int, help="training steps (default: the game's)")

@@ -362,7 +362,7 @@ ANCHORS = torch.tensor([[1, 2, 3, 8], [1, 3, 2, 8], [4, 5, 6, 8], [4, 4, 7, 8]])
 PROPOSER = torch.tensor([True, True, False, False])
 BASELINES = torch.tensor([0.5, 0.25, -1.0, 0.75], dtype=torch.float64)
 OWN = {
-    "gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0, "bootstrap": 1},
+    "gae": {"gamma": 0.9, "lam": 0.8, "lam_critic": 1.0, "whiten": 0, "bootstrap": 1},
     "step_gae": {"gamma": 0.9, "lam": 0.8, "whiten": 0, "bootstrap": 1},
     "turn_gae": {
         "gamma_turn": 0.9,

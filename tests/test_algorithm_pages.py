@@ -86,7 +86,7 @@ def test_the_command_prints_numbers():
     assert not [name for name, text in lines.items() if "default" in text]
     assert "algorithm.options.loss.bound = 0.2" in lines["dppo"]
     assert "algorithm.options.loss.divergence = tv" in lines["dppo"]
-    assert "algorithm.options.advantage.lam = 0.95" in lines["ppo"]
+    assert "algorithm.options.advantage.lam = 1" in lines["ppo"]
     assert "algorithm.options.advantage.gamma = 1" in lines["ppo"]
     assert "algorithm.options.loss.entropy_bound = 0.693147" in lines["gtpo"]
 

@@ -27,7 +27,7 @@ def test_one_of_them_is_shown_with_what_its_parts_take():
     assert "algorithm.options.loss.bound = 0.2 (from 0 on)" in said.out
     assert "algorithm.options.loss.divergence = tv\n" in said.out
     assert "advantage.k = 4 (a whole number from 1 on)" in ludus("algorithms", "pass_at_k").out
-    assert "advantage.lam = 0.95 (from 0 to 1)" in ludus("algorithms", "ppo").out
+    assert "advantage.lam = 1 (from 0 to 1)" in ludus("algorithms", "ppo").out
     assert "loss.share = 0.0002 (above 0 and at most 1)" in ludus("algorithms", "kl_cov").out
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
+from ludus.algorithms.algorithm import CRITIC_ADVANTAGES
 from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import algorithm_of
 from ludus.cli.main import main
@@ -21,7 +22,7 @@ from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training.credit import assign_credit
 from ludus.training.critic import Critic, CriticSettings
-from ludus.training.judges import check_critic, train_judge, warmup_steps
+from ludus.training.judges import check_critic, make_judge, planned_warmup, train_judge, warmup_steps
 from ludus.training.learner import Learner, LearnerSettings
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.refine import refine
@@ -29,9 +30,10 @@ from ludus.training.run import RunFolder, locked, new_run
 from ludus.training.scoring import Scorer
 from ludus.training.session import open_session
 from ludus.training.start import train
-from ludus.training.state_model import StateSettings
+from ludus.training.state_model import StateSettings, batches
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group, real_group
+from test_judges import outcome_critic
 from test_learner import random_rows, tiny_model
 from tiny_run import cold_start, ludus, make_recipe
 
@@ -105,6 +107,66 @@ def test_a_value_moves_no_further_than_the_clip_in_one_step():
     assert loss > 100
 
 
+def test_the_first_batch_sets_the_scale_of_the_values():
+    """Values of 0 under returns of 7 would be learned over many steps, and the clip of 0.2 slows that."""
+    rows = random_rows(16)
+    one = critic(rate=1e-4)
+    one.train(rows, [7 + values for values in targets_of(rows)], one.values(rows))
+    found = torch.cat([v[torch.tensor(r.trains)] for v, r in zip(one.values(rows), rows, strict=True)])
+    assert 7 < float(found.mean()) < 8
+    before = found.mean()
+    for _ in range(2):
+        one.train(rows, [values - 50 for values in targets_of(rows)], one.values(rows))
+    after = torch.cat([v[torch.tensor(r.trains)] for v, r in zip(one.values(rows), rows, strict=True)])
+    assert abs(float(after.mean() - before)) < 0.1  # it is set once
+
+
+@pytest.mark.parametrize("make", [critic, outcome_critic])
+def test_each_pass_takes_a_gradient_step_per_minibatch(make):
+    rows, solved = random_rows(13), [i % 2 == 0 for i in range(13)]
+    one = make(epochs=2, minibatches=4)
+    for taken in (8, 16):
+        if make is critic:
+            one.train(rows, targets_of(rows), one.values(rows))
+        else:
+            one.train(rows, solved)
+        assert one.optimiser.num_steps == taken
+    few = make(minibatches=8)
+    few.train(rows[:3], *((solved[:3],) if make is outcome_critic else (targets_of(rows[:3]),) * 2))
+    assert few.optimiser.num_steps == 3
+
+
+def test_minibatches_are_a_partition_per_pass_and_repeat_by_seed():
+    parts = list(batches(13, 2, 4, seed=3))
+    assert [len(part) for part in parts] == [4, 3, 3, 3] * 2
+    first, second = ([i for part in half for i in part] for half in (parts[:4], parts[4:]))
+    assert sorted(first) == sorted(second) == list(range(13))
+    assert first != second
+    assert parts == list(batches(13, 2, 4, seed=3)) != list(batches(13, 2, 4, seed=4))
+    assert list(batches(3, 2, 1, seed=0)) == [[0, 1, 2]] * 2
+    assert list(batches(0, 2, 4, seed=0)) == []
+
+
+def test_more_gradient_steps_per_batch_explain_more_after_as_many_batches():
+    stream = [random_rows(16, seed=seed) for seed in range(3)]
+    found = []
+    for minibatches in (1, 8):
+        one = critic(rate=1e-3, minibatches=minibatches)
+        reports = [one.train(rows, targets_of(rows), one.values(rows)) for rows in stream]
+        found.append(reports[-1]["critic/explained_variance"])
+    assert found[1] > found[0] + 0.2
+
+
+def test_its_loss_is_that_of_the_values_before_whatever_the_minibatches():
+    rows = random_rows(12)
+    targets = targets_of(rows)
+    losses = [
+        critic(minibatches=n).train(rows, targets, [0.0 * v for v in targets])["critic/loss"] for n in (1, 5)
+    ]
+    wanted = torch.cat([t[torch.tensor(r.trains)] for t, r in zip(targets, rows, strict=True)])
+    assert losses == pytest.approx([0.5 * float(wanted.square().mean())] * 2)
+
+
 def test_its_state_comes_back_bit_for_bit():
     rows = random_rows()
     one, other = critic(), critic(tiny_model(seed=1))
@@ -173,17 +235,40 @@ def test_a_value_head_is_refused_on_split_weights():
         check_critic(config, algorithm_of(config))
 
 
-def test_vapo_trains_its_critic_first_unless_it_is_told_otherwise():
-    def steps(preset, started=None, **settings):
-        one = {"algorithm": {"preset": preset}, "training": {"steps": 25}, "critic": settings}
+WITH_VALUES = sorted(name for name, one in PRESETS.items() if one.advantage in CRITIC_ADVANTAGES)
+
+
+@pytest.mark.parametrize("preset", WITH_VALUES)
+def test_a_critic_of_values_learns_alone_first_unless_it_is_told_otherwise(preset):
+    def steps(total=30, started=None, **settings):
+        one = {"algorithm": {"preset": preset}, "training": {"steps": total}, "critic": settings}
         return warmup_steps(critic(), Config.model_validate(one), started)
 
-    assert steps("vapo") == 3
-    assert steps("vapo", warmup_steps=0) == 0
-    assert steps("vapo", started=1) == 1
-    assert steps("vapo", started=1, warmup_steps=4) == 4
-    assert steps("ppo") == 0
-    assert steps("ppo", warmup_steps=2) == 2
+    assert [steps(total) for total in (1, 9, 10, 30, 39, 400)] == [0, 0, 1, 3, 3, 40]
+    assert [steps(warmup_steps=n) for n in (0, 7)] == [0, 7]
+    assert [steps(total=900, started=n) for n in (0, 3)] == [0, 3]
+    assert steps(started=1, warmup_steps=4) == 4
+
+
+@pytest.mark.parametrize("preset", sorted(set(PRESETS) - set(WITH_VALUES)))
+def test_nothing_else_waits_for_a_critic(preset):
+    assert planned_warmup(Config.model_validate({"algorithm": {"preset": preset}})) == 0
+
+
+@pytest.mark.parametrize("preset", ["ppo", "coderl"])
+def test_a_critic_has_a_learning_rate_of_its_own_and_a_default_that_follows_the_policys(preset):
+    def made(**critic_settings):
+        one = {
+            "algorithm": {"preset": preset},
+            "training": {"learning_rate": 2e-4, "steps": 10},
+            "critic": critic_settings,
+        }
+        config = Config.model_validate(one)
+        return make_judge(config, algorithm_of(config), tiny_model(), "success").optimiser.settings
+
+    assert made().learning_rate == pytest.approx(1e-3)
+    assert made(learning_rate=3e-5).learning_rate == 3e-5
+    assert made(epochs=2, minibatches=3).total_steps == 60
 
 
 @pytest.fixture(scope="module")
@@ -261,7 +346,7 @@ def test_ppo_takes_its_advantages_and_targets_from_the_values():
         turn[i, : len(row)] = torch.tensor(row)
         own = episodes[i].trajectory.turn_rewards
         turn_rewards[i, : len(own)] = torch.tensor(own, dtype=torch.float64)
-    raw = advantages.gae(values=values, mask=mask, turn=turn, turn_rewards=turn_rewards, lam=0.95, **given)
+    raw = advantages.gae(values=values, mask=mask, turn=turn, turn_rewards=turn_rewards, **given)
     whitened = advantages.whiten(values=raw, mask=mask)
     for i, credit in enumerate(credits):
         n = len(credit.advantages)

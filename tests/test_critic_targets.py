@@ -53,7 +53,7 @@ def expected(credits, values, **given):
         rewards=rewards,
         turn=turn,
         turn_rewards=turn_rewards,
-        **{"lam": 0.9} | given,
+        **given,
     )
     return advantages.value_targets(advantages=found, values=values, mask=mask)
 
@@ -67,6 +67,17 @@ def check(credits, wanted):
 def test_targets_are_exact_in_float64_whatever_the_critic_computes_in(dtype):
     credits, values, _ = estimated(GAE, dtype=dtype)
     check(credits, expected(credits, values.double()))
+
+
+@pytest.mark.parametrize("lam", [1.0, 0.7, 0.0])
+@pytest.mark.parametrize(("name", "own"), [("gae", {"lam": 0.9}), ("vapo", {"alpha": 0.3})])
+def test_targets_have_a_lam_of_their_own(name, own, lam):
+    """What the policy's lam forgets of a late reward the critic still learns."""
+    given = PartOptions(advantage=own | {"lam_critic": lam})
+    credits, values, _ = estimated(replace(GAE, advantage=name, options=given))
+    check(credits, expected(credits, values, lam=lam))
+    plain, _, _ = estimated(replace(GAE, advantage=name, options=PartOptions(advantage=own)))
+    assert [c.advantages for c in credits] == [c.advantages for c in plain]
 
 
 def test_a_kl_in_the_advantage_is_no_part_of_the_targets():
@@ -90,7 +101,7 @@ def test_on_policy_a_kl_in_the_reward_is_once_in_the_targets_of_vtrace_and_retra
     for ours, theirs in zip(traced, plain, strict=True):
         assert ours.advantages == pytest.approx(theirs.advantages, abs=1e-12)
         assert ours.targets == pytest.approx(theirs.targets, abs=1e-12)
-    check(traced, expected(traced, values, kl=kl, kl_coef=0.3, lam=1.0))
+    check(traced, expected(traced, values, kl=kl, kl_coef=0.3))
 
 
 def test_the_weights_of_conflict_tokens_are_no_part_of_the_targets():

@@ -573,7 +573,7 @@ PAPERS = {
     "turn_grpo": Paper(lambda case: slow.turn_grpo(case.b, (1.0, 1.0), 1), CLIP, adds=(kl_loss("k3", 0.04),)),
     "turn_return": Paper(lambda case: slow.turn_return(case.b, "both", 0.9, 1), CLIP),
     "turn_return_hybrid": Paper(lambda case: slow.turn_return_hybrid(case.b, 0.9, 0.3, 1), CLIP),
-    "ppo": Paper(gae(0.95), CLIP),
+    "ppo": Paper(gae(1.0), CLIP),
     "turn_ppo": Paper(whitened(lambda b: slow.turn_gae(b, "both", 0.0, (0.95, 1.0, 1.0, 1.0))), CLIP),
     "step_ppo": Paper(whitened(lambda b: slow.step_gae(b, "both", 0.0, 0.99, 0.9)), CLIP),
     "search_r1": Paper(gae(1.0, 0.001), CLIP),

@@ -32,7 +32,7 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "turn_return": ("gamma",),
     "turn_return_hybrid": ("gamma", "outcome_weight"),
     "raw": (),
-    "gae": ("gamma", "lam", "whiten", "bootstrap"),
+    "gae": ("gamma", "lam", "lam_critic", "whiten", "bootstrap"),
     "step_gae": ("gamma", "lam", "whiten", "bootstrap"),
     "turn_gae": ("gamma_turn", "lam_turn", "gamma_token", "lam_token", "whiten", "bootstrap"),
     "vapo": ("gamma", "alpha", "lam_critic", "whiten", "bootstrap"),
@@ -142,6 +142,8 @@ WIDER_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", "hierarchical", *GREEDY_ADVANTAGE
 """Advantages that may differ from 0 in a group of equal rewards: by turns, other groups, a greedy episode."""
 ALONE_ADVANTAGES = ("raw", "reinforce_pp", "rae", *GREEDY_ADVANTAGES, *CRITIC_ADVANTAGES)
 """Advantages that do not compare the attempts of a group with each other."""
+DECOUPLED_ADVANTAGES = ("gae", "vapo")
+"""Those whose critic learns from returns of a lam of its own, lam_critic."""
 TURN_VALUE_ADVANTAGES = ("step_gae",)
 """Those that read one value a turn, at its first action token."""
 WHITENED_ADVANTAGES = ("reinforce_pp", "reinforce_pp_baseline", *CRITIC_ADVANTAGES)

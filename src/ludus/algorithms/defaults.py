@@ -23,7 +23,7 @@ ADVANTAGE_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "turn_grpo": {"turn_weight": 1.0, "outcome_weight": 1.0},
     "turn_return": {"gamma": 1.0},
     "turn_return_hybrid": {"gamma": 0.9, "outcome_weight": 0.3},
-    "gae": _GAE,
+    "gae": _GAE | {"lam_critic": 1.0},
     "step_gae": _GAE,
     "turn_gae": {"gamma_turn": 1.0, "lam_turn": 1.0, "gamma_token": 1.0, "lam_token": 1.0} | _CRITIC,
     "vapo": {"gamma": 1.0, "alpha": 0.05, "lam_critic": 1.0} | _CRITIC,

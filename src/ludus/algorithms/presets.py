@@ -207,9 +207,8 @@ _PRESETS = (
     Algorithm(
         name="ppo",
         summary="a critic, GAE over the action tokens, clipped ratio",
-        source="arXiv:1707.06347 with arXiv:1506.02438",
+        source="arXiv:1707.06347 with arXiv:1506.02438 and the critic's warm-up of arXiv:2503.01491",
         advantage="gae",
-        options=PartOptions(advantage={"lam": 0.95}),
     ),
     Algorithm(
         name="turn_ppo",

@@ -151,13 +151,16 @@ class CriticConfig(Section):
     model: Literal["separate", "head"] = "separate"
     """`separate`: a copy of the policy's body that learns with its head. `head`: a head alone, on the states
     of the policy itself; it needs no second model, and its loss does not move the policy."""
-    learning_rate: float = Field(1e-3, gt=0)
-    """Of its own AdamW."""
+    learning_rate: float | None = Field(None, gt=0)
+    """Of its own AdamW; none is 5 times training.learning_rate."""
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of one step."""
+    minibatches: int = Field(8, ge=1)
+    """Gradient steps per pass: the rollouts of a step are split into this many parts."""
     clip: float = Field(0.2, ge=0)
     """How far a value may move in one step; 0 is not bounded. Not of coderl, whose critic has no values."""
     warmup_steps: int | None = Field(None, ge=0)
-    """First steps in which the critic alone learns. None is 0, and a tenth of training.steps for vapo."""
+    """First steps in which the critic alone learns, on rollouts that count among training.steps. None is a
+    tenth of training.steps, rounded down, and 0 for coderl."""
     prime: PrimeConfig = PrimeConfig()
     """Of the algorithm prime, which has it in the place of a critic."""

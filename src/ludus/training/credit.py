@@ -12,6 +12,7 @@ from torch import Tensor
 from ludus.algorithms.advantages import ADVANTAGES, VALUE_ERRORS
 from ludus.algorithms.algorithm import (
     BINARY_ADVANTAGES,
+    DECOUPLED_ADVANTAGES,
     GRANULARITIES,
     TOKEN_ADVANTAGES,
     TURN_READING_ADVANTAGES,
@@ -255,8 +256,8 @@ def _of_critic(algorithm: Algorithm) -> Algorithm:
     weights of conflict tokens, which say how strongly a token trains.
     """
     own = algorithm.options.advantage | {"whiten": 0.0}
-    if algorithm.advantage == "vapo":
-        own = {"gamma": own.get("gamma", 1.0), "lam": own.get("lam_critic", 1.0), "whiten": 0.0}
+    if algorithm.advantage in DECOUPLED_ADVANTAGES:
+        own |= {"lam": own.get("lam_critic", 1.0)}
         algorithm = replace(algorithm, advantage="gae")
     if algorithm.advantage == "vtrace":
         algorithm = replace(algorithm, advantage="vtrace_error")

@@ -1,8 +1,9 @@
 """The critic: one number per state in place of the output layer.
 
 `values[t]` is V of the state before token `t`: read from the hidden state at `t - 1`. It begins as a copy of
-the policy's body with a head of zeros, so that its first values are 0, and learns by the clipped value loss.
-Or it is a head alone, on the hidden states of the policy as it is.
+the policy's body with a head of zeros, so that its first values are 0. Before its first gradient step its
+bias is set to the mean of that batch's targets: the scale of the rewards need not be learned. It learns by
+the clipped value loss. Or it is a head alone, on the hidden states of the policy as it is.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ from ludus.algorithms.losses import value_loss
 from ludus.training.batch import Row
 from ludus.training.optimiser import OptimiserSettings
 from ludus.training.ranks import ONE_PROCESS, Ranks, merged
+from ludus.training.sharding import put
 from ludus.training.state_model import (
     StateModel,
     StateSettings,
+    batches,
     blank_state_of,
     load_state_of,
     padded,
@@ -34,13 +37,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class CriticSettings:
-    """How the critic learns. `clip` bounds how far a value moves in one step (None: not bounded).
+    """How the critic learns: `epochs` passes over the rows of a step, each in `minibatches` gradient steps.
+
+    `clip` bounds how far a value moves in one step of training (None: not bounded).
 
     With `turns` it learns at the first action token of each turn alone: a step is a turn then, and the other
     tokens have no value of their own.
     """
 
     epochs: int = 1
+    minibatches: int = 1
     clip: float | None = 0.2
     states: StateSettings = field(default_factory=StateSettings)
     turns: bool = False
@@ -74,19 +80,25 @@ class Critic:
     def train(
         self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]
     ) -> dict[str, float]:
-        """Take `epochs` steps towards `targets` `[T]` a row; `old` are the values before.
+        """Learn `targets` `[T]` a row; `old` are the values before.
 
-        Gives the loss of the first step and the share of the targets' variance that the old values explain.
-        Raises LearnerError where the loss is not finite.
+        Return the loss of the old values and the share of the targets' variance that they explain. Raises
+        LearnerError where the loss is not finite.
         """
-        tokens = sum(sum(row.trains[1:]) for row in rows)
-        losses = (
-            [self._step(rows, targets, old, tokens) for _ in range(self.settings.epochs)] if tokens else [0.0]
-        )
+        settings, taken = self.settings, self.optimiser.num_steps
+        start = _mean(_trained(targets, rows)) if taken == 0 else 0.0
+        if taken == 0:
+            put(self.states.head.bias, torch.tensor([start], dtype=torch.float64))
+        before = [values + start for values in old]
+        for index in batches(len(rows), settings.epochs, settings.minibatches, taken):
+            chosen = [rows[i] for i in index]
+            if any(any(row.trains[1:]) for row in chosen):
+                self._step(chosen, [targets[i] for i in index], [before[i] for i in index])
+        errors = [t - v for t, v in zip(_trained(targets, rows), _trained(old, rows), strict=True)]
         return {
-            "critic/loss": losses[0],
+            "critic/loss": 0.5 * _mean([error.square() for error in errors]),
             "critic/explained_variance": _explained(rows, targets, old),
-            "critic/value_mean": _mean([v[torch.tensor(r.trains)] for v, r in zip(old, rows, strict=True)]),
+            "critic/value_mean": _mean(_trained(old, rows)),
         }
 
     def state(self) -> dict[str, Tensor]:
@@ -101,10 +113,8 @@ class Critic:
         """Put back what `state` gave. Raises LearnerError for another critic."""
         load_state_of(self.model, self.optimiser, state, num_steps, "critic")
 
-    def _step(
-        self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor], tokens: int
-    ) -> float:
-        total, fault = 0.0, ""
+    def _step(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        tokens, fault = sum(sum(row.trains[1:]) for row in rows), ""
         for part in self.states.parts(rows):
             values = self.states.read(part)[:, :, 0]
             loss = value_loss(
@@ -118,20 +128,22 @@ class Critic:
             if not torch.isfinite(scaled):
                 fault = "The critic's loss is not a number."
             torch.autograd.backward(scaled)
-            total += float(scaled.detach())
         self.optimiser.step_together(fault, "Lower critic.learning_rate.")
-        return sum(self.states.ranks.gather(total))
 
 
 def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
     """`1 - var(target - value) / var(target)` over the training tokens; 0 where the targets do not vary."""
-    masks = [torch.tensor((False, *row.trains[1:])) for row in rows]
-    wanted = torch.cat([t.double().cpu()[m] for t, m in zip(targets, masks, strict=True)])
-    given = torch.cat([v.double().cpu()[m] for v, m in zip(old, masks, strict=True)])
+    wanted, given = torch.cat(_trained(targets, rows)), torch.cat(_trained(old, rows))
     spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
     return 1 - float((wanted - given).var(correction=0)) / spread if spread > 0 else 0.0
 
 
+def _trained(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
+    """The values `[T]` of each row at the tokens that train, float64 on the CPU."""
+    masks = [torch.tensor((False, *row.trains[1:])) for row in rows]
+    return [v.double().cpu()[m] for v, m in zip(values, masks, strict=True)]
+
+
 def _mean(values: Sequence[Tensor]) -> float:
-    joined = torch.cat([v.double().cpu() for v in values])
+    joined = torch.cat(list(values))
     return float(joined.mean()) if joined.numel() else 0.0

@@ -5,7 +5,6 @@ Which one an algorithm has, what it says before the step, and what it learns in 
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
@@ -36,6 +35,9 @@ from ludus.types import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+CRITIC_RATE = 5.0
+"""Learning rate of a critic in multiples of the policy's, unless one is set."""
+
 Judge = Critic | OutcomeCritic | ProcessReward
 
 
@@ -59,14 +61,16 @@ def make_judge(
             ranks,
         )
     optimiser = OptimiserSettings(
-        learning_rate=critic.learning_rate, total_steps=training.steps * critic.epochs
+        learning_rate=critic.learning_rate or CRITIC_RATE * training.learning_rate,
+        total_steps=training.steps * critic.epochs * critic.minibatches,
     )
     states = StateSettings(size, again, on_policy=critic.model == "head")
     if algorithm.advantage == "coderl":
-        return OutcomeCritic(model, optimiser, OutcomeCriticSettings(critic.epochs, success, states), ranks)
+        outcome = OutcomeCriticSettings(critic.epochs, critic.minibatches, success, states)
+        return OutcomeCritic(model, optimiser, outcome, ranks)
     if algorithm.advantage in CRITIC_ADVANTAGES:
         turns = algorithm.advantage in TURN_VALUE_ADVANTAGES
-        settings = CriticSettings(critic.epochs, critic.clip or None, states, turns)
+        settings = CriticSettings(critic.epochs, critic.minibatches, critic.clip or None, states, turns)
         return Critic(model, optimiser, settings, ranks)
     return None
 
@@ -109,7 +113,7 @@ def part_name(judge: Judge) -> str:
 
 
 def warmup_steps(judge: Judge | None, config: Config, started: int | None = None) -> int:
-    """First steps in which it alone learns: as set, and else a tenth of the run where vapo asks for some.
+    """First steps in which it alone learns: as set, and else a tenth of the run for a critic of values.
 
     A resumed run keeps those that it `started` with, so that more steps do not stop the policy once more.
     """
@@ -120,8 +124,9 @@ def planned_warmup(config: Config, started: int | None = None) -> int:
     """First steps in which a critic alone would learn, as in `warmup_steps`."""
     if config.critic.warmup_steps is not None:
         return config.critic.warmup_steps
-    wanted = resolve(config.algorithm).advantage == "vapo"
-    return (started or math.ceil(config.training.steps / 10)) if wanted else 0
+    if resolve(config.algorithm).advantage not in CRITIC_ADVANTAGES:
+        return 0
+    return config.training.steps // 10 if started is None else started
 
 
 def judged(judge: Judge, credits: Sequence[Credit], rows: Sequence[Row], learner: Learner) -> Estimates:

@@ -20,6 +20,7 @@ from ludus.training.ranks import ONE_PROCESS, Ranks, merged
 from ludus.training.state_model import (
     StateModel,
     StateSettings,
+    batches,
     blank_state_of,
     load_state_of,
     scored,
@@ -35,9 +36,13 @@ CLASSES = 2
 
 @dataclass(frozen=True, slots=True)
 class OutcomeCriticSettings:
-    """How it learns. `success` is the reward part that says whether a task was solved: 1 is."""
+    """How it learns: `epochs` passes over the rows of a step, each in `minibatches` gradient steps.
+
+    `success` is the reward part that says whether a task was solved: 1 is.
+    """
 
     epochs: int = 1
+    minibatches: int = 1
     success: str = ""
     states: StateSettings = field(default_factory=StateSettings)
 
@@ -70,18 +75,23 @@ class OutcomeCritic:
         return [found[i] for i in range(len(rows))]
 
     def train(self, rows: Sequence[Row], solved: Sequence[bool]) -> dict[str, float]:
-        """Take `epochs` steps on the cross-entropy, a mean over tokens.
+        """Learn the cross-entropy, a mean over tokens.
 
-        Gives loss and accuracy (the share of tokens that think their row's outcome the likelier one) before
-        the first step. Raises LearnerError where the loss is not finite.
+        Return loss and accuracy (the share of tokens at which the row's outcome is the likelier one) of the
+        first pass, each minibatch before its gradient step. Raises LearnerError where the loss is not finite.
         """
+        settings = self.settings
         tokens = sum(sum(row.trains[1:]) for row in rows)
         if not tokens:
             return {}
-        loss, right = self._step(rows, solved, tokens)
-        for _ in range(1, self.settings.epochs):
-            self._step(rows, solved, tokens)
-        return {"critic/loss": loss, "critic/accuracy": right / tokens}
+        steps = [
+            self._step([rows[i] for i in index], [solved[i] for i in index])
+            for index in batches(len(rows), settings.epochs, settings.minibatches, self.optimiser.num_steps)
+            if any(any(rows[i].trains[1:]) for i in index)
+        ]
+        first = steps[: len(steps) // settings.epochs]
+        loss, right = (sum(column) for column in zip(*first, strict=True))
+        return {"critic/loss": loss / tokens, "critic/accuracy": right / tokens}
 
     def state(self) -> dict[str, Tensor]:
         """Weights and moments, for a checkpoint."""
@@ -95,7 +105,9 @@ class OutcomeCritic:
         """Put back what `state` gave. Raises LearnerError for another critic."""
         load_state_of(self.model, self.optimiser, state, num_steps, "critic")
 
-    def _step(self, rows: Sequence[Row], solved: Sequence[bool], tokens: int) -> tuple[float, int]:
+    def _step(self, rows: Sequence[Row], solved: Sequence[bool]) -> tuple[float, int]:
+        """Take one gradient step; return the sum of the losses before it and the number of right tokens."""
+        tokens = sum(sum(row.trains[1:]) for row in rows)
         total, right, fault = 0.0, 0, ""
         for part in self.states.parts(rows):
             mask = scored(part)
@@ -107,7 +119,7 @@ class OutcomeCritic:
             if not torch.isfinite(loss):
                 fault = "The critic's loss is not a number."
             torch.autograd.backward(loss if part.index else 0.0 * table.sum())
-            total += float(loss.detach())
+            total += tokens * float(loss.detach())
             right += int((logits.argmax(1) == labels).sum())
         self.optimiser.step_together(fault, "Lower critic.learning_rate.")
         ranks = self.states.ranks

@@ -338,6 +338,8 @@ def build_loop(
     save_config(folder, config)
     forget_after(folder, done)
     warmup = warmup_steps(parts.judge, config, None if stored is None else stored.warmup)
+    if warmup > done:
+        log.info("the critic alone learns until step %d (critic.warmup_steps)", warmup)
     bound, entropy = over_age_bound(config), memory.initial_entropy
     sampler = Sampler(session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere)
     loop = RlLoop(

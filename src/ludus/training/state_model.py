@@ -7,7 +7,8 @@ in a checkpoint.
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -84,6 +85,19 @@ class StateModel:
         wide = self._states.read(part.tokens, (rows, columns + after), frozen=self._on_policy)
         empty = torch.zeros(*part.tokens.shape, wide.shape[1], dtype=wide.dtype, device=wide.device)
         return empty.index_put((rows, columns + 1), wide)
+
+
+def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator[list[int]]:
+    """The row indices of each gradient step: `epochs` passes of `minibatches` parts, shuffled by `seed`.
+
+    A single part keeps the rows in order. With fewer rows than `minibatches` each row is a part.
+    """
+    shuffled, order = random.Random(seed), list(range(num_rows))
+    for _ in range(epochs):
+        if minibatches > 1:
+            shuffled.shuffle(order)
+        for part in range(min(minibatches, num_rows)):
+            yield order[part::minibatches]
 
 
 def scored(part: Microbatch) -> Tensor:
