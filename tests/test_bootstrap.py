@@ -57,9 +57,9 @@ def value_after(judge, tokens):
 def test_the_last_token_of_a_cut_episode_looks_at_the_value_after_it():
     episodes, one, judge = cut_group()
     plain = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
-    one.algorithm = algorithm(gamma=0.9, lam=0.8, bootstrap=1)
+    one.algorithm = algorithm(gamma=0.9, lam=0.8, lam_critic=0.8, bootstrap=1)
     asked = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
-    one.algorithm = algorithm(gamma=0.9, lam=0.8)
+    one.algorithm = algorithm(gamma=0.9, lam=0.8, lam_critic=0.8)
     without = refine(assign_credit([episodes], one.algorithm), one, 0, judge)
     for i, (before, after) in enumerate(zip(without, asked, strict=True)):
         v = value_after(judge, episodes[i].trajectory.token_ids) if i in (0, 2) else 0.0
