@@ -54,6 +54,7 @@ def no_settings(overrides: Sequence[str], command: str) -> None:
 def check_run(folder: RunFolder) -> None:
     """Raise UserError unless the folder is that of a run."""
     if folder.config.is_file():
+        folder.check_config()
         return
     if not folder.path.exists():
         raise UserError(f"There is no run at {folder.path}.", "Check the path; runs lie under runs/.")

@@ -9,7 +9,6 @@ import signal
 import socket
 import subprocess
 import sys
-import tempfile
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +17,7 @@ from ludus.cluster.frames import LENGTH_BYTES, Call, Cancel, Hello, Reply, lengt
 from ludus.cluster.messages import Answer, Message, Spec
 from ludus.cluster.remote import Needs, Remote, RoleLost
 from ludus.cluster.said import repeat
+from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import UserError
 
 _LAST_WORDS = 2000
@@ -115,7 +115,7 @@ class LocalRemote:
 class LocalLauncher:
     """Starts children of this process, whose words lie in a temporary folder."""
 
-    _folder: tempfile.TemporaryDirectory[str] | None = None
+    _folder: TemporaryFolder | None = None
     _started: list[LocalRemote] = field(default_factory=list)
     host: str = ""
 
@@ -123,8 +123,8 @@ class LocalLauncher:
         """A child; this machine is not asked what it has."""
         del needs
         if self._folder is None:
-            self._folder = tempfile.TemporaryDirectory(prefix="ludus-cluster-")
-        said = Path(self._folder.name) / name.replace(" ", "-")
+            self._folder = TemporaryFolder("ludus-cluster-")
+        said = self._folder.path / name.replace(" ", "-")
         ours, theirs = socket.socketpair()
         command = [sys.executable, "-m", "ludus.cluster.child", str(theirs.fileno())]
         with theirs, said.open("wb") as words:
@@ -148,7 +148,7 @@ class LocalLauncher:
         for remote in self._started:
             await remote.kill()
         if self._folder is not None:
-            self._folder.cleanup()
+            self._folder.close()
 
 
 def _packed(call: Call) -> bytes:

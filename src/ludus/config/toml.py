@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import tomllib
 from collections.abc import Iterator, Mapping
 from datetime import date, time
 
@@ -22,6 +23,16 @@ def to_toml(config: Config) -> str:
     """
     blocks = ("\n".join(_section(name, part)) for name, part in config if isinstance(part, Section))
     return "\n".join(blocks)
+
+
+def num_settings(text: str) -> int:
+    """How many values a text of TOML has. Raises ValueError where it is none."""
+    tables, count = [tomllib.loads(text)], 0
+    for table in tables:
+        inner = [one for one in table.values() if isinstance(one, dict)]
+        count += len(table) - len(inner)
+        tables += inner
+    return count
 
 
 def toml_value(value: object) -> str:

@@ -6,15 +6,15 @@ touches a disk. One that a killed process left there would hold memory: it goes 
 
 from __future__ import annotations
 
-import fcntl
 import os
 import shutil
 import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import TYPE_CHECKING
 
+from ludus.engines.temporary import TemporaryFolder, remove_abandoned
 from ludus.errors import StorageError
 
 if TYPE_CHECKING:
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
 
 SHARED_MEMORY = Path("/dev/shm")
 _PREFIX = "ludus-weights-"
-_LOCK = "in-use"
 _COPIES = 2
 """Those that are in use, and the next."""
 
@@ -33,8 +32,7 @@ class WeightShelf:
 
     root: str = ""
     shared_memory: Path = SHARED_MEMORY
-    _own: tempfile.TemporaryDirectory[str] | None = field(init=False, default=None)
-    _lock: IO[bytes] | None = field(init=False, default=None)
+    _own: TemporaryFolder | None = field(init=False, default=None)
 
     def folder(self, name: str, num_bytes: int) -> Path:
         """The folder `name`, yet to be made, for so much of weights. Raises StorageError."""
@@ -45,28 +43,19 @@ class WeightShelf:
                 self._own = self._make(_COPIES * num_bytes)
             except OSError as error:
                 raise unwritable(Path(tempfile.gettempdir()), error) from error
-        return Path(self._own.name) / name
+        return self._own.path / name
 
     def close(self) -> None:
         """Remove what is temporary. A later `folder` makes it anew."""
         if self._own is not None:
-            self._own.cleanup()
-        if self._lock is not None:
-            self._lock.close()
-        self._own, self._lock = None, None
+            self._own.close()
+        self._own = None
 
-    def _make(self, num_bytes: int) -> tempfile.TemporaryDirectory[str]:
+    def _make(self, num_bytes: int) -> TemporaryFolder:
         place = self.shared_memory
-        _sweep(place)
+        remove_abandoned(_PREFIX, place)
         shared = os.access(place, os.W_OK | os.X_OK) and shutil.disk_usage(place).free >= num_bytes
-        own = tempfile.TemporaryDirectory(
-            prefix=_PREFIX, dir=place if shared else None, ignore_cleanup_errors=True
-        )
-        unlocked = Path(own.name) / f"{_LOCK}.new"
-        self._lock = unlocked.open("wb")
-        fcntl.flock(self._lock, fcntl.LOCK_EX)
-        unlocked.rename(unlocked.with_name(_LOCK))
-        return own
+        return TemporaryFolder(_PREFIX, place if shared else None)
 
 
 def save_weights(folder: Path, state: Mapping[str, torch.Tensor]) -> None:
@@ -107,19 +96,3 @@ def unwritable(folder: Path, error: Exception) -> StorageError:
         f"The weights for the server cannot be written to {folder}: {error}.",
         "Set engine.weights_folder to a folder with room that the server sees as well.",
     )
-
-
-def _sweep(place: Path) -> None:
-    """Remove what processes that are gone have left: nobody holds its lock."""
-    for folder in place.glob(f"{_PREFIX}*"):
-        try:
-            lock = os.open(folder / _LOCK, os.O_RDWR)
-        except OSError:
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
-        except BlockingIOError:
-            continue
-        finally:
-            os.close(lock)

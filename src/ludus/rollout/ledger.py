@@ -2,7 +2,8 @@
 
 Takes: `start` when an episode begins, `finish` when its fate is known. Gives: counts by outcome and reason,
 step by step and over the run. Refuses: an ending without a beginning, a second ending, and closing a step
-while one of its rollouts has no ending. Never: guesses an outcome. It belongs to one event loop and takes
+while one of its rollouts has no ending; and a rollout that has trained before, also in the run that is
+resumed. Never: guesses an outcome. It belongs to one event loop and takes
 no lock. A ledger that is `spanning` has rollouts that outlive the step that asked for them: a step's counts
 are then of all that ended before it closed and after the step before.
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from ludus.errors import LudusError
@@ -120,11 +121,13 @@ class LedgerState:
     """What a checkpoint keeps: the totals of all closed steps, and the last of them (None before the first).
 
     Rollouts of a step that is still open are not in it: a resumed run samples that step again. A spanning
-    ledger has no such step: those that run are not in it.
+    ledger has no such step: those that run are not in it. `ahead` are the rollouts that have trained although
+    a later step asked for them.
     """
 
     total: LedgerCounts = LedgerCounts(step=None)
     last_closed: int | None = None
+    ahead: tuple[RolloutKey, ...] = ()
 
 
 @dataclass(slots=True)
@@ -140,7 +143,8 @@ class _Page:
 
 
 KEPT_STEPS = 16
-"""Closed steps whose counts a ledger keeps, the newest."""
+"""Closed steps whose counts, and the rollouts that trained, a ledger keeps: the newest."""
+_TRAINS = (Outcome.TRAINED, Outcome.MASKED)
 
 
 class Ledger:
@@ -150,10 +154,16 @@ class Ledger:
         self._spanning = spanning
         self._pages: dict[int, _Page] = {}
         self._closed: dict[int, LedgerCounts] = {}
+        self._trained: set[RolloutKey] = set()
         self._state = LedgerState()
 
     def start(self, key: RolloutKey) -> None:
-        """Note that a rollout begins. Raises AccountingError if it has begun before or its step is closed."""
+        """Note that a rollout begins.
+
+        Raises AccountingError if it has begun or trained before, or its step is closed.
+        """
+        if key in self._trained:
+            raise AccountingError(f"rollout has trained before: {key}.")
         endings = self._page(key.step).endings
         if key in endings:
             raise AccountingError(f"rollout started twice: {key}.")
@@ -216,11 +226,13 @@ class Ledger:
         if earliest < step:
             raise AccountingError(f"step {step} cannot be closed: step {earliest} is still open.")
         counts = self.summary(step)
-        self._pages.pop(step, None)
+        closed = self._pages.pop(step, _Page()).endings
+        self._trained.update(key for key, ending in closed.items() if ending and ending[0] in _TRAINS)
+        self._trained = {key for key in self._trained if key.step > step - KEPT_STEPS}
         self._closed[step] = counts
         if len(self._closed) > KEPT_STEPS:
             del self._closed[min(self._closed)]
-        self._state = LedgerState(self._state.total.plus(counts), step)
+        self._state = LedgerState(self._state.total.plus(counts), step, self._ahead(step))
         for key in running:
             self._page(key.step).endings[key] = None
         return counts
@@ -272,14 +284,26 @@ class Ledger:
             ended = _Page(clock_limited=page.clock_limited, gone=page.gone)
             ended.endings.update((key, ending) for key, ending in page.endings.items() if ending is not None)
             total = total.plus(_counts(None, ended))
-        return LedgerState(total, self._state.last_closed)
+        return replace(self._state, total=total)
+
+    def trained_ahead(self, step: int) -> set[str]:
+        """The tasks of a step that is not closed whose rollouts have trained already."""
+        return {key.task_id for key in self._state.ahead if key.step == step}
+
+    @property
+    def steps_ahead(self) -> set[int]:
+        """The steps that are not closed and have such tasks."""
+        return {key.step for key in self._state.ahead}
 
     @classmethod
     def restore(cls, state: LedgerState, *, spanning: bool = False) -> Ledger:
         """A ledger that goes on after `state.last_closed`."""
         ledger = cls(spanning=spanning)
-        ledger._state = state
+        ledger._state, ledger._trained = state, set(state.ahead)
         return ledger
+
+    def _ahead(self, step: int) -> tuple[RolloutKey, ...]:
+        return tuple(sorted(key for key in self._trained if key.step > step))
 
     def _page(self, step: int) -> _Page:
         if not self._spanning:

@@ -24,8 +24,9 @@ from safetensors import SafetensorError
 from ludus.algorithms.kl_run import KlState
 from ludus.engines.loading import save_model
 from ludus.errors import StorageError, UserError
-from ludus.rollout.ledger import LedgerCounts, LedgerState
+from ludus.rollout.ledger import AccountingError, LedgerCounts, LedgerState, RolloutKey
 from ludus.training.crew import Save
+from ludus.training.manifest import broken, write_manifest
 from ludus.training.optimiser import Optimiser
 from ludus.training.sharding import is_sharded
 from ludus.training.shards import SHARDS, load_shards, save_shards
@@ -43,7 +44,8 @@ class TrainerState:
     Everything random is a function of seed and step, so no generator state is kept. `judge_steps` are the
     optimiser steps of the critic or process reward model, `memory` is that of the algorithm, as text.
     `origins` are digests of models that are not here (`training.origins`). `warmup` is the number of first
-    steps in which a critic learns alone; None where the checkpoint is older than this field.
+    steps in which a critic learns alone; None where the checkpoint is older than this field. `mode` is
+    `training.mode`, empty for training that has none.
     """
 
     step: int
@@ -55,6 +57,7 @@ class TrainerState:
     kl: KlState = field(default_factory=KlState)
     origins: Mapping[str, str] = field(default_factory=dict)
     warmup: int | None = None
+    mode: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +111,7 @@ def save_checkpoint(
         for name, text in extra.texts.items():
             (trainer / name).write_text(text, "utf-8")
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
+        write_manifest(unfinished)
         _sync(unfinished)
         if final.exists():
             shutil.rmtree(final)
@@ -124,22 +128,46 @@ def save_checkpoint(
 
 
 def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
-    """Put the moments back into `optimiser`; gives the rest. Raises UserError where they do not belong."""
+    """Put the moments back into `optimiser`; gives the rest.
+
+    Raises UserError where they do not belong, StorageError where the checkpoint is damaged.
+    """
+    state = read_state(folder)
     try:
-        data = json.loads((folder / "trainer" / "state.json").read_text("utf-8"))
         moments = _read_part(folder, "optimiser", optimiser.blank_state())
-    except (OSError, ValueError) as error:
-        raise UserError(
-            f"{folder} holds no state of a trainer to resume from: {error}.",
-            "Start a new run from its weights with --model.path.",
-        ) from error
-    optimiser.load_state(moments, data["optimiser_steps"])
+    except OSError as error:
+        raise broken(folder, f"the optimizer's moments cannot be read ({error})") from error
+    optimiser.load_state(moments, state.optimiser_steps)
+    return state
+
+
+def read_state(folder: Path) -> TrainerState:
+    """The trainer's state in a checkpoint. Raises StorageError where it is damaged or incomplete."""
+    try:
+        state = _state_of((folder / "trainer" / "state.json").read_text("utf-8"))
+    except _NO_STATE as error:
+        said = error if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise broken(folder, f"trainer/state.json holds no state to resume from ({said})") from error
+    if checkpoint_path(folder.parent, state.step).name != folder.name:
+        raise broken(folder, f"trainer/state.json is of step {state.step}")
+    return state
+
+
+_NO_STATE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, AccountingError)
+
+
+def _state_of(text: str) -> TrainerState:
+    """The state in a text of JSON. Raises `_NO_STATE`."""
+    data = json.loads(text)
     ledger = data["ledger"]
-    total = LedgerCounts(**ledger["total"])
-    closed = LedgerState(total, ledger["last_closed"])
+    closed = LedgerState(
+        LedgerCounts(**ledger["total"]),
+        ledger["last_closed"],
+        tuple(RolloutKey(**key) for key in ledger.get("ahead", ())),
+    )
     return TrainerState(
-        step=data["step"],
-        optimiser_steps=data["optimiser_steps"],
+        step=int(data["step"]),
+        optimiser_steps=int(data["optimiser_steps"]),
         ledger=closed,
         judge_steps=data.get("judge_steps", data.get("critic_steps", 0)),  # as earlier versions called it
         memory=data.get("memory", ""),
@@ -147,6 +175,7 @@ def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
         kl=KlState(**data.get("kl", {})),
         origins=data.get("origins", {}),
         warmup=data.get("warmup"),
+        mode=data.get("mode", ""),
     )
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -26,6 +25,7 @@ from torch import Tensor, distributed
 from ludus.algorithms.algorithm import Algorithm
 from ludus.config.environment import launched_rank
 from ludus.config.schema import Config
+from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, UserError
 from ludus.training.batch import Row
 from ludus.training.head import Entropy
@@ -195,13 +195,13 @@ class Leader(SharedBatch):
 class Crew:
     """The other processes, where they were started here."""
 
-    folder: tempfile.TemporaryDirectory[str] | None = None
+    folder: TemporaryFolder | None = None
     processes: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     def start(self, meeting: Meeting, device: torch.device) -> None:
         """Start the followers on such a device; they come to a meeting that this process called."""
-        self.folder = tempfile.TemporaryDirectory(prefix="ludus-ranks-")
-        place = Path(self.folder.name)
+        self.folder = TemporaryFolder("ludus-ranks-")
+        place = self.folder.path
         what = [str(meeting.port), str(meeting.count), str(meeting.limit_s), device.type, str(os.getpid())]
         for rank in range(1, meeting.count):
             command = [sys.executable, "-m", "ludus.training.follow", str(place), str(rank), *what]
@@ -213,7 +213,7 @@ class Crew:
 
         Raises LearnerError where one has ended, or has not begun within the limit.
         """
-        place = Path("" if self.folder is None else self.folder.name)
+        place = Path() if self.folder is None else self.folder.path
         ranks, deadline = range(1, len(self.processes) + 1), time.monotonic() + limit_s
         while late := [rank for rank in ranks if not (place / here(rank)).exists()]:
             if any(process.poll() is not None for process in self.processes):
@@ -234,7 +234,7 @@ class Crew:
             with suppress(subprocess.TimeoutExpired):
                 process.wait(1.0)
             if process.poll() is not None and self.folder is not None:
-                said = (Path(self.folder.name) / f"said-{rank}").read_text("utf-8", "replace").strip()
+                said = (self.folder.path / f"said-{rank}").read_text("utf-8", "replace").strip()
                 words = f": {said[-_LAST_WORDS:]}" if said else "."
                 return f"process {rank} ({process.returncode}){words}"
         return ""
@@ -260,7 +260,7 @@ class Crew:
                 process.kill()
                 process.wait()
         if self.folder is not None:
-            self.folder.cleanup()
+            self.folder.close()
 
 
 def here(rank: int) -> str:

@@ -15,7 +15,7 @@ import statistics
 import time
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
@@ -54,6 +54,9 @@ async def run(loop: RlLoop, done: int, before: StreamState, waiting: StreamState
     if mode == "async":
         await AsyncRun.of(loop, done, before).run(done, before)
         return
+    late = [group.jobs[0] for group in before.groups if group.jobs[0].key.step <= done]
+    memory = loop.sampler.memory
+    loop.sampler.memory = replace(memory, owed=(*memory.owed, *(job.task.id for job in late)))
     loop.sampler.go_on_with(waiting.groups)
     try:
         await (loop.run(done) if mode == "sync" else run_one_step(loop, done))

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 from ludus.config.schema import Config
 from ludus.config.toml import value_text
 from ludus.diagnostics.trackers import read_metrics
-from ludus.errors import UserError
+from ludus.errors import StorageError, UserError
 from ludus.evaluation.evaluate import plans
 from ludus.training.checkpoint import list_checkpoints
+from ludus.training.manifest import check_manifest
 from ludus.training.preference import steps_of_run
 from ludus.training.reward_model import planned_steps
 from ludus.training.run import Kind, RunFolder, kind_of, resume_command
@@ -100,8 +101,12 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
     """Raise UserError where the run in `folder` cannot go on with `config`.
 
     It keeps its model, world, seed and folder, and its cold start once there is one; and it has no fewer
-    steps than are done.
+    steps than are done. Raises StorageError where its newest checkpoint or its metrics are damaged.
     """
+    for shelf in (folder.checkpoints, folder.path / "cold_start" / "checkpoints"):
+        for _, path in list_checkpoints(shelf)[-1:]:
+            check_manifest(path)
+    check_metrics(folder, steps_done(folder))
     kept = (*_KEPT, *_KEPT_BY_KIND.get(kind, ()))
     if kind == "rl" and list_checkpoints(folder.path / "cold_start" / "checkpoints"):
         kept = (*kept, "sft.")
@@ -121,6 +126,19 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
         raise UserError(
             f"{key} is {steps}, and {done} {unit} of the run {folder.path} are done.",
             f"Give more than {done} to train on.",
+        )
+
+
+def check_metrics(folder: RunFolder, done: int) -> None:
+    """Raise StorageError unless `metrics.jsonl` has a line for each step that is done."""
+    if not done:
+        return
+    rows = {row.step for row in read_metrics(folder.metrics)} if folder.metrics.is_file() else set()
+    missing = [step for step in range(1, done + 1) if step not in rows]
+    if missing:
+        raise StorageError(
+            f"{folder.metrics} has no line for step {missing[0]}, and {done} steps are done.",
+            f"Put the line back, or remove what {folder.checkpoints} has after step {missing[0] - 1}.",
         )
 
 

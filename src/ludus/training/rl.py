@@ -266,6 +266,7 @@ class RlLoop:
             kl=learning.kl.state,
             origins=dict(self.origins),
             warmup=learning.warmup,
+            mode=self.session.config.training.mode,
         )
 
     def save(self, state: TrainerState, texts: Mapping[str, str]) -> None:

@@ -24,7 +24,7 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any, Literal, cast, get_args
 
 from ludus.config.load import config_from_toml
 from ludus.config.schema import Config
-from ludus.config.toml import to_toml
+from ludus.config.toml import num_settings, to_toml
 from ludus.errors import LudusError, StorageError, UserError
 from ludus.rollout.store import replaced_file
 
@@ -84,7 +84,19 @@ class RunFolder:
         """The configuration the run was started with. Raises UserError where this is no run folder."""
         if not self.config.is_file():
             raise UserError(f"{self.path} is not a run folder: it has no config.toml.", "Check the path.")
+        self.check_config()
         return config_from_toml(self.config.read_text("utf-8"), str(self.config))
+
+    def check_config(self) -> None:
+        """Raise StorageError where the configuration is empty or lacks settings that were written."""
+        hint = "Put it back from a copy, or start a new run from a checkpoint's weights with --model."
+        try:
+            found = num_settings(self.config.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{self.config} cannot be read: {error}.", hint) from error
+        written = _read_json(self.path / "run.json").get("settings", 1)
+        if not isinstance(written, int) or found < written:
+            raise StorageError(f"{self.config} has {found} of the {written} settings of the run.", hint)
 
 
 def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) -> RunFolder:
@@ -99,13 +111,14 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
         if (path / "config.toml").is_file():
             other += f", or go on with what is there: {resume_command(RunFolder(path))}"
         raise UserError(f"The run folder {path} exists and is not empty.", other)
-    manifest = {"kind": kind, "recipe": recipe} | _manifest(config)
+    text = to_toml(config)
+    manifest = {"kind": kind, "recipe": recipe, "settings": num_settings(text)} | _manifest(config)
     unfinished = path.with_name(f".{path.name}.new")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        (unfinished / "config.toml").write_text(to_toml(config), "utf-8")
-        (unfinished / "run.json").write_text(json.dumps(manifest, indent=1) + "\n", "utf-8")
+        _write(unfinished / "config.toml", text)
+        _write(unfinished / "run.json", _json_text(manifest))
         unfinished.rename(path)
     except OSError as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -127,8 +140,21 @@ def forget_unbegun(folder: RunFolder) -> bool:
 def save_config(folder: RunFolder, config: Config) -> None:
     """Write the configuration that a run goes on with, where it is another."""
     if folder.load_config() != config:
-        with replaced_file(folder.config) as file:
-            file.write(to_toml(config).encode())
+        text, manifest = to_toml(config), folder.path / "run.json"
+        settings = min(num_settings(text), num_settings(folder.config.read_text("utf-8")))
+        known = _read_json(manifest) | {"settings": settings}
+        _write(manifest, _json_text(known))  # the smaller number first: a kill in between does no harm
+        _write(folder.config, text)
+        _write(manifest, _json_text(known | {"settings": num_settings(text)}))
+
+
+def _write(path: Path, text: str) -> None:
+    with replaced_file(path) as file:
+        file.write(text.encode())
+
+
+def _json_text(data: Mapping[str, object]) -> str:
+    return json.dumps(data, indent=1) + "\n"
 
 
 def kind_of(folder: RunFolder) -> Kind:

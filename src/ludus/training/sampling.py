@@ -127,9 +127,11 @@ class Sampler:
         for number in range(rounds):
             wanted = num_tasks - num_training_groups(credits)
             if self.algorithm.greso:
-                tasks = self.choose(step, order, wanted, {c.episode.task.id for c in credits})
+                taken = {c.episode.task.id for c in credits} | self.ledger.trained_ahead(step)
+                tasks = self.choose(step, order, wanted, taken)
             else:
                 tasks = order.take(((step - 1) * rounds + number) * num_tasks, wanted)
+                tasks = self._untrained(step, tasks, order)
             groups = await self.roll_out(step, tasks)
             first_group = max(first_group, number * num_tasks)
             credits += await self.credit(step, groups, first_group)
@@ -138,6 +140,27 @@ class Sampler:
                 return self.as_batch(credits)
         self._say_short(step, num_training_groups(credits), num_tasks)
         return self.as_batch(credits)
+
+    def _untrained(self, step: int, tasks: Sequence[Task], order: Order) -> Sequence[Task]:
+        """The tasks of a step, those of groups that trained ahead of it replaced by tasks that are owed.
+
+        Where none is owed, the first task that the step does not have takes the place.
+        """
+        ahead = self.ledger.trained_ahead(step)
+        found = [task for task in tasks if task.id not in ahead]
+        taken = ahead | {task.id for task in tasks}
+        known = {task.id: task for task in order.tasks}
+        owed = [known[name] for name in self.memory.owed if name in known]
+        for _ in range(len(tasks) - len(found)):
+            one = next((task for task in (*owed, *order.tasks) if task.id not in taken), None)
+            if one is None:
+                break
+            found.append(one)
+            taken.add(one.id)
+            if one in owed:
+                owed.remove(one)
+                self.memory = replace(self.memory, owed=tuple(task.id for task in owed))
+        return found
 
     @property
     def _has_spent(self) -> bool:

@@ -38,6 +38,7 @@ from ludus.training.checkpoint import (
     load_text,
     load_trainer,
     load_weights,
+    read_state,
 )
 from ludus.training.combine import check_reward_settings, make_combiner, reward_doubts
 from ludus.training.crew import Start, leading
@@ -49,6 +50,7 @@ from ludus.training.inactive import inactive_parts, updates_of
 from ludus.training.judges import Judge, check_critic, make_judge, part_name, planned_warmup, warmup_steps
 from ludus.training.learner import Learner, LearnerSettings
 from ludus.training.learning import Learning
+from ludus.training.manifest import broken
 from ludus.training.memory import Memory
 from ludus.training.old_logprobs import check_old_logprobs
 from ludus.training.optimiser import Optimiser, OptimiserSettings
@@ -247,8 +249,11 @@ def stream_before(loop: RlLoop, done: int) -> StreamState:
         return StreamState()
     text = load_text(checkpoint_path(loop.folder.checkpoints, done), STREAM_FILE)
     order = task_order(loop.session.config, loop.session.world)
-    if text is None:  # the steps so far were not asynchronous
-        return StreamState(done * order.chunk)
+    path = checkpoint_path(loop.folder.checkpoints, done)
+    if text is None and read_state(path).mode == "async":
+        raise broken(path, f"trainer/{STREAM_FILE} is missing")
+    if text is None:  # the steps so far were not asynchronous, or the run has left asynchronous training
+        return StreamState(max(done, *sampler.ledger.steps_ahead) * order.chunk)
     source = TaskStream(sampler, order, training.tasks_per_step, loop.session.config.staleness.oversample)
     state = StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
     return replace(state, next_number=source.free(state.next_number, state.groups))
