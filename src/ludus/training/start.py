@@ -253,7 +253,7 @@ def stream_before(loop: RlLoop, done: int) -> StreamState:
     if text is None and read_state(path).mode == "async":
         raise broken(path, f"trainer/{STREAM_FILE} is missing")
     if text is None:  # the steps so far were not asynchronous, or the run has left asynchronous training
-        return StreamState(max(done, *sampler.ledger.steps_ahead) * order.chunk)
+        return StreamState(max([done, *sampler.ledger.steps_ahead]) * order.chunk)
     source = TaskStream(sampler, order, training.tasks_per_step, loop.session.config.staleness.oversample)
     state = StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
     return replace(state, next_number=source.free(state.next_number, state.groups))
