@@ -27,7 +27,7 @@ bubblewrap:
 		echo "There is no bubblewrap, which sandboxes need: apt-get install bubblewrap (or dnf, pacman, apk add)"
 
 demo: setup
-	env -u OMP_NUM_THREADS $(VENV)/bin/ludus train search
+	env -u OMP_NUM_THREADS $(VENV)/bin/ludus train search --evaluation.tasks 512
 
 test: lint types unit
 

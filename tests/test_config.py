@@ -412,3 +412,10 @@ def test_every_setting_that_is_none_says_what_none_means():
     unsaid = [s.key for s in list_settings() if s.default is None and not said.search(s.doc)]
     assert unsaid == ["algorithm.correction"]  # which takes the word "none" for a value
     assert "Left out, it is the preset's." in describe("algorithm.correction").doc
+
+
+@pytest.mark.parametrize("recipe", ["functions", "math", "search"])
+def test_recipes_whose_tasks_are_generated_evaluate_a_thousand(recipe):
+    config = load_config(recipe, [])
+    assert config.evaluation.tasks >= 1_000
+    assert config.env.settings.get("num_held_out", 1_000) >= 1_000

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from ludus.evaluation.stats import (
     Interval,
     bootstrap_mean,
+    detectable_difference,
     incomplete_beta,
     mcnemar,
     paired_difference,
@@ -240,3 +241,29 @@ def test_values_that_are_all_the_same_do_not_give_a_width_of_zero():
     tasks = [str(i) for i in range(40)]
     gained = paired_difference(dict.fromkeys(tasks, 1.0), dict.fromkeys(tasks, 0.0), seed=0).interval
     assert (gained.low, gained.high) == pytest.approx((1 - 2 * none.high, 1))
+
+
+def test_the_detectable_difference_is_seen_in_four_of_five_simulated_comparisons():
+    rng, trials = np.random.default_rng(0), 4_000
+    for rate, n in ((0.5, 1_000), (0.2, 400)):
+        gap = detectable_difference(2 * rate * (1 - rate), n)
+        a, b = (rng.binomial(n, p, trials) / n for p in (rate - gap / 2, rate + gap / 2))
+        error = np.sqrt((a * (1 - a) + b * (1 - b)) / n)
+        assert np.mean(np.abs(b - a) > 1.959964 * error) == pytest.approx(0.8, abs=0.025)
+    for share, n in ((0.1, 1_000), (0.3, 200)):
+        gap = detectable_difference(share, n)
+        counts = rng.multinomial(n, [(share + gap) / 2, (share - gap) / 2, 1 - share], trials)
+        z = (counts[:, 0] - counts[:, 1]) / np.sqrt(counts[:, 0] + counts[:, 1])
+        assert np.mean(np.abs(z) > 1.959964) == pytest.approx(0.8, abs=0.025)
+
+
+def test_the_detectable_difference_by_hand():
+    assert detectable_difference(2 * 0.5 * 0.5, 1_000) == pytest.approx(2.8015852 * (0.5 / 1_000) ** 0.5)
+    assert detectable_difference(2 * 0.25, 1) == 1
+    found = paired_difference(
+        {str(i): float(i < 30) for i in range(96)}, {str(i): float(i < 20) for i in range(96)}, seed=0
+    )
+    assert found.detectable == pytest.approx(2.8015852 * (12 / 100 / 96) ** 0.5)
+    for variance, n in ((-0.1, 10), (0.1, 0)):
+        with pytest.raises(ValueError, match="need n >= 1"):
+            detectable_difference(variance, n)

@@ -159,7 +159,18 @@ def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifferen
     from ludus.cli.tables import how_sampled
 
     table = Table(title="Success by task, paired, with a 95 % interval of the difference")
-    for column in ("split", "sampling", "tasks", "A", "B", "B - A", "only A", "only B", "p (McNemar)"):
+    for column in (
+        "split",
+        "sampling",
+        "tasks",
+        "A",
+        "B",
+        "B - A",
+        "detectable",
+        "only A",
+        "only B",
+        "p (McNemar)",
+    ):
         table.add_column(column)
     for (a, b), found in zip(pairs, differences, strict=True):
         low, high = found.interval.low, found.interval.high
@@ -170,6 +181,7 @@ def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifferen
             f"{a.result.rate:.1%}",
             f"{b.result.rate:.1%}",
             f"{found.difference:+.1%} [{low:+.1%}, {high:+.1%}]",
+            "" if found.detectable is None else f"{found.detectable:.1%}",
             _count(found.only_b),
             _count(found.only_a),
             "" if found.p_value is None else f"{found.p_value:.3g}",

@@ -58,18 +58,17 @@ def print_evaluations(console: Console, played: Sequence[Played], outcomes: Sequ
 
 
 def success_table(played: Sequence[Played], outcomes: Sequence[str] = ()) -> Table:
-    """One row an evaluation: success, the means of the other reward parts, failed episodes."""
+    """One row an evaluation: success, the smallest difference to be seen, other reward parts, failures."""
     table = Table(title="Held-out success, with 95 % intervals")
     parts = list(dict.fromkeys(part for one in played for part in one.result.parts if part not in outcomes))
-    for column in ("split", "sampling", "tasks", "success", *parts, "failed episodes"):
+    for column in ("split", "sampling", "tasks", "success", "detectable", *parts, "failed episodes"):
         table.add_column(column)
     for one in played:
         result = one.result
         values = [f"{result.parts[part]:.3f}" if part in result.parts else "" for part in parts]
-        number = str(len(result.task_ids))
-        table.add_row(
-            result.plan.split, how_sampled(result.plan), number, rate(result), *values, str(result.failed)
-        )
+        number, least = str(len(result.task_ids)), f"{result.detectable:.1%}"
+        told = (result.plan.split, how_sampled(result.plan), number, rate(result), least)
+        table.add_row(*told, *values, str(result.failed))
     return table
 
 

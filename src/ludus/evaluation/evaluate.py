@@ -13,7 +13,15 @@ from ludus.config.rollout import EnvConfig
 from ludus.config.schema import Config
 from ludus.envs.base import World, check_tasks
 from ludus.errors import UserError
-from ludus.evaluation.stats import Interval, bootstrap_mean, pass_at_k, pass_hat_k, wilson
+from ludus.evaluation.stats import (
+    Interval,
+    bootstrap_mean,
+    detectable_difference,
+    pass_at_k,
+    pass_hat_k,
+    smoothed,
+    wilson,
+)
 from ludus.rewards.base import Reward, success
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job, Scheduler
@@ -142,6 +150,14 @@ class Evaluation:
             return Interval(0.0, 1.0)
         shares = [s / self.plan.samples for s in successes]
         return bootstrap_mean(shares, seed=self.plan.seed).interval
+
+    @property
+    def detectable(self) -> float:
+        """The smallest difference to a run over other tasks that would be seen (80 % power, 5 %)."""
+        num, samples = len(self.successes), self.plan.samples
+        rate = smoothed(sum(self.successes) / samples, num)
+        within = sum(s * (samples - s) for s in self.successes) / (samples * samples * num)
+        return detectable_difference(2 * max(rate * (1 - rate) - within, 0.0), num)
 
     def by_world(self) -> dict[str, WorldResult]:
         """Success in each world of a mixture, in the order of the tasks; empty for a single world."""

@@ -59,6 +59,13 @@ class PairedDifference:
     only_b: int | None
     confidence: float
 
+    @property
+    def detectable(self) -> float | None:
+        """The smallest difference that these tasks would have shown (80 % power, 5 %); None unless 0/1."""
+        if self.only_a is None or self.only_b is None:
+            return None
+        return detectable_difference(smoothed(self.only_a + self.only_b, self.num_tasks), self.num_tasks)
+
 
 def pass_at_k(n: int, c: int, k: int) -> float:
     """Chance that at least one of `k` samples is right, from `n` samples of which `c` are right.
@@ -166,6 +173,28 @@ def mcnemar(only_a: int, only_b: int) -> float:
     tail = sum(math.comb(flips, i) for i in range(min(only_a, only_b) + 1))
     p_value: float = 2 * tail / 2**flips
     return min(1.0, p_value)
+
+
+def detectable_difference(
+    variance: float, n: int, *, power: float = 0.8, significance: float = 0.05
+) -> float:
+    """The smallest difference of two means that a two-sided test of `n` differences would find.
+
+    `(z[1 - significance / 2] + z[power]) sqrt(variance / n)`, at most 1; `variance` is that of the difference
+    at one task: `2 p (1 - p)` for two runs with the success rate `p` over different tasks, the share of the
+    tasks that one run alone gets right for two runs over the same ones. Raises ValueError for `n` below 1, a
+    negative variance, or a power or significance outside (0, 1).
+    """
+    if n < 1 or variance < 0 or not (0 < power < 1 and 0 < significance < 1):
+        raise ValueError(f"need n >= 1, variance >= 0, power and significance in (0, 1), got {n}, {variance}")
+    normal = NormalDist()
+    reach = normal.inv_cdf(1 - significance / 2) + normal.inv_cdf(power)
+    return min(1.0, reach * math.sqrt(variance / n))
+
+
+def smoothed(successes: float, n: int) -> float:
+    """A rate pulled to a half by two successes and two failures (Agresti and Coull 1998), never 0 or 1."""
+    return (successes + 2) / (n + 4)
 
 
 def t_interval(values: Sequence[float], confidence: float = 0.95) -> Estimate:

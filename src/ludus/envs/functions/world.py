@@ -40,6 +40,8 @@ class FunctionsSettings(BaseModel):
 
     num_tasks: int = Field(2000, ge=20)
     """Tasks of the training split; the others have a tenth, a quarter and a fifth of it."""
+    num_held_out: int | None = Field(None, ge=1)
+    """Tasks of the splits test and composition, instead of those shares."""
     levels: tuple[int, ...] = Field((1, 2, 3, 4, 5), min_length=1)
     """Which levels, 1 to 5."""
     access: Literal["tool", "none"] = "tool"
@@ -154,6 +156,8 @@ class FunctionsWorld:
             answers = None if settings.data_answers is None else Path(settings.data_answers)
             return load_tasks(Path(settings.data), answers, split)
         num = max(round(settings.num_tasks * SHARES[split]), 1)
+        if settings.num_held_out is not None and split in ("test", "composition"):
+            num = settings.num_held_out
         taken = {request_of(task) for other in _before(split) for task in self.tasks(other)}
         return make_tasks(split, num, settings.levels, settings.seed, taken)
 

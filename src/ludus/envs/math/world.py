@@ -38,6 +38,8 @@ class MathSettings(BaseModel):
 
     num_tasks: int = Field(5000, ge=20)
     """Tasks of the training split; the others have a tenth, a quarter and a fifth of it."""
+    num_held_out: int | None = Field(None, ge=1)
+    """Tasks of the splits test and composition, instead of those shares."""
     levels: tuple[int, ...] = Field(LEVELS, min_length=1)
     """Which levels, 1 to 5."""
     topics: tuple[str, ...] = Field(DEFAULT_TOPICS, min_length=1)
@@ -157,6 +159,8 @@ class MathWorld:
         if settings.data is not None:
             return records.load_problems(Path(settings.data))
         sizes = {name: max(round(settings.num_tasks * share), 1) for name, share in SHARES.items()}
+        if settings.num_held_out is not None:
+            sizes |= dict.fromkeys(("test", "composition"), settings.num_held_out)
         if settings.gym:
             return foreign.gym_tasks(settings.gym, sizes, settings.seed)
         problems = make_problems(split, sizes[split], settings.levels, settings.topics, settings.seed)
