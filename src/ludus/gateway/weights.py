@@ -65,9 +65,12 @@ class WeightDesk:
         await self._load(await asyncio.to_thread(read_weights, path), None)
 
     async def join(self, place: Place) -> None:
-        """Join a trainer's line, in place of an earlier one."""
+        """Join a trainer's line, in place of an earlier one. Raises BadRequest for one that cannot be reached."""
         self._line = None
-        self._line = await aside(partial(enter_line, place))
+        try:
+            self._line = await aside(partial(enter_line, place))
+        except EngineError as error:
+            raise BadRequest(str(error)) from error
 
     def prepare(self, manifest: Manifest) -> None:
         """Say what will come. Raises BadRequest without a line, or with other weights than it builds on."""

@@ -1,0 +1,369 @@
+"""What hostile clients can do to a listener: large, slow, many, deep, foreign; and to their neighbours."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import socket
+import threading
+import time
+import types
+import typing
+from dataclasses import dataclass
+
+import httpx
+import pytest
+from pydantic import BaseModel
+from starlette.applications import Starlette
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route
+
+from ludus.engines.control_tokens import find_token, published
+from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.gateway.app import Public, make_app
+from ludus.gateway.control import Control
+from ludus.gateway.door import check_shape
+from ludus.gateway.endpoints import error_response
+from ludus.gateway.limits import HttpLimits, http_server
+from ludus.gateway.listening import listening
+from ludus.gateway.requests import BadRequest
+from ludus.gateway.service import Model, Service
+from ludus.gateway.weights import WeightDesk
+from test_engine_local import VOCAB, build, byte_tokenizer
+
+TOKEN = "a token of these tests"
+AUTHORIZED = {"Authorization": f"Bearer {TOKEN}"}
+JSON = {"Content-Type": "application/json"}
+NARROW = HttpLimits(
+    body_bytes=10_000,
+    buffered_bytes=15_000,
+    connections=8,
+    requests=4,
+    head_s=1.0,
+    part_s=1.0,
+    body_s=1.5,
+)
+
+
+@contextlib.contextmanager
+def running(app, limits):
+    listener = listening("127.0.0.1", 0)
+    server = http_server(app, limits, error_response)
+    thread = threading.Thread(target=server.run, args=([listener],))
+    thread.start()
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def narrow():
+    """A listener that reads bodies and counts them."""
+
+    async def count(request):
+        return PlainTextResponse(str(len(await request.body())))
+
+    async def health(_):
+        return PlainTextResponse("ok")
+
+    async def http_error(_, error):
+        answer = error_response(error.status_code, error.detail)
+        answer.headers.update(error.headers or {})
+        return answer
+
+    routes = [Route("/", count, methods=["POST"]), Route("/health", health)]
+    with running(
+        Starlette(routes=routes, exception_handlers={413: http_error, 503: http_error}), NARROW
+    ) as port:
+        yield port
+
+
+def parts(num, size=1000):
+    return (b"x" * size for _ in range(num))
+
+
+@pytest.mark.parametrize("body", [b"x" * 10_001, b"x" * 5_000_000, 11, 3000])
+def test_a_body_that_is_too_large_is_refused_while_it_streams_in(narrow, body):
+    content = body if isinstance(body, bytes) else parts(body)
+    answer = httpx.post(f"http://127.0.0.1:{narrow}/", content=content)
+    assert (answer.status_code, answer.headers["connection"]) == (413, "close")
+    assert "larger than 10000 bytes" in answer.text
+    assert httpx.post(f"http://127.0.0.1:{narrow}/", content=parts(10)).text == "10000"
+
+
+def opened(port, sent):
+    line = socket.create_connection(("127.0.0.1", port))
+    line.sendall(sent)
+    return line
+
+
+HEAD = b"POST / HTTP/1.1\r\nHost: x\r\nContent-Length: 9000\r\n\r\n"
+
+
+def test_half_sent_requests_time_out_and_only_so_many_are_taken(narrow):
+    halves = [b"", b"POST / HT", HEAD[:-2], HEAD, HEAD + b"x" * 8999]
+    lines = [opened(narrow, sent) for sent in halves]
+    begin = time.monotonic()
+    for line, sent in zip(lines, halves, strict=True):
+        line.settimeout(5)
+        said = b""
+        while part := line.recv(4096):
+            said += part
+        assert said.startswith(b"HTTP/1.1 408 "), sent
+        line.close()
+    assert time.monotonic() - begin < 6
+    drip = opened(narrow, HEAD)
+    with contextlib.suppress(OSError):
+        for _ in range(90):  # a little at a time, for ever
+            drip.sendall(b"x")
+            time.sleep(0.1)
+        pytest.fail("a body that drips in was read for ever")
+    drip.close()
+
+
+def test_more_connections_requests_and_bytes_than_the_limits_are_put_off(narrow):
+    url = f"http://127.0.0.1:{narrow}"
+    held = [opened(narrow, HEAD) for _ in range(NARROW.requests)]
+    time.sleep(0.05)
+    answer = httpx.post(url, content=b"x")
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
+    assert httpx.get(f"{url}/health").status_code == 200
+    for line in held:
+        line.close()
+    time.sleep(0.05)
+    held = [opened(narrow, HEAD + b"x" * 8000) for _ in range(1)]
+    time.sleep(0.05)
+    assert httpx.post(url, content=b"x" * 9000).status_code == 503
+    held += [opened(narrow, b"") for _ in range(NARROW.connections - 1)]
+    time.sleep(0.05)
+    with opened(narrow, b"") as line:
+        assert line.recv(4096).startswith(b"HTTP/1.1 503 ")
+    for line in held:
+        line.close()
+
+
+@pytest.mark.parametrize(
+    "body", [b"[" * 20_000, b"{" * 20_000, b'{"a":' * 9_000, b"[" + b"0," * 200_000 + b"0]"]
+)
+def test_json_of_more_values_than_a_request_has_is_refused_before_it_is_decoded(body):
+    with pytest.raises(BadRequest, match="more than a request"):
+        check_shape(body, 1000)
+    check_shape(json.dumps({"prompt": [[5] * 1000] * 8}).encode(), 1000)
+
+
+def test_a_token_is_left_for_the_same_user_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with published(8123, TOKEN):
+        assert find_token("http://127.0.0.1:8123") == find_token("http://localhost:8123") == TOKEN
+        assert find_token("http://127.0.0.1:8124") == find_token("http://example.org:8123") == ""
+        (path,) = tmp_path.glob("*/8123.token")
+        assert path.stat().st_mode & 0o077 == path.parent.stat().st_mode & 0o077 == 0
+        path.chmod(0o644)  # anybody may have written or read it
+        assert find_token("http://127.0.0.1:8123") == ""
+        path.chmod(0o600)
+    assert find_token("http://127.0.0.1:8123") == ""
+    (tmp_path / path.parent.name).chmod(0o777)
+    with published(8123, TOKEN):
+        assert find_token("http://127.0.0.1:8123") == ""
+
+
+@dataclass
+class Here:
+    """A server in this process. `known` are good bodies by path."""
+
+    service: Service
+    model: object
+    client: httpx.AsyncClient
+
+    async def post(self, path, content, **headers):
+        return await self.client.post(path, content=content, headers=AUTHORIZED | JSON | headers)
+
+
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% for c in m.tool_calls or [] %}"
+    "{{ c.function.arguments | tojson }}{% endfor %}\n{% endfor %}<assistant>"
+)
+
+
+def here(act):
+    """Run `act` with a server of a tiny random model."""
+
+    async def run():
+        model, tokenizer = build(), byte_tokenizer()
+        engine = LocalEngine(model, tokenizer, EngineSettings(context_tokens=200, max_batch=16, threads=1))
+        app_model = Model("m", "m", 0, tokenizer, (), VOCAB, 2)
+        service = Service(engine, app_model, TOKEN)
+        transport = httpx.ASGITransport(make_app(service, model), raise_app_exceptions=False)
+        try:
+            async with httpx.AsyncClient(transport=transport, base_url="http://127.0.0.1") as client:
+                return await act(Here(service, model, client))
+        finally:
+            await engine.close()
+
+    return asyncio.run(run())
+
+
+def test_control_needs_the_token_and_no_web_page_can_use_the_server():
+    async def act(server):
+        bare, ask = server.client, server.post
+
+        async def status(**headers):
+            return (await ask("/pause?mode=keep", b"{}", **headers)).status_code
+
+        assert (await bare.post("/pause", json={})).status_code == 401
+        assert (await bare.get("/fingerprint")).status_code == 401
+        assert await status(Authorization="Bearer wrong") == 401
+        assert await status(Authorization="Bearer ä".encode()) == 401
+        assert await status(Host="evil.example:8000") == 403
+        assert await status(Host="127.0.0.1.evil.example") == 403
+        for origin in ("http://evil.example", "null", "http://127.0.0.1:9", "file://"):
+            assert await status(Origin=origin) == 403
+            body = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
+            assert (await ask("/v1/completions", body, Origin=origin)).status_code == 403
+            assert (await ask("/v1/completions", body, Origin="http://127.0.0.1")).status_code == 200
+        for kind in ("text/plain", "application/x-www-form-urlencoded", ""):
+            assert await status(**{"Content-Type": kind}) == 415
+            assert (await ask("/v1/completions", body, **{"Content-Type": kind})).status_code == 415
+        assert not server.service.is_paused
+        for host in ("localhost:8000", "[::1]:8000", "10.1.2.3", socket.gethostname()):
+            assert await status(Host=host) == 200
+        assert server.service.is_paused
+        await ask("/resume", b"")
+
+    here(act)
+
+
+NUMBERS = [
+    "NaN",
+    "Infinity",
+    "-1",
+    "0",
+    "1e-320",
+    "1e400",
+    str(2**63),
+    str(10**30),
+    "9" * 5000,
+    "0.5",
+    "-0.0",
+]
+OTHERS = ["null", "true", '""', '"x\\u0000y"', '"\\ud800"', "[]", "{}", '["x"]', "[1e308, -1]", '{"a": 1}']
+NESTED = [
+    "[" * 3000 + "]" * 3000,
+    '"' + "x" * 70_000 + '"',
+    json.dumps("[" * 3000),
+    '{"type": "json_schema"}',
+]
+VALUES = NUMBERS + OTHERS + NESTED
+GOOD = {
+    "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2},
+    "/abort": {"request_ids": ["x"]},
+    "/abort_requests": {"request_ids": ["x"]},
+    "/update_weights": {"update_info": {"weights_path": "/none"}},
+    "/finish_weight_update": {},
+    "/collective_rpc": {"method": "reload_weights", "kwargs": {"weights_path": "/none"}},
+    "/join_weight_line": {"host": "127.0.0.1", "port": 1, "rank": 1, "count": 2, "timeout_s": 0.01},
+    "/prepare_weights": {"version": 1, "base": None, "digest": "", "tensors": []},
+    "/update_weight_version": {"new_version": "0"},
+    "/weight_checker": {"action": "compare", "baseline": {}},
+    "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/none", "weight_version": "0"},
+    "/v1/unload_lora_adapter": {"lora_name": "a"},
+}
+UNNAMED = {"frequency_penalty", "presence_penalty", "logit_bias", "best_of", "min_tokens", "user", "metadata"}
+
+
+def models_in(kind):
+    """The models that a field's type mentions."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        return [kind]
+    if isinstance(kind, types.UnionType) or typing.get_origin(kind) is not None:
+        return [model for inner in typing.get_args(kind) for model in models_in(inner)]
+    return []
+
+
+def places(kind, inside=()):
+    """The path of every field of a body, of those of the objects in it too."""
+    for name, info in kind.model_fields.items():
+        alias = info.alias or getattr(info.validation_alias, "choices", [None])[0] or name
+        yield (*inside, alias)
+        for inner in models_in(info.annotation):
+            yield from places(inner, (*inside, alias))
+
+
+def changed(body, place, value):
+    """The body as JSON, with `value` (JSON) at a place; lists are gone into at their first element."""
+    whole = at = json.loads(json.dumps(body))
+    for name in place[:-1]:
+        inner = at.get(name)
+        if isinstance(inner, list):
+            inner[:] = inner[:1] if inner and isinstance(inner[0], dict) else [{}]
+            at = inner[0]
+            continue
+        if not isinstance(inner, dict):
+            at[name] = inner = {}
+        at = inner
+    at[place[-1]] = "@@@"
+    return json.dumps(whole).replace('"@@@"', value).encode()
+
+
+def all_endpoints(server):
+    return (
+        Public(server.service).endpoints()
+        + Control(server.service, WeightDesk(server.service, server.model)).endpoints()
+    )
+
+
+async def fuzz(server, values, picked):
+    """Every field of every endpoint, with values that `picked` picks, beside a neighbour's requests."""
+    asked = {"prompt": [9, 8, 7], "max_tokens": 60, "temperature": 1.0, "top_k": 50, "seed": 5, "logprobs": 2}
+    asked = json.dumps(asked | {"return_token_ids": True}).encode()
+
+    async def neighbour():
+        (choice,) = (await server.post("/v1/completions", asked)).json()["choices"]
+        return choice["token_ids"], choice["logprobs"], choice["finish_reason"]
+
+    expected, count, wrong = await neighbour(), 0, []
+    beside = asyncio.create_task(neighbour())
+    for endpoint in all_endpoints(server):
+        extra = [(name,) for name in sorted(UNNAMED)] if endpoint.path.startswith("/v1/c") else []
+        if endpoint.path == "/v1/chat/completions":
+            extra.append(("messages", "tool_calls", "function", "arguments"))
+        for place in [*places(endpoint.body), *extra]:
+            for value in values:
+                count += 1
+                if not picked(count):
+                    continue
+                body = changed(GOOD[endpoint.path], place, value)
+                answer = await server.post(endpoint.path, body)
+                said = answer.text
+                fine = answer.status_code == 200 or (
+                    400 <= answer.status_code < 500 and json.loads(said)["error"]["message"]
+                )
+                if not fine or server.service.is_paused:
+                    wrong.append((endpoint.path, place, value[:40], answer.status_code, said[:200]))
+                if endpoint.path.startswith("/abort"):  # which may end the neighbour: by its name, or all
+                    await beside
+                    beside = asyncio.create_task(neighbour())
+                elif beside.done():
+                    assert beside.result() == expected, (endpoint.path, place, value[:40])
+                    beside = asyncio.create_task(neighbour())
+    assert await beside == expected
+    assert not wrong, wrong[:20]
+    return count
+
+
+def test_no_field_of_any_endpoint_breaks_the_server_or_a_neighbour():
+    count = here(lambda server: fuzz(server, VALUES, lambda n: n % 23 == 0))
+    assert count > 1500
+
+
+@pytest.mark.security
+def test_no_value_of_any_field_breaks_the_server_or_a_neighbour():
+    more = [str(2**k + d) for k in (31, 32, 53, 62, 63, 64, 128) for d in (-1, 0, 1)]
+    more += [f"-{n}" for n in more] + [
+        f"{m}e{e}" for m in (1, 9.99) for e in (-400, -308, -45, -11, 11, 38, 308)
+    ]
+    here(lambda server: fuzz(server, VALUES + more, lambda n: True))
