@@ -30,6 +30,11 @@ from ludus.gateway.listening import listening
 from ludus.gateway.requests import BadRequest
 from ludus.gateway.service import Model, Service
 from ludus.gateway.weights import WeightDesk
+from ludus.sandbox.base import Limits
+from ludus.sandbox.messages import LimitsMessage
+from ludus.sandbox.process import ProcessSandbox
+from ludus.sandbox.server import ServerSettings
+from ludus.sandbox.server import make_app as make_sandbox_app
 from test_engine_local import VOCAB, build, byte_tokenizer
 
 TOKEN = "a token of these tests"
@@ -234,6 +239,45 @@ def test_control_needs_the_token_and_no_web_page_can_use_the_server():
         await ask("/resume", b"")
 
     here(act)
+
+
+def test_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenised():
+    async def act(server):
+        for text, words in (
+            ("a" * 401, "401 characters, which is 201 tokens at least"),
+            ("a" * 400, "400 tokens"),
+        ):
+            answer = await server.post("/v1/completions", json.dumps({"prompt": text}).encode())
+            assert answer.status_code == 400
+            assert words in answer.json()["error"]["message"]
+
+    here(act)
+
+
+@pytest.mark.parametrize(
+    ("path", "change", "words"),
+    [
+        ("runs", {"source": "***"}, "source: it must be base64"),
+        ("runs", {"source": "YQ=x"}, "source: it must be base64"),
+        ("runs", {"source": "//4="}, "source: it is not UTF-8"),
+        ("runs", {"files": {"a": "?"}}, "files.a: it must be base64"),
+        ("sessions", {"kind": "king"}, "kind"),
+    ],
+)
+def test_the_sandbox_server_refuses_what_it_cannot_read_and_runs_nothing(path, change, words):
+    limits = LimitsMessage.of(Limits()).model_dump()
+    app = make_sandbox_app(ProcessSandbox(unsafe=True), ServerSettings(token=TOKEN, ceiling=Limits()))
+
+    async def run(body):
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
+            return await client.post(f"/v1/{path}", content=json.dumps(body), headers=AUTHORIZED)
+
+    answer = asyncio.run(run({"limits": limits} | change))
+    assert (answer.status_code, answer.json()["kind"]) == (400, "input")
+    assert words in answer.json()["message"]
+    for number in (float("nan"), float("inf"), -1, 10**30):
+        answer = asyncio.run(run({"limits": limits | {"wall_s": number}, "source": "YQ==", "kind": "python"}))
+        assert answer.status_code == 400
 
 
 NUMBERS = [

@@ -65,7 +65,7 @@ class WeightDesk:
         await self._load(await asyncio.to_thread(read_weights, path), None)
 
     async def join(self, place: Place) -> None:
-        """Join a trainer's line, in place of an earlier one. Raises BadRequest for one that cannot be reached."""
+        """Join a trainer's line, in place of an earlier one. Raises BadRequest if it is out of reach."""
         self._line = None
         try:
             self._line = await aside(partial(enter_line, place))
