@@ -34,6 +34,7 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from ludus.engines import fingerprint
 from ludus.engines.base import Request, check_params
 from ludus.engines.fingerprint import fingerprint_module
 from ludus.engines.local import EngineSettings, LocalEngine
@@ -559,6 +560,25 @@ def test_the_fingerprint_sees_one_bit_and_the_dtype():
     assert fingerprint_module(changed) != start
     assert fingerprint_module(copy.deepcopy(model).bfloat16()) != start
     assert fingerprint_module(copy.deepcopy(model)) == start
+
+
+def test_a_frozen_base_is_read_once_and_again_when_it_changes(monkeypatch):
+    model, read = build().requires_grad_(False), []
+    raw = fingerprint._raw_bytes
+    monkeypatch.setattr(fingerprint, "_raw_bytes", lambda tensor: read.append(tensor) or raw(tensor))
+    start, num = fingerprint_module(model), len(dict(model.named_parameters()))
+    assert fingerprint_module(model) == start
+    assert len(read) == num
+    for mode in (torch.no_grad, torch.inference_mode):
+        with mode():
+            model.model.norm.weight[3] += 1.0
+        assert fingerprint_module(model) != start
+    assert len(read) == num + 2
+    model.model.norm.weight = torch.nn.Parameter(model.model.norm.weight.clone(), requires_grad=False)
+    fingerprint_module(model)
+    assert len(read) == num + 3
+    fingerprint_module(model.requires_grad_(True))
+    assert len(read) == 2 * num + 3
 
 
 def test_weights_that_have_diverged_fail_and_leave_nothing_behind():

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -61,12 +63,45 @@ def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, 
 
 
 def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
-    """The digest of name, dtype, shape and raw bytes of each tensor, in the order of their names."""
+    """The digest of name, dtype, shape and content of each tensor, in the order of their names.
+
+    The content of a tensor without gradient, such as the frozen base under an adapter, is read again only if
+    its version counter or its memory has changed.
+    """
     digest = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(tensors.items()):
         digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(_raw_bytes(tensor))
+        digest.update(_content(tensor))
     return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The digest of a tensor's content at a state of its memory."""
+
+    version: int
+    pointer: int
+    digest: bytes
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    """The digest of a tensor's raw bytes."""
+    if tensor.requires_grad or tensor.is_inference():
+        return hashlib.blake2b(_raw_bytes(tensor)).digest()
+    cache = _digests_of_frozen()
+    state = (tensor._version, tensor.data_ptr())
+    known = cache.get(tensor)
+    if known is None or (known.version, known.pointer) != state:
+        known = cache[tensor] = _Known(*state, hashlib.blake2b(_raw_bytes(tensor)).digest())
+    return known.digest
+
+
+@functools.cache
+def _digests_of_frozen() -> MutableMapping[torch.Tensor, _Known]:
+    """The digests that are known, dropped with their tensors."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()
 
 
 def _plain(name: str) -> str:
