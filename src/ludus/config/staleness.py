@@ -23,6 +23,10 @@ class ReplayConfig(Section):
     max_age: int = Field(4, ge=1)
     """Versions; a group with an older token is dropped, and counted. Beyond staleness.max_staleness what is
     replayed trains under the correction alone."""
+    sources: list[str] = Field([])
+    """Rollouts of other runs that are in the buffer from the start: run folders, checkpoints of runs (the
+    rollouts up to their step), or files `step-*.jsonl.gz`. Refused where their effective sample share under
+    this policy is below staleness.min_ess; later a group below it is left out, and counted."""
 
 
 class StalenessConfig(Section):
@@ -33,8 +37,9 @@ class StalenessConfig(Section):
 
     max_staleness: int = Field(2, ge=0)
     """Versions that a trained token may be behind the weights it trains; 0 is on-policy."""
-    over_age: Literal["hold", "mask"] = "hold"
-    """An episode that outlives the bound holds the learner back, or its tokens over age do not train."""
+    over_age: Literal["hold", "mask", "replay"] = "hold"
+    """An episode that outlives the bound holds the learner back (`hold`), its tokens over age do not train
+    (`mask`), or its group goes into the replay buffer and trains from there, corrected (`replay`)."""
     interruptible: bool = True
     """New weights take effect in the middle of episodes; off, an engine takes them once its episodes have
     ended, and of several engines each for itself."""
@@ -51,6 +56,15 @@ class StalenessConfig(Section):
     ess_patience: int = Field(5, ge=0)
     """Steps in a row below min_ess that stop the run; 0 never stops it."""
     replay: ReplayConfig = ReplayConfig()
+
+    @model_validator(mode="after")
+    def _has_room_for_what_is_late(self) -> Self:
+        if self.over_age == "replay" and not (self.replay.share and self.replay.max_age > self.max_staleness):
+            raise ValueError(
+                "staleness.over_age = replay needs staleness.replay.share above 0 and a "
+                f"staleness.replay.max_age ({self.replay.max_age}) above max_staleness ({self.max_staleness})"
+            )
+        return self
 
     @model_validator(mode="after")
     def _masks_what_it_replays(self) -> Self:

@@ -31,6 +31,7 @@ from ludus.training.checkpoint import checkpoint_path, load_text
 from ludus.training.credit import Credit
 from ludus.training.learner_thread import LearnerThread
 from ludus.training.replay import REPLAY_FILE, ReplayBuffer
+from ludus.training.replay_sources import load_sources, refuse_far
 from ludus.training.rl import RlLoop, Texts, proof_metrics, task_order
 from ludus.training.sampling import Sampler
 from ludus.training.session import keeps_adapter_versions
@@ -188,8 +189,12 @@ class AsyncRun:
         several = None if staleness.interruptible else rolling_engines(loop.engine)
         made = cls(loop, stream, source, player, LearnerThread(torch.get_num_threads()), limit, several)
         text = load_text(checkpoint_path(loop.folder.checkpoints, done), REPLAY_FILE) if done else None
+        known = {task.id: task for task in order.tasks}
         if text is not None and staleness.replay.share:
-            made.replay.restore(text, {task.id: task for task in order.tasks})
+            made.replay.restore(text, known)
+        elif staleness.replay.share:
+            vocab_size = len(loop.session.tokenizer)
+            load_sources(made.replay, known, loop.learning.learner, vocab_size, staleness.min_ess)
         return made
 
     async def run(self, done: int, before: StreamState) -> None:
@@ -259,12 +264,23 @@ class AsyncRun:
     async def _credit(self, step: int, batch: Batch) -> list[Credit]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
         sampler = self.loop.sampler
-        credits = sampler.as_batch(await sampler.credit(step, groups))
+        credits = await sampler.credit(step, groups)
+        if (staleness := self.loop.session.config.staleness).over_age == "replay":
+            credits = self.replay.take_late(credits, step, staleness.max_staleness)
+        credits = sampler.as_batch(credits)
         self.loop.sampled = sampler.state
         self.source.begin_step()
         self.player.begin_step()
+        await self._refuse_far(step)
         drawn = self.replay.draw(step, sampler.algorithm, sampler.overlong_limit, len(groups))
         return credits + sampler.again(drawn)
+
+    async def _refuse_far(self, step: int) -> None:
+        """Leave out what would be replayed of other runs and is too far from the policy by now."""
+        least, learner = self.loop.session.config.staleness.min_ess, self.loop.learning.learner
+        while foreign := self.replay.foreign(step, self.loop.sampler.algorithm):
+            if not await self.thread(partial(refuse_far, self.replay, foreign, learner, least)):
+                return
 
     async def _publish(self, step: int) -> tuple[SyncProof, ...]:
         """Send the weights, or leave them on their way; gives the proof where they have arrived."""

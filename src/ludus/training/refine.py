@@ -24,12 +24,14 @@ from ludus.algorithms.algorithm import (
 )
 from ludus.algorithms.corrections import MismatchByLength, mismatch_by_length, reject_sequence
 from ludus.algorithms.filters import entropy_bound
+from ludus.algorithms.mismatch import mismatch
 from ludus.errors import SyncError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory
 from ludus.training.credit import Credit, Estimates, with_estimates
 from ludus.training.judges import Judge, at_actions, judged
 from ludus.training.learner import Learner
+from ludus.types import Trajectory
 
 REJECTED = "rejected"
 """Why a trajectory is masked whose ratio to the engine is out of bounds."""
@@ -103,6 +105,13 @@ def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | No
             else why,
         )
     return measured
+
+
+def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> float:
+    """The effective sample share of recorded trajectories under the learner's policy, over their tokens."""
+    rows = [row_of_trajectory(trajectory, 0.0) for trajectory in trajectories]
+    old, behavior, mask = _table(rows, learner.score(rows))
+    return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
 
 
 def _is_of(credit: Credit, version: int | None) -> bool:

@@ -25,6 +25,8 @@ from ludus.training.credit import Credit, assign_credit
 from ludus.training.stream_state import episode_line, read_episode
 from ludus.types import Task
 
+TO_REPLAY: Final = "to_replay"
+"""Why an episode past the bound did not train with its batch."""
 REPLAY_FILE: Final = "replay.jsonl"
 """The buffer's name in a checkpoint's folder of the trainer."""
 
@@ -35,6 +37,12 @@ def check_replay(config: Config, algorithm: Algorithm) -> None:
     corrects = algorithm.correction != "none" or algorithm.loss in OFF_POLICY
     mode = config.training.mode
     why = f" (with training.mode = {mode!r}, none is the default)" if mode == "sync" else ""
+    if replays.share and replays.sources and not corrects:
+        raise ConfigError(
+            "staleness.replay.sources are rollouts of other weights, and algorithm.correction is "
+            f"'none'{why}.",
+            "Set algorithm.correction (tis).",
+        )
     if replays.share and replays.max_age > bound and not corrects:
         raise ConfigError(
             f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
@@ -45,11 +53,13 @@ def check_replay(config: Config, algorithm: Algorithm) -> None:
 
 @dataclass
 class _Kept:
-    """A group that has trained; `version` is that of its oldest token."""
+    """A group that has trained, or came too late for that; `version` is that of its oldest token. One of
+    another run has a `source`: it has no age here, and is taken for as old as may be."""
 
     episodes: list[Episode]
     version: int
     replayed: int = 0
+    source: str = ""
 
     @property
     def spread(self) -> float:
@@ -66,6 +76,10 @@ class ReplayBuffer:
     expired: int = field(default=0, init=False)
     """Groups that went because of their age or the size, or as they lack a baseline that the algorithm now
     has, since the run began or was resumed."""
+    late: int = field(default=0, init=False)
+    """Groups that came in past the bound, instead of training at once, since then."""
+    refused: int = field(default=0, init=False)
+    """Groups of other runs whose effective sample share was too low, since then."""
     used: int = field(default=0, init=False)
     """Groups that went because they had been replayed `times` times, since then."""
     _kept: list[_Kept] = field(default_factory=list, init=False)
@@ -88,18 +102,53 @@ class ReplayBuffer:
         self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
         self._drop_beyond()
 
+    def take_late(self, credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
+        """Keep the groups that would train with a token older than `bound`; gives the credits, in which those
+        are dropped: they train from here, and are in the ledger no more."""
+        old = {c.group for c in credits if step - 1 - _oldest([c.episode], step) > bound and not c.expert}
+        late = {c.group for c in credits if c.group in old and c.outcome is Outcome.TRAINED}
+
+        def goes(credit: Credit) -> bool:
+            return credit.group in late and credit.outcome is not Outcome.FAILED and not credit.expert
+
+        groups: dict[int, list[Episode]] = {}
+        for credit in filter(goes, credits):
+            groups.setdefault(credit.group, []).append(credit.episode)
+        self.late += len(groups)
+        self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
+        self._drop_beyond()
+        dropped = {"outcome": Outcome.DROPPED, "reason": TO_REPLAY}
+        return [replace(credit, **dropped) if goes(credit) else credit for credit in credits]
+
+    def add_source(self, source: str, groups: Sequence[list[Episode]]) -> None:
+        """Keep groups of another run."""
+        self._kept += [_Kept(episodes, 0, source=source) for episodes in groups]
+        self._drop_beyond()
+
+    def foreign(self, step: int, algorithm: Algorithm) -> list[list[Episode]]:
+        """The groups of other runs that `step` would train."""
+        return [kept.episodes for kept in self._chosen(step, algorithm) if kept.source]
+
+    def refuse(self, episodes: list[Episode]) -> None:
+        """Leave out a group whose effective sample share is too low."""
+        left = [kept for kept in self._kept if kept.episodes is not episodes]
+        self.refused, self._kept = self.refused + len(self._kept) - len(left), left
+
     def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[Credit]:
         """The credits of the groups that `step` trains again, numbered from `first_group`, each group by
         itself: `Sampler.again` makes a batch of them."""
+        chosen = self._chosen(step, algorithm)
         fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
         self.expired += len(self._kept) - len(fit)
-        by_spread = sorted(fit, key=lambda kept: -kept.spread)  # a stable sort: the first in of equal ones
-        chosen = (by_spread if self.config.order == "priority" else fit)[: self.num_per_step]
         for kept in chosen:
             kept.replayed += 1
         self._kept = fit
         self._drop_used()
-        groups = [kept.episodes for kept in chosen]
+        oldest = step - 1 - self.config.max_age
+        groups = [
+            [_as_of(one, oldest) for one in kept.episodes] if kept.source else kept.episodes
+            for kept in chosen
+        ]
         credits = assign_credit(groups, algorithm, max_length, first_group)
         return [replace(credit, replayed=True) for credit in credits]
 
@@ -113,6 +162,8 @@ class ReplayBuffer:
             "replay/trained": float(sum(credit.outcome is Outcome.TRAINED for credit in again)),
             "replay/kept": float(len(self._kept)),
             "replay/expired": float(self.expired),
+            "replay/late": float(self.late),
+            "replay/refused": float(self.refused),
             "replay/used": float(self.used),
         }
 
@@ -122,7 +173,8 @@ class ReplayBuffer:
         for kept in self._kept:
             greedy = [episode.greedy for episode in kept.episodes]
             task = kept.episodes[0].task.id
-            lines.append(json.dumps({"task": task, "replayed": kept.replayed, "greedy": greedy}))
+            head = {"task": task, "replayed": kept.replayed, "greedy": greedy, "source": kept.source}
+            lines.append(json.dumps(head))
             lines += [episode_line(episode) for episode in kept.episodes]
         return "".join(f"{line}\n" for line in lines)
 
@@ -134,7 +186,8 @@ class ReplayBuffer:
             for head in lines:
                 task = tasks[head["task"]]
                 episodes = [read_episode(next(lines), task, greedy) for greedy in head["greedy"]]
-                found.append(_Kept(episodes, _oldest(episodes), int(head["replayed"])))
+                source = str(head.get("source", ""))
+                found.append(_Kept(episodes, _oldest(episodes), int(head["replayed"]), source))
         except (ValueError, TypeError, KeyError, StopIteration) as error:
             raise StorageError(
                 f"The checkpoint's groups to replay cannot be read: {error!r}.",
@@ -148,7 +201,13 @@ class ReplayBuffer:
         """Whether a group is young enough, and has the baseline that it would be compared with: one from
         before the run was resumed with another algorithm may have none."""
         whole = algorithm.advantage not in GREEDY_ADVANTAGES or any(one.greedy for one in kept.episodes)
-        return whole and step - 1 - kept.version <= self.config.max_age
+        return whole and (bool(kept.source) or step - 1 - kept.version <= self.config.max_age)
+
+    def _chosen(self, step: int, algorithm: Algorithm) -> list[_Kept]:
+        """What a step would train again."""
+        fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
+        by_spread = sorted(fit, key=lambda kept: -kept.spread)  # a stable sort: the first in of equal ones
+        return (by_spread if self.config.order == "priority" else fit)[: self.num_per_step]
 
     def _drop_beyond(self) -> None:
         beyond = max(0, len(self._kept) - self.config.size)
@@ -159,6 +218,13 @@ class ReplayBuffer:
         self.used, self._kept = self.used + len(self._kept) - len(left), left
 
 
-def _oldest(episodes: Sequence[Episode]) -> int:
+def _as_of(episode: Episode, version: int) -> Episode:
+    """An episode whose tokens are all labelled with one version."""
+    trajectory = episode.trajectory
+    segments = tuple(replace(s, versions=(version,) * len(s.versions)) for s in trajectory.segments)
+    return replace(episode, trajectory=replace(trajectory, segments=segments))
+
+
+def _oldest(episodes: Sequence[Episode], default: int = 0) -> int:
     versions = (v for e in episodes for s in e.trajectory.segments for v in s.versions)
-    return min(versions, default=0)
+    return min(versions, default=default)

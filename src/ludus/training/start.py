@@ -58,6 +58,7 @@ from ludus.training.origins import check_origins, origins_of
 from ludus.training.others import TokenScorer
 from ludus.training.ranks import ONE_PROCESS, Ranks, same_weights
 from ludus.training.replay import check_replay
+from ludus.training.replay_sources import check_sources
 from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
 from ludus.training.routing import Routing
@@ -136,6 +137,7 @@ def check_settings(config: Config, world: World) -> None:
     check_old_logprobs(config, algorithm)
     check_replay(config, algorithm)
     check_partial(config, world)
+    check_sources(config)
     check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
     check_cache(config)
