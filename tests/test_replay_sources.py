@@ -6,6 +6,7 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 
 from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
@@ -138,13 +139,11 @@ def elsewhere(trajectory):
 
 def test_a_group_that_has_become_too_far_is_left_out_and_counted():
     class Drifted:
-        """A learner that finds every other token a hundred times likelier."""
+        """A learner that finds the tokens of every other row a hundred times likelier."""
 
         def score(self, rows):
-            import torch
-
             gap = math.log(100)
-            return [torch.tensor([b + gap * (i % 2) for i, b in enumerate(row.behavior)]) for row in rows]
+            return [torch.tensor(row.behavior) + gap * (i % 2) for i, row in enumerate(rows)]
 
     replay = buffer()
     replay.add_source("a/run", [[c.episode for c in group(1, version=0)]])

@@ -359,6 +359,26 @@ def test_a_replica_takes_weights_with_their_proof_when_its_episodes_have_ended(p
     asyncio.run(scenario())
 
 
+def test_an_episode_moves_between_two_turns_so_that_its_engine_can_take_newer_weights(pair):
+    engine, first, second = pair
+    engine._settings = replace(engine._settings, moves_episodes=True)
+
+    async def scenario():
+        rolling = await rolled(engine)
+        assert (await ask(engine, "slow")).versions == (7, 7)
+        assert rolling.move("slow") is None  # its engine is open
+        await rolling.offer(CHECK, STATE)
+        assert await rolling.served(7) == 8
+        assert label(first, second) == ["7", "8"]
+        assert (await ask(engine, "slow")).versions == (8, 8)
+        await until(lambda: label(first, second) == ["8", "8"], 10)  # though the episode goes on
+        assert (await ask(engine, "slow")).versions == (8, 8)
+        engine.release("slow")
+        await engine.close()
+
+    asyncio.run(scenario())
+
+
 def test_an_episode_whose_server_has_lost_its_weights_fails_and_goes_to_no_other(pair):
     engine, first, second = pair
 

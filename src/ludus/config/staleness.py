@@ -43,6 +43,9 @@ class StalenessConfig(Section):
     interruptible: bool = True
     """New weights take effect in the middle of episodes; off, an engine takes them once its episodes have
     ended, and of several engines each for itself."""
+    moves: bool = False
+    """With several servers at engine.url and interruptible off: an episode whose server waits for it to end
+    goes on, between two turns, at one with newer weights, where its history is computed again."""
     cache: Literal["keep", "prefill"] = "keep"
     """With new weights an episode in flight goes on from its cache, or that is computed again."""
     oversample: int = Field(0, ge=0)

@@ -93,6 +93,20 @@ class Placement:
         self._pins[episode] = Pin(chosen.url, self.held(chosen))
         return self._pins[episode]
 
+    def move(self, episode: str) -> Pin | None:
+        """Where an episode goes on whose engine waits for it to end: the least busy of the open engines with
+        newer weights; None where it stays."""
+        pin = self._pins[episode]
+        waits = {one.url for one in self._waiting} | self.leaving
+        newer = [one for one in self.open if self.held(one) > pin.version]
+        if pin.url not in waits or not newer:
+            return None
+        del self._pins[episode]
+        busy = self._busy()
+        chosen = min(newer, key=lambda one: (one.is_down, busy[one.url], -self.held(one)))
+        self._pins[episode] = Pin(chosen.url, self.held(chosen))
+        return self._pins[episode]
+
     def end(self, episode: str) -> None:
         """An episode is over."""
         self._pins.pop(episode, None)
@@ -157,6 +171,14 @@ class Rolling:
             if pin is not None:
                 return pin
             await self._change()
+
+    def move(self, episode: str) -> Pin | None:
+        """Where an episode goes on between two turns, if that is another engine; its own may then take
+        weights."""
+        pin = self.placement.move(episode)
+        if pin is not None:
+            self._settle()
+        return pin
 
     def release(self, episode: str) -> None:
         """An episode is over."""

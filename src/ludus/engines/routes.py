@@ -20,8 +20,9 @@ class Routes:
     _pins: dict[str, Pin] = field(default_factory=dict)
 
     def pin(self, episode: str, pin: Pin) -> None:
-        """Have an episode stay at one replica and one version to its end."""
+        """Have an episode stay at one replica and one version, to its end or until it is pinned anew."""
         self._pins[episode] = pin
+        self._by_episode.pop(episode, None)
 
     def pin_of(self, episode: str) -> Pin | None:
         """Where the episode stays, if it does."""

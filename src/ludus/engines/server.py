@@ -110,8 +110,8 @@ class ServerEngine:
     async def generate(self, request: Request) -> Completion:
         """Sample one action on the episode's replica."""
         _check_fits(request, self.context_tokens)
-        if self._rolling is not None and self._routes.pin_of(request.episode) is None:
-            self._routes.pin(request.episode, await self._rolling.place(request.episode))
+        if self._rolling is not None:
+            await _place(self._rolling, self._routes, request.episode, moves=self._settings.moves_episodes)
         replica = self._routes.of(request.episode)
         with self._calls.under_way(replica, request) as call:
             await self._check_logprobs(replica, request.params)
@@ -403,6 +403,14 @@ def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
         "tempered distribution.",
         hint,
     )
+
+
+async def _place(rolling: Rolling, routes: Routes, episode: str, *, moves: bool) -> None:
+    """Say where an episode begins, or, between two turns, that it goes on elsewhere."""
+    if routes.pin_of(episode) is None:
+        routes.pin(episode, await rolling.place(episode))
+    elif moves and (pin := rolling.move(episode)) is not None:
+        routes.pin(episode, pin)
 
 
 def _check_fits(request: Request, limit: int) -> None:

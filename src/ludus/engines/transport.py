@@ -41,8 +41,10 @@ class ServerSettings:
     temporary one), which the server must see under the same path; with a `broadcast_host`, at which servers
     reach this process, over a line of gloo instead, and with `delta` what changed alone. With `keeps_weights`
     a copy of what was sent over the line stays, for servers that join later. With `keeps_adapters` an episode
-    stays with the version of the adapter that it began with. `token` is that of the servers' control paths;
-    empty looks for the one that a server on this machine has left.
+    stays with the version of the adapter that it began with. With `moves_episodes` one that stays with the
+    weights of its engine moves, between two turns, to newer ones where that engine waits for its end.
+    `token` is that of the servers' control paths; empty looks for the one that a server on this machine has
+    left.
     """
 
     timeout_s: float = 600.0
@@ -53,6 +55,7 @@ class ServerSettings:
     delta: bool = False
     keeps_weights: bool = False
     keeps_adapters: bool = False
+    moves_episodes: bool = False
     token: str = field(default="", repr=False)
 
 

@@ -117,8 +117,10 @@ class ReplayBuffer:
         self.late += len(groups)
         self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
         self._drop_beyond()
-        dropped = {"outcome": Outcome.DROPPED, "reason": TO_REPLAY}
-        return [replace(credit, **dropped) if goes(credit) else credit for credit in credits]
+        return [
+            replace(credit, outcome=Outcome.DROPPED, reason=TO_REPLAY) if goes(credit) else credit
+            for credit in credits
+        ]
 
     def add_source(self, source: str, groups: Sequence[list[Episode]]) -> None:
         """Keep groups of another run."""

@@ -143,7 +143,11 @@ def server_engine(config: Config) -> ServerEngine:
     engine, lora = config.engine, config.model.lora
     scaling = None if lora is None else lora.alpha / lora.rank
     urls = (engine.url or "").split(",")
-    settings = replace(server_settings(engine), keeps_adapters=keeps_adapter_versions(config))
+    settings = replace(
+        server_settings(engine),
+        keeps_adapters=keeps_adapter_versions(config),
+        moves_episodes=config.staleness.moves,
+    )
     return ServerEngine(urls, engine.dialect, settings, lora_scaling=scaling)
 
 

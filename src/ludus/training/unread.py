@@ -104,6 +104,10 @@ def _of_streams(config: Config) -> list[str]:
     else:
         reasons = {}
     found = _said("staleness.replay", own.replay, reasons)
+    if own.interruptible:
+        found += _said("staleness", own, {"moves": "new weights take effect in the middle of episodes"})
+    elif config.engine.url is None or config.cluster.kind != "none":
+        found += _said("staleness", own, {"moves": "no servers at engine.url sample for this process"})
     if own.oversample >= most:
         found.append(
             f"staleness.oversample = {own.oversample} has no effect beyond {most - 1}: no more of a group "
