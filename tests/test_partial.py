@@ -16,6 +16,7 @@ from ludus.engines.base import Request
 from ludus.engines.local import LocalEngine
 from ludus.errors import ConfigError
 from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.training.manifest import write_manifest
 from ludus.training.sampling import check_partial
 from ludus.training.staleness import staleness_doubts
 from ludus.training.unread import unread_settings
@@ -141,6 +142,8 @@ def test_a_world_that_does_not_repeat_has_its_episodes_begun_again_and_counted(t
             line["trajectory"]["segments"][0]["tokens"][0] += 1  # another prompt than the world shows
             changed += 1
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    (path.parent / "manifest.json").unlink()
+    write_manifest(path.parent.parent)
     shutil.rmtree(cut / f"checkpoints/step-{STEPS:06d}")
     assert changed
     assert ludus("train", "--resume", cut).code == 0
