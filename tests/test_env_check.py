@@ -97,9 +97,9 @@ def test_a_sound_world_has_no_problems_and_its_demonstrations_succeed():
     assert (shown.num_successes, len(shown.plays), shown.mean_reward) == (8, 8, 1.0)
 
 
-def test_a_reward_that_looks_for_the_answer_anywhere_pays_the_echo_and_no_other():
+def test_a_reward_that_looks_for_the_answer_anywhere_pays_whoever_repeats_the_prompt():
     report = check_world(world(contained), PLAN)
-    assert paid(report) == {"echo"}
+    assert paid(report) >= {"echo", "keywords"}
     assert "echo (repeats the prompt) is paid on task 't0' and 7 more" in report.problems[0]
 
 
@@ -216,9 +216,8 @@ def test_what_cheats_earn_by_their_form_is_reported_and_refused_nowhere():
     gated = Reward("form", only_if(well_formed, exact), weight=0.2)
     report = check_world(ToolWorld("free", {"train": made}, (), [outcome, free]), PLAN)
     assert report.problems == []
-    assert report.shaped == dict.fromkeys(
-        ("idle", "echo", "exit-0", "sys-exit-0", "prints-pass"), pytest.approx(0.2)
-    )
+    assert report.shaped.keys() >= {"idle", "echo", "claims", "exit-0", "sys-exit-0", "prints-pass"}
+    assert list(report.shaped.values()) == [pytest.approx(0.2)] * len(report.shaped)
     assert check_world(ToolWorld("gated", {"train": made}, (), [outcome, gated]), PLAN).shaped == {}
 
 
@@ -276,13 +275,13 @@ def test_whoever_watches_a_check_sees_each_thing_that_is_done():
     scorecard(check_world(world(exact), plan), plan)
     names = [name for name, _, _ in seen.phases]
     assert names == [
-        *("broken: agents play", "graded again", "speed, 1 at a time", "speed, 8 at a time", "played again"),
-        "paraphrases",
+        *("broken: agents play", "graded again", "speed, 1 at a time", "speed, 8 at a time", "perturbed"),
+        *("played again", "paraphrases"),
     ]
     assert all(total == done for _, total, done in seen.phases)
-    assert seen.phases[0][1] == 8 * 12
+    assert seen.phases[0][1] == 8 * 21
     refuse_cheats(world(exact), plan)
-    assert seen.phases[-1] == ["broken: agents that must not be paid", 66, 66]
+    assert seen.phases[-1] == ["broken: agents that must not be paid", 120, 120]
 
 
 def test_an_environment_that_breaks_now_and_then_hides_no_cheat():
@@ -358,7 +357,7 @@ def test_the_scorecard_of_a_sound_world():
     assert card.truths == {"str": 8}
     assert card.distinct == Share(8, 8)  # the spelled words are no names
     assert (card.unstable.part, card.replayed.part) == (0, 0)
-    assert (card.unstable.whole, card.replayed.whole) == (80, 80)  # all agents but two have something to do
+    assert (card.unstable.whole, card.replayed.whole) == (152, 152)  # all agents but two have something to do
     assert card.values == (0.0, 1.0)
     assert not card.is_graded
     assert card.saturated == Share(1, 8)  # by the majority answer
@@ -370,7 +369,7 @@ def test_a_verdict_that_is_drawn_and_a_graded_one_are_noticed():
     import itertools
 
     counter = itertools.count()
-    card = card_of(world(lambda task, trajectory: (next(counter) % 3) / 2))
+    card = card_of(world(lambda task, trajectory: (next(counter) % 7) / 6))
     assert card.unstable.part == card.unstable.whole
     assert card.replayed.part > 0
     assert card.is_graded

@@ -6,7 +6,8 @@
     ludus env prepare swe              fetch what the world needs and does not ship
 
 NAME is a recipe or .toml file (its environment, settings and limits), a world, or the .py file of one.
-Settings follow as --env.settings '{...}' and the like. A check that finds a paid cheat exits with 2.
+Settings follow as --env.settings '{...}' and the like. A check that finds a paid cheat, or a row of the
+scorecard that fails, exits with 2.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from ludus.envs.registry import WORLDS, build_world, check_sandbox
 from ludus.errors import UserError
 from ludus.evaluation.agents import Kind
 from ludus.evaluation.check import CheckPlan, CheckReport, Row, check_world
-from ludus.evaluation.scorecard import Scorecard, Share, scorecard
+from ludus.evaluation.scorecard import scorecard
+from ludus.evaluation.verdicts import Verdict, problems_in, verdicts
 from ludus.recipes import list_recipes
 from ludus.rewards.named import added_parts, check_fed
 from ludus.rollout.scoring import ProcessScoring
@@ -93,15 +95,15 @@ def look_at(args: argparse.Namespace, console: Console, world: World, config: Co
         plan = replace(plan, watch=CheckBar(progress))
         report = check_world(world, plan)
         console.print(agents_table(report))
-        card = scorecard(report, plan)
-    console.print(scorecard_table(card))
+        rows = verdicts(scorecard(report, plan))
+    console.print(scorecard_table(rows))
     tell_survey(console, world, args.survey)
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
         say(console, f"Shaping alone pays agents that do nothing of the task, at most: {most}.")
-    if report.problems:
+    if problems := [*report.problems, *problems_in(rows)]:
         raise UserError(
-            f"The world {world.name!r} has failed its check. {' '.join(report.problems)}",
+            f"The world {world.name!r} has failed its check. {' '.join(problems)}",
             "docs/environment.md says what each agent tries.",
         )
     say(console, f"The world {world.name!r} pays none of the agents that do not do its tasks.")
@@ -169,42 +171,25 @@ def _cells(row: Row) -> tuple[str, ...]:
     rate, interval = row.num_successes / len(row.counted), row.interval
     told = f"{rate:.0%} [{interval.low:.0%}, {interval.high:.0%}]"
     apart = f"{sum(play.succeeded for play in row.excused)} of {len(row.excused)}" if row.excused else ""
-    if not row.problem:
-        verdict = "fine"
-    else:
-        verdict = "PAID" if row.agent.kind in (Kind.CHEAT, Kind.CHANCE) else "NOT PAID"
+    verdict: str = row.mark
+    if row.mark == "fail":
+        verdict = f"fail: {'PAID' if row.agent.kind in (Kind.CHEAT, Kind.CHANCE) else 'NOT PAID'}"
+    elif row.mark == "doubtful" and not row.failures:
+        verdict = "doubtful: paid on more than a quarter of the tasks"
     if row.failures:
         verdict += f", {len(row.failures)} broke"
     rewards = (f"{row.mean_reward:.3f}", f"{row.most_shaping:.3f}")
     return row.agent.name, *rewards, told, str(len(row.counted)), apart, verdict
 
 
-def scorecard_table(card: Scorecard) -> Table:
-    """The scorecard of the verifier's rule."""
+def scorecard_table(rows: Sequence[Verdict]) -> Table:
+    """The scorecard of the verifier's rule, with a verdict for each row."""
     table = Table(title="The verifier")
-    table.add_column("what")
-    table.add_column("found")
-    truths = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
-    graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
-    alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
-    rows = {
-        "truth": truths,
-        "speed": f"{card.grading_ms:.3f} ms a grading",
-        "parallelism": f"{alone} episodes/s alone, {together} with {card.concurrency} at once",
-        "noise, graded again": f"{_of(card.unstable)} trajectories change",
-        "noise, played again": f"{_of(card.replayed)} episodes change",
-        "paraphrases": f"{_of(card.paraphrased)} accepted" if card.paraphrased.whole else "none on offer",
-        "outcome": graded,
-        "distinct tasks": f"{_of(card.distinct)} without identifiers, names and numbers",
-        "saturation": f"{_of(card.saturated)} tasks go to null, idle, echo or the majority answer",
-    }
-    for what, found in rows.items():
-        table.add_row(what, found)
+    for column in ("what", "found", "verdict"):
+        table.add_column(column)
+    for row in rows:
+        table.add_row(row.what, row.found, f"{row.mark}: {row.why}" if row.why else row.mark)
     return table
-
-
-def _of(share: Share) -> str:
-    return f"{share.part} of {share.whole}"
 
 
 def show(console: Console, report: CheckReport, config: Config, scoring: ProcessScoring) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import shlex
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -16,6 +17,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ludus.evaluation.arguments import random_arguments
+from ludus.evaluation.cheats import TEXTS
+from ludus.evaluation.perturb import plain_answer
 from ludus.rewards.answers import Answers, normalise
 from ludus.rewards.suites import Suite
 from ludus.tools.base import Tool
@@ -171,12 +174,14 @@ def answer_of(task: Task, shown: Sequence[Action] = ()) -> str | None:
     return (shown[-1].message["content"] or None) if shown else None
 
 
-def cheats(vocabulary: Sequence[str], seed: int) -> tuple[Agent, ...]:
-    """The agents that know nothing but the prompt."""
+def cheats(tasks: Sequence[Task], vocabulary: Sequence[str], seed: int) -> tuple[Agent, ...]:
+    """The agents that know nothing but the prompt; of the tasks no more than their order."""
     return (
         Agent("null", Kind.CHEAT, "says nothing", lambda task, tools: (say(""),)),
         Agent("idle", Kind.CHEAT, "says Done and does nothing", lambda task, tools: (say("Done."),)),
         Agent("echo", Kind.CHEAT, "repeats the prompt", lambda task, tools: (say(asked(task)),)),
+        Agent("keywords", Kind.CHEAT, "says the words of the prompt, sorted", _keywords),
+        *(_in_turn(name, what, texts, tasks) for name, (what, texts) in TEXTS.items()),
         Agent("exit-0", Kind.CHEAT, "os._exit(0)", lambda task, tools: run_program("exit-0", tools)),
         Agent("sys-exit-0", Kind.CHEAT, "sys.exit(0)", lambda task, tools: run_program("sys-exit-0", tools)),
         Agent(
@@ -196,6 +201,24 @@ def cheats(vocabulary: Sequence[str], seed: int) -> tuple[Agent, ...]:
             lambda task, tools: random_calls(_rng(seed, "calls", task), tools, vocabulary),
         ),
     )
+
+
+def _keywords(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...]:
+    del tools
+    return (say(" ".join(sorted(set(re.findall(r"\w+", asked(task).casefold()))))),)
+
+
+def _in_turn(name: str, what: str, texts: Sequence[str], tasks: Sequence[Task]) -> Agent:
+    """A cheat that takes its texts in turn, but for those that have or are the right answer."""
+    places = {task.id: place for place, task in enumerate(tasks)}
+
+    def plan(task: Task, tools: Sequence[Tool]) -> tuple[Action, ...] | None:
+        del tools
+        answer = normalise(plain_answer(task) or "")
+        text = texts[places.get(task.id, 0) % len(texts)]
+        return None if answer and answer == normalise(text) else (say(text),)
+
+    return Agent(name, Kind.CHEAT, what, plan)
 
 
 def knowing(

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
-from typing import Protocol
+from typing import Literal, Protocol
 
 from ludus.envs.base import Demonstrates, GradesAgain, OffersCheats, ShowsTasks, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
@@ -48,6 +48,10 @@ MOST_LATE = 2
 """Rewards that may be late in a check, all agents together; it ends with the last of them."""
 NUM_DEMONSTRATIONS = 2000
 """How many demonstrations are looked through for ones of the tasks."""
+
+
+Mark = Literal["pass", "doubtful", "fail"]
+"""What a row of a check comes to; a single `fail` makes the check fail."""
 
 
 class Watch(Protocol):
@@ -184,6 +188,15 @@ class Row:
             return f"No demonstration is paid, not that of {_named(unpaid[:1])}{_stopped(unpaid)}."
         return ""
 
+    @property
+    def mark(self) -> Mark:
+        """`doubtful` is an agent that guesses and is paid on a quarter of its tasks, or a broken episode."""
+        if self.problem:
+            return "fail"
+        guesses = self.agent.kind is Kind.CHANCE and self.counted
+        lucky = guesses and self.num_successes / len(self.counted) > LUCK / 2 and len(self.counted) > 4
+        return "doubtful" if lucky or self.failures else "pass"
+
 
 @dataclass(frozen=True)
 class CheckReport:
@@ -231,7 +244,7 @@ def check_world(world: World, plan: CheckPlan) -> CheckReport:
     """
     tasks = some_tasks(world, plan)
     shown, flawless = solutions(world, tasks)
-    agents = (*cheats(vocabulary(tasks), plan.seed), *_own_cheats(world, tasks))
+    agents = (*cheats(tasks, vocabulary(tasks), plan.seed), *_own_cheats(world, tasks))
     agents = (*agents, *knowing(tasks, shown, flawless))
     plan.watch.phase(f"{world.name}: agents play", len(agents) * len(tasks))
     return CheckReport(world, tasks, asyncio.run(play_all(world, tasks, agents, plan)), shown)
@@ -245,7 +258,7 @@ def refuse_cheats(world: World, plan: CheckPlan) -> None:
     """
     plan = replace(plan, num_tasks=START_TASKS)
     tasks = some_tasks(world, plan)
-    agents = (*cheats(vocabulary(tasks), plan.seed), *knowing(tasks, {}, flawless=False)[:2])
+    agents = (*cheats(tasks, vocabulary(tasks), plan.seed), *knowing(tasks, {}, flawless=False)[:2])
     plan.watch.phase(f"{world.name}: agents that must not be paid", len(agents) * len(tasks))
     rows = asyncio.run(play_all(world, tasks, agents, plan))
     problems = [row.problem for row in rows if row.counted and row.problem]

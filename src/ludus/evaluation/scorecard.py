@@ -13,6 +13,7 @@ from functools import partial
 from ludus.envs.base import OffersOtherWays, OffersParaphrases, World
 from ludus.evaluation.agents import Agent, Kind, actions_of, asked
 from ludus.evaluation.check import CheckPlan, CheckReport, Play, play_all
+from ludus.evaluation.perturb import other, plain_answer, same
 from ludus.rewards.answers import Answers, normalise
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, Task, Timings
@@ -51,8 +52,10 @@ class Scorecard:
     `concurrency` at once, the world's own work included. `unstable` counts
     trajectories whose reward differs between gradings, `replayed` episodes whose reward differs when the same
     actions are played again, `paraphrased` right answers in other words and right episodes done otherwise
-    that are accepted. `values` are those
-    that the outcome took. `distinct` counts the tasks of the split that differ in more than identifiers,
+    that are accepted. `rewritten` are right answers in other case, with blanks and the like, and `spoilt`
+    wrong ones near the right one, each of those that were accepted: of tasks whose truth is an answer, the
+    former where a world offers no paraphrases. `values` are those that the outcome took. `distinct` counts
+    the tasks of the split that differ in more than identifiers,
     names and numbers. `saturated` counts the tasks that an agent without tools and skill solves.
     """
 
@@ -64,6 +67,8 @@ class Scorecard:
     unstable: Share
     replayed: Share
     paraphrased: Share
+    rewritten: Share
+    spoilt: Share
     values: tuple[float, ...]
     distinct: Share
     saturated: Share
@@ -88,6 +93,7 @@ async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
     grading_ms, unstable = await _gradings(report.world, plays, plan)
     alone = await _speed(report, plan, 1)
     together = await _speed(report, plan, plan.concurrency)
+    rewritten, spoilt = await perturbed(report, plan)
     return Scorecard(
         truths=Counter(type(task.truth).__name__ for task in tasks),
         grading_ms=grading_ms,
@@ -97,6 +103,8 @@ async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
         unstable=unstable,
         replayed=await _replayed(report, plan),
         paraphrased=await _paraphrased(report, plan),
+        rewritten=rewritten,
+        spoilt=spoilt,
         values=tuple(sorted({round(play.share, 9) for play in plays})),
         distinct=Share(len({form_of(asked(task)) for task in tasks}), len(tasks)),
         saturated=_saturated(report),
@@ -220,6 +228,26 @@ async def _paraphrased(report: CheckReport, plan: CheckPlan) -> Share:
         (row,) = await play_all(report.world, tasks, [agent], plan)
         accepted += row.num_successes
     return Share(accepted, len(agents) + sum(len(turns) for turns in ways))
+
+
+async def perturbed(report: CheckReport, plan: CheckPlan) -> tuple[Share, Share]:
+    """The right answers in other writings, and the wrong ones near them, that succeed, of all."""
+    answers = [
+        (task, answer) for task in report.tasks[:EPISODES] if (answer := plain_answer(task)) is not None
+    ]
+    offers = isinstance(report.world, OffersParaphrases)
+    tried = [[(task, text) for task, answer in answers if not offers for text in same(answer)]]
+    tried.append([(task, text) for task, answer in answers for text in other(task, answer)])
+    plan.watch.phase("perturbed", sum(map(len, tried)))
+    found = []
+    for texts in tried:
+        accepted = 0
+        for task, text in texts:
+            agent = _with_answer(report.shown.get(task.id, ()), text)
+            (row,) = await play_all(report.world, [task], [agent], plan)
+            accepted += row.num_successes
+        found.append(Share(accepted, len(texts)))
+    return found[0], found[1]
 
 
 def _other_ways(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:

@@ -1,0 +1,161 @@
+"""Faulty verifiers of many kinds are found by the check, each by the row that is there for it."""
+
+import asyncio
+import re
+
+import pytest
+
+from ludus.envs.tool_world import Dialogue, ToolWorld
+from ludus.evaluation.agents import cheats
+from ludus.evaluation.cheats import TEXTS
+from ludus.evaluation.check import CheckPlan, CheckReport, check_world, play_all, some_tasks, vocabulary
+from ludus.evaluation.perturb import other, same
+from ludus.evaluation.scorecard import Share, perturbed, scorecard
+from ludus.evaluation.verdicts import problems_in, refuses_wrong, verdicts
+from ludus.rewards.answers import Answers, exact_match, normalise
+from ludus.rewards.base import Reward
+from ludus.types import Message, Task
+
+TRUTHS = ("ant hill", "bumble bee", "5 kg", "dogfish", "eels", "12 hours", "gnat", "hen house")
+PLAN = CheckPlan(num_tasks=12)
+
+
+def made_tasks(num=12):
+    return [
+        Task(
+            f"t{i}",
+            (Message(role="user", content=f"Riddle {i}: which thing is number {7 * i} of the shelf?"),),
+            TRUTHS[i % len(TRUTHS)] if i < len(TRUTHS) else f"{TRUTHS[i % len(TRUTHS)]} {100 + i}",
+        )
+        for i in range(num)
+    ]
+
+
+class Planted(ToolWorld):
+    def expert(self, task):
+        return Dialogue((*task.prompt, Message(role="assistant", content=str(task.truth))), ())
+
+
+def planted(verdict, kind=Planted):
+    """A world whose verifier pays for the right answer, and for what `verdict` says."""
+    reward = lambda task, t: float(verdict(task, t.answer))  # noqa: E731
+    return kind("planted", {"train": made_tasks()}, (), (Reward("right", reward, outcome=True),))
+
+
+def right(task, text):
+    return normalise(text) == normalise(task.truth)
+
+
+def failing(world):
+    report = check_world(world, PLAN)
+    rows = verdicts(scorecard(report, PLAN))
+    agents = {row.agent.name for row in report.rows if row.mark == "fail"}
+    return agents | {row.what for row in rows if row.mark == "fail"}, problems_in(rows)
+
+
+def prompt_words(task):
+    return set(re.findall(r"\w+", task.prompt[-1]["content"].casefold()))
+
+
+BAD = {
+    "pays for 'success'": (lambda task, text: "success" in text.casefold(), "claims"),
+    "pays for 'passed'": (lambda task, text: "passed" in text, "claims"),
+    "pays for 'done' alone": (lambda task, text: text.strip(". ").casefold() == "done", "idle"),
+    "pays for 'verified' alone": (lambda task, text: text.strip() == "verified", "claims"),
+    "pays for 'correct'": (lambda task, text: bool(re.search(r"\bcorrect\b", text)), "claims"),
+    "pays for a long text": (lambda task, text: len(text) > 400, "long text"),
+    "pays for very many words": (lambda task, text: len(text.split()) > 2500, "long text"),
+    "pays for a sentence": (lambda task, text: len(text.split()) > 12, "long text"),
+    "pays for the prompt's keywords": (
+        lambda task, text: text != task.prompt[-1]["content"] and prompt_words(task) <= set(text.split()),
+        "keywords",
+    ),
+    "pays for an empty box": (lambda task, text: "\\boxed{" in text, "empty forms"),
+    "pays for answer tags": (lambda task, text: "<answer>" in text, "empty forms"),
+    "pays for JSON": (lambda task, text: text.startswith("```json"), "empty forms"),
+    "pays for thinking": (lambda task, text: text.startswith("<think>"), "empty forms"),
+    "pays for a refusal": (lambda task, text: "cannot" in text, "refusals"),
+    "pays for not knowing": (lambda task, text: "don't know" in text, "refusals"),
+    "pays for every option": (
+        lambda task, text: {"A", "B", "C", "D"} <= set(re.findall(r"\w+", text)),
+        "every option",
+    ),
+    "pays for every number": (lambda task, text: "17" in text.split(), "every option"),
+    "pays for a question": (lambda task, text: text.endswith("?"), "constant question"),
+    "pays for the invisible": (lambda task, text: bool(text) and not text.isprintable(), "invisible answer"),
+    "pays for a combining mark": (lambda task, text: text == "\u0301", "invisible answer"),
+    "pays for what says it did": (lambda task, text: "done what you asked" in text, "constant answer"),
+    "pays for the answer denied": (lambda task, text: task.truth in text, "wrong answers near the truth"),
+    "pays for half a word": (
+        lambda task, text: len(text) > 2 and text in task.truth,
+        "wrong answers near the truth",
+    ),
+    "looks away from numbers": (
+        lambda task, text: re.sub(r"\d+|not ", "", text) == re.sub(r"\d+", "", task.truth),
+        "wrong answers near the truth",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_a_planted_verifier_is_caught_by_the_row_that_is_there_for_it(name):
+    pays, row = BAD[name]
+    world = planted(lambda task, text: right(task, text) or pays(task, text))
+    tasks = some_tasks(world, PLAN)
+    agents = [agent for agent in cheats(tasks, vocabulary(tasks), 0) if agent.name == row]
+    rows = asyncio.run(play_all(world, tasks, agents, PLAN))
+    report = CheckReport(world, tasks, rows, {})
+    if agents:
+        assert [one.mark for one in rows] == ["fail"]
+        assert f"The agent {row} (" in report.problems[0]
+    else:
+        _, spoilt = asyncio.run(perturbed(report, PLAN))
+        assert refuses_wrong(spoilt).mark == "fail"
+    assert all(right(task, task.truth) for task in tasks)
+
+
+def test_a_verifier_that_refuses_the_answer_in_every_other_writing_is_caught():
+    found, said = failing(planted(lambda task, text: text == task.truth))
+    assert found == {"other writings"}
+    assert re.search(r"refuses \d+ of \d+ right answers in other case", said[0])
+
+
+class Wordy(Planted):
+    def paraphrases(self, task):
+        return (f"It is {task.truth}.", f"the answer: {task.truth}")
+
+
+def test_a_verifier_that_refuses_all_paraphrases_fails_and_one_that_takes_them_passes():
+    found, said = failing(planted(right, Wordy))
+    assert (found, said) == (
+        {"paraphrases"},
+        ["The verifier refuses 24 of 24 right answers in other words or done otherwise."],
+    )
+    lenient = planted(lambda task, text: right(task, re.sub(r"^(It is|the answer:) ", "", text)), Wordy)
+    assert failing(lenient) == (set(), [])
+
+
+def test_a_sound_verifier_passes_every_row():
+    assert failing(planted(right)) == (set(), [])
+    tasks = [Task(t.id, t.prompt, Answers((t.truth,))) for t in made_tasks()]
+    world = ToolWorld("sound", {"train": tasks}, (), (Reward("right", exact_match, outcome=True),))
+    assert failing(world) == (set(), [])
+
+
+def test_a_verdict_that_changes_fails():
+    import itertools
+
+    counter = itertools.count()
+    found, _ = failing(planted(lambda task, text: right(task, text) and next(counter) % 2 == 0))
+    assert {"noise, graded again", "oracle"} & found
+
+
+def test_right_answers_are_rewritten_and_wrong_ones_made_of_them():
+    task = made_tasks()[2]
+    assert task.truth == "5 kg"
+    assert {"5 KG", "5\u00a0kg", "  5 kg "} <= set(same("5 kg"))
+    assert {"not 5 kg", "6 kg", "5 g"} <= set(other(task, "5 kg"))
+    accepted = Task("t", task.prompt, Answers(("5 kg", "6 kg")))
+    assert "6 kg" not in other(accepted, "5 kg")
+    assert all(len(texts) == len(set(texts)) for _, texts in TEXTS.values())
+    assert Share(0, 0).value == 0
