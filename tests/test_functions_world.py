@@ -686,6 +686,40 @@ def test_a_broken_record_is_named_by_its_line(tmp_path, broken, said):
         world.tasks("file")
 
 
+def test_in_relevance_a_call_must_be_made_and_in_irrelevance_none(tmp_path):
+    ids = ("live_relevance_0-0-0", "relevance_1", "live_irrelevance_2-1-0", "irrelevance_3")
+    lines = [json.dumps({k: v for k, v in record(id_).items() if k != "ground_truth"}) for id_ in ids]
+    (tmp_path / "tasks.jsonl").write_text("\n".join(lines))
+    world = FunctionsWorld(FunctionsSettings(data=str(tmp_path / "tasks.jsonl")))
+    right = {task.id: task.truth.right for task in world.tasks("file")}
+    assert [right[id_] for id_ in ids] == ["any_call", "any_call", "decline", "decline"]
+    for task in world.tasks("file"):
+        must_call = "irrelevance" not in task.id
+        silent, called = Attempt(task), Attempt(task)
+        silent.say("None of these can do that.")
+        called.call(ExpectedCall("weather.get", {"city": "Anywhere"}))
+        called.say("Done.")
+        misfit = Attempt(task)
+        misfit.call(ExpectedCall("weather.get", {"town": "Anywhere"}))
+        misfit.say("Done.")
+        paid = [solved(task, one.trajectory()) for one in (silent, called, misfit)]
+        assert paid == ([0, 1, 0] if must_call else [1, 0, 0])
+        assert solved(task, play(task, Flaws(), random.Random(0)).trajectory()) == 1
+        assert task.tags["null"] == str(not must_call).lower()
+
+
+def test_all_bad_lines_are_named_and_skipped_if_set(tmp_path, caplog):
+    path = tmp_path / "tasks.jsonl"
+    bare = {key: value for key, value in record("simple_2").items() if key != "ground_truth"}
+    path.write_text("\n".join([json.dumps(record("a")), "{", json.dumps(bare), json.dumps(record("a"))]))
+    with pytest.raises(UserError, match=r"line 2.*no JSON.*line 3.*ground_truth.*line 4.*before") as error:
+        FunctionsWorld(FunctionsSettings(data=str(path))).tasks("file")
+    assert "data_bad_lines" in error.value.hint
+    tasks = FunctionsWorld(FunctionsSettings(data=str(path), data_bad_lines="skip")).tasks("file")
+    assert [task.id for task in tasks] == ["a"]
+    assert [line for line in (2, 3, 4) if f"line {line}" in caplog.text] == [2, 3, 4]
+
+
 def test_a_file_that_is_missing_or_empty_says_so(tmp_path):
     with pytest.raises(UserError, match="cannot be read"):
         make_functions_world({"data": str(tmp_path / "none.jsonl")}, ToolLimits()).tasks("file")

@@ -23,8 +23,8 @@ from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 _MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
 _CLOSE = 1e-9
 """How far off a number may be, absolutely."""
-Right = Literal["call", "ask", "answer", "decline"]
-"""What is right: to call, or without a call to ask back, to answer, or to refuse."""
+Right = Literal["call", "any_call", "ask", "answer", "decline"]
+"""What is right: to make the gold calls, any call, or without one to ask back, to answer, or to refuse."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +141,8 @@ def solved(task: Task, trajectory: Trajectory) -> float:
         return 0.0
     if truth.right == "call":
         return float(calls_agree(truth.gold, made_well(trajectory)))
+    if truth.right == "any_call":
+        return float(bool(made_well(trajectory)))
     return float(not trajectory.outcomes and truth.is_said(trajectory.answer))
 
 

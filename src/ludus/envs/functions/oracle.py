@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ludus.envs.functions.gold import GoldCall, Truth, truth_of
-from ludus.envs.functions.offers import Scene
+from ludus.envs.functions.offers import Listed, Scene
 from ludus.envs.functions.replies import Ask
 from ludus.rewards.published import ExpectedCall
 from ludus.tools.base import ArgumentError
@@ -104,12 +104,39 @@ def play(task: Task, flaws: Flaws, rng: random.Random) -> Attempt:
         for calls in turns:
             attempt.call(*(call.expected for call in calls))
         attempt.say(DONE)
+    elif truth.right == "any_call":
+        attempt.call(some_call(truth.scene))
+        attempt.say(DONE)
     elif slips and truth.answer is None and isinstance(truth.scene, Scene):
         attempt.call(_made_up(truth.scene, truth.ask, rng))
         attempt.say(DONE)
     else:
         attempt.say(right_words(truth))
     return attempt
+
+
+def some_call(scene: Scene | Listed) -> ExpectedCall:
+    """A call of the first function on offer, with values of the right types for what it requires."""
+    function = scene.tools()[0].schema["function"]
+    parameters = function["parameters"]
+    properties, required = parameters["properties"], parameters["required"]
+    return ExpectedCall(function["name"], {name: _value(properties.get(name, {})) for name in required})
+
+
+def _value(schema: JSON) -> JSON:
+    """A value that fits a schema."""
+    given = schema if isinstance(schema, dict) else {}
+    choices, properties, required = given.get("enum"), given.get("properties"), given.get("required")
+    if isinstance(choices, list) and choices:
+        return choices[0]
+    if given.get("type") == "object":
+        inner = properties if isinstance(properties, dict) else {}
+        return {
+            str(name): _value(inner.get(str(name)))
+            for name in (required if isinstance(required, list) else ())
+        }
+    kinds: dict[str, JSON] = {"integer": 1, "number": 1.0, "boolean": True, "array": []}
+    return kinds.get(str(given.get("type")), "something")
 
 
 def right_words(truth: Truth) -> str:

@@ -17,7 +17,7 @@ def other_ways(task: Task) -> Iterator[Sequence[Message]]:
     truth = truth_of(task)
     if truth.right == "call":
         yield from _called_otherwise(task, turns_of(truth.gold))
-    else:
+    elif truth.right != "any_call":
         for text in _texts(truth):
             attempt = Attempt(task)
             attempt.say(text)

@@ -5,7 +5,11 @@ One JSON object a line, `{"id", "question", "function", "ground_truth"}`:
     question      a list of messages, a list with one such list in it, or a text
     function      descriptions: name, description, parameters (a JSON schema; BFCL's own type names are read)
     ground_truth  calls in any order, `{name: {argument: [values that are right]}}`; "" among the values says
-                  that the argument may be left out; an empty list, or none at all: no call is right
+                  that the argument may be left out; an empty list: no call is right
+
+The categories of BFCL without answers are known by their ids: in `irrelevance` (`live_irrelevance_0-0-0`) no
+call is right, in `relevance` at least one that fits its description must be made. Any other record needs its
+answer.
 
 Nothing is executed: every call that fits its description is answered with `ok`.
 """
@@ -13,13 +17,15 @@ Nothing is executed: every call that fits its description is answered with `ok`.
 from __future__ import annotations
 
 import itertools
+import logging
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Final, Literal, TypeVar
 
 from ludus.envs.functions.generate import SYSTEM
-from ludus.envs.functions.gold import GoldCall, Truth
+from ludus.envs.functions.gold import GoldCall, Right, Truth
 from ludus.envs.functions.offers import Listed, fits
 from ludus.errors import UserError
 from ludus.rewards.evidence import NotJson, read_json
@@ -27,7 +33,11 @@ from ludus.tools.base import FunctionSchema, ToolSchema
 from ludus.tools.lines import json_lines
 from ludus.types import JSON, Message, Task
 
+BadLines = Literal["refuse", "skip"]
 T = TypeVar("T")
+
+_LOG: Final = logging.getLogger(__name__)
+_MOST_NAMED: Final = 20
 
 _TYPES = {"dict": "object", "float": "number", "double": "number", "long": "integer", "tuple": "array"}
 _KNOWN = frozenset({"object", "number", "integer", "string", "boolean", "array"})
@@ -39,54 +49,73 @@ class _Fault(Exception):
     """What is wrong with a record."""
 
 
-def load_tasks(path: Path, answers: Path | None, split: str) -> tuple[Task, ...]:
+def load_tasks(
+    path: Path, answers: Path | None, split: str, bad_lines: BadLines = "refuse"
+) -> tuple[Task, ...]:
     """The tasks of a file. `answers` is a file with `{"id", "ground_truth"}` where they are kept apart.
 
-    Raises UserError, with the line, for a record that is none, an id given twice, or an id without answer.
+    Raises UserError, with the lines, for records that are none, ids given twice, or ids without answer; if
+    `bad_lines` is `skip`, these are logged and left out.
     """
-    given = None if answers is None else dict(_answers(answers))
+    faults: list[tuple[Path, int, _Fault]] = []
+    given = None if answers is None else dict(_answers(answers, faults))
     tasks: dict[str, Task] = {}
     for line, record in _records(path):
         try:
-            task = _task(record, given, split)
+            task = _task(_read(record), given, split)
             if task.id in tasks:
                 raise _Fault(f"the id {task.id!r} was there before")
         except _Fault as fault:
-            raise _error(path, line, fault) from None
+            faults.append((path, line, fault))
+            continue
         tasks[task.id] = task
+    if faults and bad_lines == "refuse":
+        raise _error(faults)
+    for place, line, reason in faults:
+        _LOG.warning("%s, line %d, is left out: %s.", place, line, reason)
     if not tasks:
         raise UserError(f"{path} holds no tasks.", "It needs one JSON object a line.")
     return tuple(tasks.values())
 
 
-def _answers(path: Path) -> Iterator[tuple[str, JSON]]:
-    for line, record in _records(path):
-        if not isinstance(record.get("id"), str) or "ground_truth" not in record:
-            raise _error(path, line, _Fault('it needs "id" and "ground_truth"'))
+def _answers(path: Path, faults: list[tuple[Path, int, _Fault]]) -> Iterator[tuple[str, JSON]]:
+    for line, text in _records(path):
+        try:
+            record = _read(text)
+            if not isinstance(record.get("id"), str) or "ground_truth" not in record:
+                raise _Fault('it needs "id" and "ground_truth"')
+        except _Fault as fault:
+            faults.append((path, line, fault))
+            continue
         yield str(record["id"]), record["ground_truth"]
 
 
-def _records(path: Path) -> Iterator[tuple[int, dict[str, JSON]]]:
+def _records(path: Path) -> Iterator[tuple[int, str]]:
+    """The lines that are not blank, with their numbers."""
     try:
         lines = json_lines(path.read_text("utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"{path} cannot be read: {error}.", "Check env.settings.data.") from error
-    for number, text in enumerate(lines, 1):
-        if not text.strip():
-            continue
-        try:
-            record = read_json(text)
-        except NotJson as error:
-            raise _error(path, number, _Fault(f"it is no JSON ({error})")) from None
-        if not isinstance(record, dict):
-            raise _error(path, number, _Fault("it is no JSON object"))
-        yield number, record
+    yield from ((number, text) for number, text in enumerate(lines, 1) if text.strip())
 
 
-def _error(path: Path, line: int, fault: _Fault) -> UserError:
+def _read(text: str) -> dict[str, JSON]:
+    try:
+        record = read_json(text)
+    except NotJson as error:
+        raise _Fault(f"it is no JSON ({error})") from None
+    if not isinstance(record, dict):
+        raise _Fault("it is no JSON object")
+    return record
+
+
+def _error(faults: Sequence[tuple[Path, int, _Fault]]) -> UserError:
+    named = [f"{path}, line {line}, is not a task: {fault}" for path, line, fault in faults[:_MOST_NAMED]]
+    more = f" And {len(faults) - _MOST_NAMED} more lines." if len(faults) > _MOST_NAMED else ""
     return UserError(
-        f"{path}, line {line}, is not a task: {fault}.",
-        'A line is {"id", "question", "function", "ground_truth"} as BFCL has them.',
+        f"{'. '.join(named)}.{more}",
+        'A line is {"id", "question", "function", "ground_truth"} as BFCL has them; '
+        "env.settings.data_bad_lines = 'skip' leaves the others out.",
     )
 
 
@@ -95,26 +124,40 @@ def _task(record: Mapping[str, JSON], answers: Mapping[str, JSON] | None, split:
     if not isinstance(id_, str) or not id_:
         raise _Fault('"id" is not a text')
     schemas = _schemas(record.get("function"))
-    if answers is None:
-        truth = record.get("ground_truth", [])
-    elif id_ in answers:
+    category = _category(id_)
+    if answers is None and "ground_truth" in record:
+        truth = record["ground_truth"]
+    elif answers is not None and id_ in answers:
         truth = answers[id_]
+    elif category:
+        truth = []
+    elif answers is None:
+        raise _Fault('it has no "ground_truth"')
     else:
         raise _Fault(f"the file of answers has none for {id_!r}")
     gold = _gold(truth, schemas)
+    kind: Right = "call" if gold else "any_call" if category == "relevance" else "decline"
     messages = _messages(record.get("question"))
     if messages[0]["role"] != "system":
         messages = (Message(role="system", content=SYSTEM), *messages)
     right = Truth(
         calls=tuple(call.expected for call in gold),
-        right="call" if gold else "decline",
+        right=kind,
         gold=gold,
         scene=Listed(tuple(schemas.values())),
         shape="; ".join(sorted(call.name for call in gold)),
         form=messages[-1]["content"],
     )
     family = id_.rpartition("_")[0] or split
-    return Task(id_, messages, right, {"split": split, "family": family, "null": str(not gold).lower()})
+    return Task(
+        id_, messages, right, {"split": split, "family": family, "null": str(kind == "decline").lower()}
+    )
+
+
+def _category(id_: str) -> str:
+    """The category of BFCL that an id names, where it is one without answers; else empty."""
+    found = re.search(r"(?:^|_)(ir)?relevance(?:_|$)", id_)
+    return "" if found is None else "irrelevance" if found[1] else "relevance"
 
 
 def _messages(question: JSON) -> tuple[Message, ...]:

@@ -58,6 +58,8 @@ class FunctionsSettings(BaseModel):
     """Of all that is drawn."""
     data_answers: str | None = None
     """The file with their `ground_truth`, where it is kept apart."""
+    data_bad_lines: Literal["refuse", "skip"] = "refuse"
+    """Lines of `data` that are not tasks: refuse the file and name them, or log and skip them."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +140,7 @@ class FunctionsWorld:
 
     def _show(self, task: Task, flaws: Flaws, rng: random.Random) -> Dialogue:
         messages, truth = play(task, flaws, rng).messages, truth_of(task)
-        teaches: DataClass = "tool_use" if truth.right == "call" else "negatives"
+        teaches: DataClass = "tool_use" if truth.right in ("call", "any_call") else "negatives"
         return Dialogue((*task.prompt, *messages), truth.scene.tools(), teaches)
 
     def _tools(self, task: Task) -> Sequence[SchemaTool]:
@@ -154,7 +156,7 @@ class FunctionsWorld:
         settings = self.settings
         if split == FILE_SPLIT and settings.data is not None:
             answers = None if settings.data_answers is None else Path(settings.data_answers)
-            return load_tasks(Path(settings.data), answers, split)
+            return load_tasks(Path(settings.data), answers, split, settings.data_bad_lines)
         num = max(round(settings.num_tasks * SHARES[split]), 1)
         if settings.num_held_out is not None and split in ("test", "composition"):
             num = settings.num_held_out
