@@ -481,6 +481,18 @@ BENCH = {
     "private_test_cases": b64encode(zlib.compress(pickle.dumps(PRIVATE))).decode(),
     "solution": "class Solution:\n    def up(self, xs, n):\n        return tuple(x + n for x in xs)",
 }
+KODCODE = {
+    "question_id": "Leetcode_1",
+    "subset": "Leetcode",
+    "question": "Add one to each.",
+    "solution": "def up(xs):\n    return [x + 1 for x in xs]",
+    "test": "import pytest\nfrom solution import up\n\nLIMIT = 3\n\n"
+    "def test_one():\n    assert up([1]) == [2]\n\n"
+    "def test_many():\n    assert up([LIMIT]) == [4]\n\n"
+    "def test_bad():\n    with pytest.raises(TypeError):\n        up(1)\n",
+    "test_info": [{"function_name": "up", "parameter_list": "(xs)"}],
+    "split": "train",
+}
 OWN = {
     "prompt": "Double it.",
     "entry": "f",
@@ -503,6 +515,7 @@ OWN_STDIN = {
         ("apps", [APPS], "train", "print(input())"),
         ("apps", [APPS_CALL], "train", "def add(a, b):\n    return a"),
         ("livecodebench", [BENCH], "test", "class Solution:\n    def up(self, xs, n):\n        return xs"),
+        ("kodcode", [KODCODE], "train", "def up(xs):\n    return xs"),
         ("own", [OWN], "train", "def f(x): return x"),
         ("own", [OWN_STDIN], "train", "print(1)"),
     ],
@@ -521,6 +534,8 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
 @pytest.mark.parametrize(
     ("layout", "line", "said"),
     [
+        ("kodcode", '{"solution": "", "test": "def test_a(): pass", "question": ""}', "import one function"),
+        ("kodcode", '{"solution": "", "test": "from solution import f", "question": ""}', "no test function"),
         ("own", "{", "it is no JSON"),
         ("own", "[1]", "no JSON object"),
         ("own", '{"prompt": "a"}', '"tests" is no list'),

@@ -2,7 +2,9 @@
 
 import ast
 import asyncio
+import builtins
 import json
+import random
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -20,8 +22,8 @@ from ludus.envs.swe.catalogue import load_catalogue, shipped_folder
 from ludus.envs.swe.cheats import WORST, forgeries
 from ludus.envs.swe.grading import grade
 from ludus.envs.swe.guest import digest_of
-from ludus.envs.swe.instances import load_instances
-from ludus.envs.swe.issues import symptom_of, write_issue
+from ludus.envs.swe.instances import load_instances, pytest_name
+from ludus.envs.swe.issues import snippet_in, symptom_of, write_issue
 from ludus.envs.swe.layout import layout_of, merged
 from ludus.envs.swe.masking import masked
 from ludus.envs.swe.mine import Plan, mine, save_found
@@ -29,9 +31,10 @@ from ludus.envs.swe.mutations import KINDS, edits, is_sound
 from ludus.envs.swe.oracle import applies, unified
 from ludus.envs.swe.other_ways import other_repairs, restate
 from ludus.envs.swe.repository import git_files
+from ludus.envs.swe.snippets import Shown, Snippet, snippets_of
 from ludus.envs.swe.sources import fetch, read_archive, require
 from ludus.envs.swe.survey import survey
-from ludus.envs.swe.trials import Said, program
+from ludus.envs.swe.trials import program
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.agents import ScriptedConversation, actions_of, call
@@ -53,7 +56,9 @@ def catalogue(tmp_path_factory) -> Path:
     assert len(baseline.tests) == 19
     assert found
     save_found(folder / "tidy-1.0.jsonl", archive, baseline, found)
-    assert assemble(folder, folder, {}) == (1, len(found))
+    packages, num = assemble(folder, folder, {})
+    assert packages == 1
+    assert 0 < num <= len(found)
     return folder
 
 
@@ -732,6 +737,29 @@ def test_instances_in_the_format_of_swe_bench(catalogue, tmp_path):
     assert idle.rewards["resolved"] == 0
 
 
+def test_instances_of_django_are_read(tmp_path):
+    row = {"instance_id": "d-1", "repo": "django/django", "base_commit": "a", "patch": "", "test_patch": ""}
+    row |= {"problem_statement": "", "FAIL_TO_PASS": ["test_x (app.tests.TestA)"], "PASS_TO_PASS": ["Docs."]}
+    file = tmp_path / "instances.jsonl"
+    file.write_text(json.dumps(row) + "\n")
+    (case,) = load_instances(str(file), str(tmp_path), 1.0)
+    assert case.suite.fail_to_pass == ("tests/app/tests.py::TestA::test_x",)
+    assert case.suite.pass_to_pass == ()
+    file.write_text(json.dumps({**row, "FAIL_TO_PASS": ["Docs."]}) + "\n")
+    with pytest.raises(ConfigError, match=r"line 1.*names no test"):
+        load_instances(str(file), str(tmp_path), 1.0)
+
+
+def test_a_fix_that_is_no_python_has_no_other_ways_and_ends_nothing(catalogue):
+    world = make(catalogue)
+    problem = chosen(world)
+    broken = dict.fromkeys(problem.mended, b"def f(:\n")
+    exam = replace(problem.exam, mended=broken, known=[])
+    assert list(other_repairs(replace(problem, mended=broken, exam=exam))) == []
+    (found,) = graded(world, {**problem.shown, **broken})
+    assert not any(found.passed[test] for test in problem.exam.suite.fail_to_pass)
+
+
 def test_bad_instances_are_named_with_their_line(tmp_path):
     file = tmp_path / "instances.jsonl"
     file.write_text('{"instance_id": "a"}\n')
@@ -778,40 +806,120 @@ def test_settings_that_do_not_fit_are_refused():
         make_swe_world({"instances": "x.jsonl"}, ToolLimits())
 
 
+SHOWN = Shown(Snippet("from tidy import f\nx = 2", "f(x)"), ("value", "4"), ("value", "3"))
+
+
 @pytest.mark.parametrize(
-    ("said", "parts"),
+    ("got", "due", "parts"),
     [
-        (
-            Said("assert f(2) == 3", "AssertionError: assert 4 == 3\n +  where 4 = f(2)"),
-            ("f(2)", "4", "3", ""),
-        ),
-        (Said("self.assertEqual(f(2), 3)", "AssertionError: 4 != 3"), ("f(2)", "4", "3", "")),
-        (Said("assert 3 == f(2)", "TypeError: bad operand"), ("f(2)", "", "3", "TypeError: bad operand")),
-        (Said("f(2)", "KeyError: 'a'"), ("f(2)", "", "", "KeyError: 'a'")),
-        (
-            Said("with raises(ValueError):", "Failed: DID NOT RAISE <class 'ValueError'>"),
-            ("with raises(ValueError):", "no exception at all", "ValueError is raised", ""),
-        ),
+        (("value", "4"), ("value", "3"), ("4", "3", "")),
+        (("error", "KeyError: 'a'"), ("value", "3"), ("", "3", "KeyError: 'a'")),
+        (("error", "SystemExit: "), ("value", "no error"), ("", "no error", "SystemExit")),
+        (("value", "no error"), ("error", "KeyError: 'a'"), ("no error", "a `KeyError`", "")),
     ],
 )
-def test_a_failure_becomes_a_symptom(said, parts):
-    found = symptom_of("tidy", said, "", "f", "")
-    assert (found.call, found.got, found.due, found.error) == parts
+def test_what_a_snippet_shows_becomes_a_symptom(got, due, parts):
+    found = symptom_of("tidy", replace(SHOWN, got=got, due=due), "f", "")
+    assert (found.got, found.due, found.error) == parts
 
 
-def test_issues_tell_the_symptom_and_not_the_place():
-    import random
+def test_issues_tell_the_symptom_and_hold_their_snippet():
+    for got in (("value", "4"), ("error", "KeyError: 'a'")):
+        symptom = symptom_of("tidy", replace(SHOWN, got=got), "f", "")
+        texts = {write_issue(symptom, named=True, rng=random.Random(seed)) for seed in range(40)}
+        assert {style for style, _ in texts} >= {"report", "story", "regression", "question"}
+        assert all(snippet_in(text) == SHOWN.snippet.text for _, text in texts)
+        assert all(got[1] in text and "`3`" in text for _, text in texts)
 
-    symptom = symptom_of("tidy", Said("assert f(2) == 3", "AssertionError: assert 4 == 3"), "x = 2", "f", "")
-    texts = {write_issue(symptom, named=True, rng=random.Random(seed)) for seed in range(40)}
-    assert {style for style, _ in texts} >= {"report", "story", "regression", "question"}
-    assert all("f(2)" in text and "x = 2" in text and "`4`" in text and "`3`" in text for _, text in texts)
+
+SNIPPETS = """
+import os
+from tidy import f, g
+from other import *
+
+LIMIT = 3
+
+
+def helper(x):
+    return f(x, LIMIT)
+
+
+class Base:
+    kind = None
+
+    def make(self, x):
+        return g(x)
+
+    def test_made(self):
+        made = self.make(self.kind)
+        self.assertEqual(made.a, helper(2))
+
+
+class TestOne(Base):
+    kind = 7
+
+
+@pytest.mark.parametrize("a, b", [(1, 2), pytest.param(3, 4)])
+def test_rows(a, b):
+    with pytest.raises(ValueError):
+        f(a, b)
+"""
+
+
+def test_snippets_define_what_they_name():
+    texts = {one.text for one in snippets_of(SNIPPETS, ["TestOne::test_made", "test_rows"])}
+    assert "from tidy import f\na, b = (3, 4)\nf(a, b)" in texts
+    (made,) = [text for text in texts if text.endswith("made.a")]
+    assert "kind = 7" in made
+    assert "kind = None" not in made
+    assert "def make(x):" in made
+    assert "import os" not in made
+    assert all("self" not in text for text in texts)
+    with_helper = next(text for text in texts if text.endswith("helper(2)"))
+    assert "LIMIT = 3" in with_helper
+
+
+def undefined(code):
+    """The names that code reads and does not bind; those that a star import may bring are not among them."""
+    tree = ast.parse(code)
+    names = [node for node in ast.walk(tree) if isinstance(node, ast.Name)]
+    bound = {node.id for node in names if not isinstance(node.ctx, ast.Load)} | set(dir(builtins))
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            bound.add(node.name)
+        elif isinstance(node, ast.alias):
+            bound.add((node.asname or node.name).partition(".")[0])
+        elif isinstance(node, ast.arg | ast.ExceptHandler):
+            bound.add(node.arg if isinstance(node, ast.arg) else node.name)
+    return set() if "*" in bound else {node.id for node in names} - bound
+
+
+def test_every_shipped_text_stands_alone():
+    for bug in load_catalogue(shipped_folder()).bugs:
+        code = snippet_in(bug.issue)
+        assert code, bug.id
+        assert "import" in code, bug.id
+        assert undefined(code) == set(), bug.id
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("test_x (admin_views.tests.AdminTest)", "tests/admin_views/tests.py::AdminTest::test_x"),
+        ("test_x (a.b.C.test_x)", "tests/a/b.py::C::test_x"),
+        ("tests/a.py::test_b[1]", "tests/a.py::test_b[1]"),
+        ("A docstring names no test.", ""),
+        ("test_x (C)", ""),
+    ],
+)
+def test_names_of_unittest_become_those_of_pytest(name, expected):
+    assert pytest_name(name, "tests/") == expected
 
 
 def test_the_shipped_tasks_are_as_many_as_the_page_says():
     shipped = load_catalogue(shipped_folder())
     kinds = {bug.edit.kind for bug in shipped.bugs}
-    assert len(shipped.bugs) == 205
+    assert len(shipped.bugs) == 142
     assert len(shipped.packages) == len({bug.package for bug in shipped.bugs}) == 15
     assert kinds == set(KINDS)
     assert len(kinds) == 15

@@ -1,7 +1,7 @@
 """Tasks of somebody's own or of a public set: JSON lines, laid out in one of several ways.
 
-`own` is described in the recipe's README; `humaneval`, `mbpp`, `apps` and `livecodebench` are the files that
-these sets are published as, one task a line.
+`own` is described in the recipe's README; `humaneval`, `mbpp`, `apps`, `livecodebench` and `kodcode` are the
+files that these sets are published as, one task a line.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ludus.tools.lines import json_lines
 from ludus.types import JSON, Message, Task
 from ludus.untrusted.pickles import load_pickle
 
-Format = Literal["own", "humaneval", "mbpp", "apps", "livecodebench"]
+Format = Literal["own", "humaneval", "mbpp", "apps", "livecodebench", "kodcode"]
 SPLITS: Final = ("train", "validation", "test")
 _SHOWN: Final = 2
 _LONGEST: Final = 100_000_000
@@ -214,12 +214,59 @@ def _live_code_bench(record: Record, line: int) -> _Draft:
     return _Draft(f"LCB/{name}", asked, truth, str(record.get("split", "test")), family)
 
 
+def _kod_code(record: Record, line: int) -> _Draft:
+    solution = _parsed(_text(record, "solution"), "solution")
+    module = ast.parse(_parsed(_text(record, "test"), "test"))
+    tests = [node for node in module.body if isinstance(node, ast.FunctionDef) and _is_plain_test(node)]
+    taken = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module == "solution"]
+    names = {alias.name for node in taken for alias in node.names}
+    if len(names) != 1 or "*" in names or any(alias.asname for node in taken for alias in node.names):
+        raise _Fault('"test" does not import one function of "solution"')
+    if not tests:
+        raise _Fault('"test" has no test function without fixtures, parameters and pytest')
+    (entry,) = names
+    aside = (ast.FunctionDef, ast.ClassDef)
+    setup = [
+        node
+        for node in module.body
+        if node not in taken and not (isinstance(node, aside) and node.name.lower().startswith("test"))
+    ]
+    cases = tuple(Case(test.name, f"{ast.unparse(test)}\n\n{test.name}()") for test in tests)
+    truth = CodeTruth(
+        fail_to_pass=tuple(case.name for case in cases),
+        hidden=frozenset(case.name for case in cases[1:]),
+        style="checks",
+        entry=entry,
+        cases=cases,
+        setup="\n".join(ast.unparse(node) for node in setup if not _names_pytest(node)),
+        reference=solution,
+    )
+    asked = f"{_text(record, 'question')}\n\nWrite a function {entry}."
+    shown = f"{asked} Your code should pass this test, and others:\n{ast.unparse(tests[0])}"
+    name = str(record.get("question_id", f"line-{line}"))
+    family = str(record.get("subset", "kodcode"))
+    return _Draft(f"KodCode/{name}", shown, truth, str(record.get("split", _by_hash(asked))), family)
+
+
+def _is_plain_test(node: ast.FunctionDef) -> bool:
+    """Whether a test is called without fixtures and uses nothing of pytest."""
+    arguments = node.args
+    given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+    return node.name.startswith("test") and not given and not node.decorator_list and not _names_pytest(node)
+
+
+def _names_pytest(node: ast.AST) -> bool:
+    named = {one.id for one in ast.walk(node) if isinstance(one, ast.Name)}
+    return "pytest" in named | {one.name for one in ast.walk(node) if isinstance(one, ast.alias)}
+
+
 _READERS: Mapping[Format, Callable[[Record, int], _Draft]] = {
     "own": _own,
     "humaneval": _human_eval,
     "mbpp": _mbpp,
     "apps": _apps,
     "livecodebench": _live_code_bench,
+    "kodcode": _kod_code,
 }
 
 

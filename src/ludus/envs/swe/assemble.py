@@ -1,26 +1,32 @@
-"""The catalogue of what was mined: issues are written, levels told, splits given by package."""
+"""The catalogue of what was mined: issues are written, levels told, splits given by package.
+
+A bug is a task if a snippet shows it by itself (`ludus.envs.swe.snippets`) and a masked value tells a forged
+result (`ludus.envs.swe.grading`).
+"""
 
 from __future__ import annotations
 
 import ast
+import asyncio
 import json
 import random
 import tarfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from email.parser import Parser
 from pathlib import Path
-from typing import Final
 
 from pydantic import TypeAdapter
 
-from ludus.envs.swe.canaries import definers, functions_of
-from ludus.envs.swe.catalogue import Bug, Package, save_catalogue
+from ludus.envs.swe.catalogue import Bug, Package, load_catalogue, save_catalogue
+from ludus.envs.swe.grading import tells_forgery
 from ludus.envs.swe.issues import symptom_of, write_issue
 from ludus.envs.swe.mine import Found
-from ludus.envs.swe.sources import read_archive
-
-_CONTEXT_LINES: Final = 8
+from ludus.envs.swe.problems import Mined
+from ludus.envs.swe.snippets import Shown, show
+from ludus.envs.swe.trials import SECONDS
+from ludus.sandbox import open_sandbox
+from ludus.sandbox.base import Sandbox
 
 
 def assemble(mined: Path, catalogue: Path, splits: Mapping[str, Sequence[str]]) -> tuple[int, int]:
@@ -37,11 +43,10 @@ def assemble(mined: Path, catalogue: Path, splits: Mapping[str, Sequence[str]]) 
             continue
         package = _package(mined, facts, splits)
         packages.append(package)
-        tree = read_archive(mined / package.archive, package.sha256)
         for number, one in enumerate(sorted(found, key=lambda one: (one.path, one.edit.start)), 1):
-            bugs.append(_bug(package, tree, one, f"{package.name}-{number:03}"))
+            bugs.append(_bug(package, one, f"{package.name}-{number:03}"))
     save_catalogue(catalogue, packages, bugs)
-    return len(packages), len(bugs)
+    return len(packages), asyncio.run(tell_all(catalogue, mined))
 
 
 def _package(folder: Path, facts: Mapping[str, object], splits: Mapping[str, Sequence[str]]) -> Package:
@@ -66,42 +71,51 @@ def _about(archive: Path) -> Mapping[str, str]:
         return dict(Parser().parsestr(content.read().decode("utf-8") if content else ""))
 
 
-def _bug(package: Package, tree: Mapping[str, bytes], found: Found, name: str) -> Bug:
-    rng = random.Random(name)
-    last = found.edit.symbol.rpartition(".")[2]
-    direct = last in found.said.statement or last in _test_text(tree, found)
-    private = any(part.startswith("_") for part in found.edit.symbol.split("."))
-    level = 1 if direct and not private else 3 if private else 2
-    subject = ".".join(found.edit.symbol.split(".")[-2:])
-    purpose = _purpose(tree[found.path].decode("utf-8"), found.edit.line)
-    said = replace(found.said, statement=_statement(tree, found))
-    symptom = symptom_of(package.name, said, _context(tree, found), subject, purpose)
-    style, issue = write_issue(symptom, level == 1, rng)
-    return Bug(name, package.name, found.path, found.edit, found.broken, found.files, level, style, issue)
+def _bug(package: Package, found: Found, name: str) -> Bug:
+    return Bug(name, package.name, found.path, found.edit, found.broken, found.files, 0, "", "")
 
 
-def _statement(tree: Mapping[str, bytes], found: Found) -> str:
-    """The statement that failed, with its block where it has one."""
-    head = "".join(found.said.statement.replace('"', "'").split())
-    node = _test_node(tree, found) if head.endswith(":") else None
-    for one in ast.walk(node) if node else ():
-        if isinstance(one, ast.With):
-            lines = ast.unparse(one).splitlines()
-            if "".join(lines[0].replace('"', "'").split()) == head and len(lines) <= _CONTEXT_LINES:
-                return "\n".join(lines)
-    return found.said.statement
+async def tell(sandbox: Sandbox, case: Mined) -> Bug | None:
+    """A bug with its level and its issue; None for one that is no task.
+
+    That is one that no snippet shows, or one whose broken tests compute the same masked values with it and
+    without it, so that a forged result could not be told.
+    """
+    exam = case.problem().exam
+    mended = {**exam.pristine, **exam.mended}
+    shown = await show(sandbox, (exam.pristine, mended), exam.layout, exam.broken)
+    if shown is None or not await tells_forgery(sandbox, exam):
+        return None
+    return told(case, shown)
 
 
-def _test_text(tree: Mapping[str, bytes], found: Found) -> str:
-    node = _test_node(tree, found)
-    return ast.unparse(node) if node else ""
+def told(case: Mined, shown: Shown) -> Bug:
+    """A bug with its level, and the issue that a snippet makes."""
+    bug, exam = case.bug, case.problem().exam
+    text = (exam.mended[bug.path]).decode("utf-8")
+    parts = bug.edit.symbol.split(".")
+    private = any(part.startswith("_") for part in parts)
+    level = 3 if private else 1 if parts[-1] in shown.snippet.text else 2
+    symptom = symptom_of(bug.package, shown, ".".join(parts[-2:]), _purpose(text, bug.edit.line))
+    style, issue = write_issue(symptom, level == 1, random.Random(bug.id))
+    return replace(bug, level=level, style=style, issue=issue)
 
 
-def _test_node(tree: Mapping[str, bytes], found: Found) -> ast.FunctionDef | None:
-    file, _, name = found.test.partition("::")
-    module = ast.parse(tree[file])
-    meant = definers(module, [name])
-    return next((node for own, node, _ in functions_of(module) if own in meant), None)
+async def tell_all(catalogue: Path, sources: Path, seconds: float = SECONDS) -> int:
+    """Give all bugs of a catalogue their issues, and drop those that are no task; how many stay."""
+    load_catalogue.cache_clear()
+    held = load_catalogue(catalogue)
+    sandbox = open_sandbox()
+    try:
+        cases = [Mined(bug, held.packages[bug.package], sources, seconds) for bug in held.bugs]
+        found = [await tell(sandbox, case) for case in cases]
+    finally:
+        await sandbox.close()
+    bugs = [bug for bug in found if bug is not None]
+    named = {bug.package for bug in bugs}
+    save_catalogue(catalogue, [one for one in held.packages.values() if one.name in named], bugs)
+    load_catalogue.cache_clear()
+    return len(bugs)
 
 
 def _purpose(text: str, line: int) -> str:
@@ -113,29 +127,3 @@ def _purpose(text: str, line: int) -> str:
                 said = " ".join((ast.get_docstring(node) or "").split("\n\n")[0].split())
                 return said if len(said) <= 200 and ">>>" not in said else ""
     return ""
-
-
-def _context(tree: Mapping[str, bytes], found: Found) -> str:
-    """What the failing statement needs of its test: the assignments before it of the names that it uses."""
-    node = _test_node(tree, found)
-    if node is None:
-        return ""
-    lines: list[str] = []
-    for statement in _before(node.body, found.said.statement):
-        if isinstance(statement, ast.Assign | ast.AugAssign | ast.FunctionDef | ast.Expr | ast.ClassDef):
-            text = ast.unparse(statement)
-            docstring = isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant)
-            if not docstring and not text.startswith("self.assert"):
-                lines += text.split("\n")
-    if not lines or len(lines) > _CONTEXT_LINES:
-        return ""
-    return "\n".join(lines)
-
-
-def _before(body: Sequence[ast.stmt], statement: str) -> Iterator[ast.stmt]:
-    """The statements of a block before the one that reads like this, or that holds it."""
-    words = "".join(statement.replace('"', "'").split())
-    for one in body:
-        if words and words[:60] in "".join(ast.unparse(one).replace('"', "'").split()):
-            return
-        yield one

@@ -15,6 +15,7 @@ import asyncio
 import json
 import secrets
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -125,6 +126,14 @@ async def reference(sandbox: Sandbox, exam: Exam) -> Reference:
     return exam.known[0]
 
 
+async def tells_forgery(sandbox: Sandbox, exam: Exam) -> bool:
+    """Whether a masked value is another with the bug, so that a forged result is told from a repair."""
+    known = await reference(sandbox, exam)
+    exercise = masked_exam(exam, exam.pristine, None)
+    (run,) = await run_trials(sandbox, [exercise.trial], exam.seconds)
+    return bool(other_values(known.values, exercise.values(run)))
+
+
 @dataclass(frozen=True, slots=True)
 class MaskedExam:
     """The masked broken tests on a tree. `closed` and `negated` are probes, by test file."""
@@ -152,8 +161,9 @@ def masked_exam(exam: Exam, tree: Mapping[str, bytes], allowed: frozenset[str] |
     modules: dict[str, Masked] = {}
     for file in exam.files:
         names = [test.partition("::")[2] for test in exam.broken if test.startswith(f"{file}::")]
-        if names:
-            modules[file] = masked(tree[file].decode("utf-8"), names, probe)
+        if names and file in tree:
+            with suppress(SyntaxError, ValueError):  # a module that cannot be read has no values to compare
+                modules[file] = masked(tree[file].decode("utf-8"), names, probe)
     texts = {file: module.text.encode() for file, module in modules.items()}
     others = {file: b"" for file in exam.files if file not in modules}
     return MaskedExam(

@@ -2,13 +2,16 @@
 
 Of each line are read `instance_id`, `repo`, `base_commit`, `patch`, `test_patch`, `problem_statement`,
 `FAIL_TO_PASS` and `PASS_TO_PASS` (lists, or their JSON as text), and `split` where there is one (else it is
-`test`). Tests are named as pytest does. What the tests import has to be in the sandbox: `sandbox.python`,
-`sandbox.binds` and `sandbox.paths` say where.
+`test`). Tests are named as pytest does, or as unittest does, `test_a (app.tests.TestB)` and
+`test_a (app.tests.TestB.test_a)`; modules of Django's tests lie in `tests/`. A test that is named by its
+docstring cannot be found: of `PASS_TO_PASS` it is left out, in `FAIL_TO_PASS` it is refused. What the tests
+import has to be in the sandbox: `sandbox.python`, `sandbox.binds` and `sandbox.paths` say where.
 """
 
 from __future__ import annotations
 
 import io
+import re
 import subprocess
 import tarfile
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Annotated, Final
 
-from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError
+from pydantic import BaseModel, BeforeValidator, Field, TypeAdapter, ValidationError, model_validator
 
 from ludus.envs.swe.grading import Exam
 from ludus.envs.swe.layout import layout_of
@@ -51,6 +54,29 @@ class Instance(BaseModel):
     )
     pass_to_pass: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field((), alias="PASS_TO_PASS")
     split: str = "test"
+
+    @model_validator(mode="after")
+    def _named(self) -> Instance:
+        """Test names as pytest has them. Raises ValueError for a broken test that cannot be found."""
+        folder = "tests/" if self.repo == "django/django" else ""
+        broken = tuple(pytest_name(test, folder) for test in self.fail_to_pass)
+        kept = tuple(pytest_name(test, folder) for test in self.pass_to_pass)
+        if "" in broken:
+            raise ValueError(f"{self.fail_to_pass[broken.index('')]!r} names no test")
+        named = {"fail_to_pass": broken, "pass_to_pass": tuple(name for name in kept if name)}
+        return self.model_copy(update=named)
+
+
+def pytest_name(test: str, folder: str) -> str:
+    """A test's name as pytest has it; empty for what is no name. `folder` is where unittest's modules lie."""
+    if "::" in test:
+        return test
+    found = re.fullmatch(r"(\w+) \(([\w.]+)\)", test.strip())
+    if found is None:
+        return ""
+    name, place = found[1], found[2].removesuffix(f".{found[1]}")
+    module, _, holder = place.rpartition(".")
+    return f"{folder}{module.replace('.', '/')}.py::{holder}::{name}" if module else ""
 
 
 @dataclass(frozen=True, eq=False)

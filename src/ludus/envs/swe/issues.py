@@ -1,26 +1,21 @@
-"""The issue of a task: what a user would report, made of the failure of a test.
+"""The issue of a task: what a user would report, made of a snippet that shows the bug.
 
-A report has the failing statement and what came out of it, and names no place in the code; how much else it
-tells depends on its style.
+A report has the whole snippet and what came out of it, and names no place in the code; how much else it tells
+depends on its style. It names nothing that its snippet does not define.
 """
 
 from __future__ import annotations
 
-import ast
 import random
-import re
 from dataclasses import dataclass
 from typing import Final
 
-from ludus.envs.swe.trials import Said
-
-_LONGEST: Final = 220
-_NAME: Final = r"[A-Za-z_]\w*"
+from ludus.envs.swe.snippets import Shown
 
 
 @dataclass(frozen=True, slots=True)
 class Symptom:
-    """What is seen. `call` is the code that shows it; `got` and `due` are empty where there are none.
+    """What is seen. `call` is the code that shows it; `got` is empty where it ends with `error`.
 
     `subject` is the name that a user knows, `purpose` what it is for, in the words of its own docstring.
     """
@@ -34,83 +29,14 @@ class Symptom:
     purpose: str
 
 
-def symptom_of(package: str, said: Said, context: str, subject: str, purpose: str) -> Symptom:
-    """The symptom of a failed test; `context` are the lines that its statement needs."""
-    call, due, turned = _asked(said.statement)
-    kind, _, message = said.error.partition(": ")
-    got = ""
-    if kind == "AssertionError":
-        got, seen = _compared(message)
-        got, seen = (seen, got) if turned and seen else (got, seen)
-        due = seen or due
-        if due == got or not got:
-            got = ""
-    else:
-        due = "" if _asserts(said.statement) == "" else due
-    error = "" if got else f"{kind}: {message.splitlines()[0] if message else ''}".strip(": ")
-    if kind == "AssertionError" and not got:
-        error = ""
-    elif kind == "Failed":
-        error = ""
-        due = f"{[*re.findall(_NAME, message.partition(chr(10))[0]), 'an error'][-2:][0]} is raised"
-        got = "no exception at all"
-    lines = [*context.splitlines(), *map(_cut, call.splitlines())]
-    return Symptom(package, "\n".join(lines), _cut(got), _cut(due), _cut(error), subject, purpose)
-
-
-def _cut(text: str) -> str:
-    line = " ".join(text.split())
-    line = f"{' ' * (len(text) - len(text.lstrip()))}{line}"
-    return line if len(line) <= _LONGEST else f"{line[: _LONGEST - 4]} ..."
-
-
-def _asserts(statement: str) -> str:
-    return statement if statement.startswith(("assert", "self.assert")) else ""
-
-
-def _asked(statement: str) -> tuple[str, str, bool]:
-    """The code of a test's statement that uses the package, what it expects, and whether that came first."""
-    try:
-        node = ast.parse(
-            statement.strip().rstrip(":") + (":\n pass" if statement.endswith(":") else "")
-        ).body[0]
-    except (SyntaxError, IndexError):
-        return statement, "", False
-    match node:
-        case ast.Assert(test=ast.Compare(left=left, ops=[ast.Eq() | ast.Is()], comparators=[right])):
-            return _sides(left, right)
-        case ast.Assert(test=ast.UnaryOp(op=ast.Not(), operand=inner)):
-            return ast.unparse(inner), "a false value", False
-        case ast.Assert(test=test):
-            return ast.unparse(test), "True", False
-        case ast.Expr(value=ast.Call(func=ast.Attribute(attr=name), args=[left, right, *_])) if (
-            name.startswith("assert") and "Equal" in name
-        ):
-            return _sides(left, right)
-        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="assertTrue"), args=[inner, *_])):
-            return ast.unparse(inner), "True", False
-        case ast.Expr(value=ast.Call(func=ast.Attribute(attr="assertFalse"), args=[inner, *_])):
-            return ast.unparse(inner), "False", False
-    return statement, "", False
-
-
-def _sides(left: ast.expr, right: ast.expr) -> tuple[str, str, bool]:
-    turned = isinstance(left, ast.Constant)
-    left, right = (right, left) if turned else (left, right)
-    return ast.unparse(left), ast.unparse(right), turned
-
-
-def _compared(message: str) -> tuple[str, str]:
-    """The two sides of what an assertion says; empty where they cannot be told."""
-    first = next(iter(message.splitlines()), "")
-    for pattern in (r"assert (?P<got>.+?) (?:==|is) (?P<due>.+)", r"(?P<got>.+?) != (?P<due>.+)"):
-        if found := re.fullmatch(pattern, first):
-            return found["got"], found["due"]
-    if found := re.fullmatch(r"assert (?:not )?(?P<got>[^=<>]+)", first):
-        return found["got"], ""
-    if found := re.fullmatch(r"(True|False) is not (true|false)", first):
-        return found[1], ""
-    return "", ""
+def symptom_of(package: str, shown: Shown, subject: str, purpose: str) -> Symptom:
+    """The symptom that a snippet shows."""
+    (kind, words), (due_kind, due) = shown.got, shown.due
+    got, error = ("", words.rstrip(": ")) if kind == "error" else (words, "")
+    if due_kind == "error":
+        name = due.partition(":")[0]
+        due = f"{'an' if name[0] in 'AEIOU' else 'a'} `{name}`"
+    return Symptom(package, shown.snippet.text, got, due, error, subject, purpose)
 
 
 STYLES: Final = ("report", "short", "story", "regression", "question", "crash")
@@ -140,13 +66,12 @@ def write_issue(symptom: Symptom, named: bool, rng: random.Random) -> tuple[str,
 def _seen(symptom: Symptom) -> str:
     if symptom.error:
         return f"it ends with `{symptom.error}`"
-    return f"it gives `{symptom.got}`" if symptom.got else "the result is wrong"
+    return f"it gives `{symptom.got}`" if symptom.got != "no error" else "nothing is raised"
 
 
 def _due(symptom: Symptom) -> str:
-    if symptom.due and symptom.due != symptom.got:
-        return f"`{symptom.due}`" if " is raised" not in symptom.due else symptom.due
-    return "no error" if symptom.error else "what the documentation promises"
+    plain = symptom.due == "no error" or symptom.due.startswith(("a `", "an `"))
+    return symptom.due if plain else f"`{symptom.due}`"
 
 
 def _title(symptom: Symptom, subject: str, rng: random.Random) -> str:
@@ -173,3 +98,18 @@ _TEXTS: Final = {
     ),
     "crash": "{title}\n\n    >>> {typed}\n    {error}\n\nNothing should go wrong here: I expect {due}.",
 }
+
+
+def snippet_in(issue: str) -> str:
+    """The code of an issue; empty where it has none."""
+    lines = issue.split("\n")
+    begin = next((i for i, line in enumerate(lines) if line.startswith("    ")), len(lines))
+    end = next(
+        (i for i in range(begin, len(lines)) if lines[i] and not lines[i].startswith("    ")), len(lines)
+    )
+    code = [line[4:] for line in lines[begin:end]]
+    if code and code[0].startswith(">>> "):
+        code = [line[4:] for line in code if line.startswith((">>> ", "... ")) or line in (">>>", "...")]
+    elif not code and "with `" in issue:
+        code = [issue.partition("with `")[2].partition("` ")[0]]
+    return "\n".join(code).strip()

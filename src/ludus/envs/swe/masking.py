@@ -117,10 +117,10 @@ class _Mask:
         return [ast.copy_location(new, node) for new in self._replaced(node)]
 
     def _replaced(self, node: ast.stmt) -> list[ast.stmt]:
-        raised = _raising(node)
+        raised = raising(node)
         if raised is not None:
             return [self._caught(raised)]
-        test = _asserted(node)
+        test = asserted(node)
         match test:
             case None:
                 return [node]
@@ -155,7 +155,7 @@ class _Mask:
         return ast.Try(body, [handler], [self._probed(ast.Constant(None))], [])
 
 
-def _raising(node: ast.stmt) -> list[ast.stmt] | None:
+def raising(node: ast.stmt) -> list[ast.stmt] | None:
     """The statements that a statement says raise."""
     match node:
         case ast.With(items=[ast.withitem(ast.Call(func=ast.Attribute(attr=name)), None)], body=body):
@@ -166,7 +166,7 @@ def _raising(node: ast.stmt) -> list[ast.stmt] | None:
     return None
 
 
-def _asserted(node: ast.stmt) -> ast.expr | None:
+def asserted(node: ast.stmt) -> ast.expr | None:
     """What a statement asserts; None for one that asserts nothing, or in a way that is not read."""
     match node:
         case ast.Assert(test=test):

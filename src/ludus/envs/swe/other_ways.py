@@ -17,13 +17,21 @@ def other_repairs(problem: Problem) -> Iterator[Mapping[str, str]]:
     The second is left out where a changed statement is of a kind that is not restated here.
     """
     texts = {path: content.decode("utf-8") for path, content in problem.mended.items()}
-    if not all(path.endswith(".py") for path in texts):
+    if not all(path.endswith(".py") and _is_python(text) for path, text in texts.items()):
         return
     yield {path: ast.unparse(ast.parse(text)) + "\n" for path, text in texts.items()}
     shown = {path: problem.shown.get(path, b"").decode("utf-8") for path in texts}
     restated = {path: restate(shown[path], text) for path, text in texts.items()}
     if all(restated[path] != text for path, text in texts.items()):
         yield restated
+
+
+def _is_python(text: str) -> bool:
+    try:
+        ast.parse(text)
+    except (SyntaxError, ValueError):
+        return False
+    return True
 
 
 def restate(before: str, after: str) -> str:
