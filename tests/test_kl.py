@@ -164,18 +164,49 @@ def test_controllers_refuse_what_is_not_finite():
         AdaptiveKL(coef=0.1, target=0.0)
 
 
+HEALTHY = (
+    *(0.0, 0.0008, 0.0015, 0.0041, 0.0059, 0.0084, 0.0102, 0.009, 0.0209, 0.0203, 0.008, 0.0424, 0.0272),
+    *(0.0182, 0.0291, 0.0192, 0.0176, 0.0216, 0.0328, 0.0392, 0.0507, 0.0207, 0.0186, 0.023, 0.0317, 0.0258),
+    *(0.0439, 0.0446, 0.0315, 0.0165),
+)
+"""`policy/kl_reference` of the first 30 steps of the recipe search with grpo, seed 0."""
+
+
+def pauses_in(series, guard):
+    """The steps of a series that pause, counted from 1; the run goes on after each."""
+    found = []
+    for step, value in enumerate(series, start=1):
+        found += [step] if guard.pauses(value) else []
+        guard = guard.update(value)
+    return found
+
+
+def test_a_guard_that_learns_lets_a_healthy_run_go_on_and_stops_one_that_runs_away():
+    guard = KLGuard(expected=None, decay=0.9)
+    assert pauses_in(HEALTHY, guard) == []
+    assert pauses_in([0.001 * step for step in range(80)], guard) == []
+    runaway = [*HEALTHY, *(0.02 * 1.6**step for step in range(12))]
+    assert 33 <= pauses_in(runaway, guard)[0] <= 37
+    level = [*HEALTHY, *[0.2] * 40]
+    assert pauses_in(level, guard)[-1] < 50  # resumed after each pause, it learns the new level
+
+
 def test_the_guard_pauses_beyond_twice_the_expected_value():
     fixed = KLGuard(expected=0.1)
     assert not fixed.pauses(0.2)
     assert fixed.pauses(0.2001)
     assert fixed.pauses(math.nan)
     assert fixed.update(0.15) == fixed
-    learning = KLGuard(expected=None, decay=0.5)
+    learning = KLGuard(expected=None, decay=0.5, warmup=3)
     for value in (0.0, 0.001, 0.002):
         assert not learning.pauses(value)
         learning = KLGuard(**asdict(learning.update(value)))
     assert learning.expected == pytest.approx(0.00125)
-    assert learning.pauses(0.0026)
-    assert learning.update(0.0026) == learning
+    recent = 0.7 * (0.7 * 0.0 + 0.3 * 0.001) + 0.3 * 0.002
+    assert learning.recent == pytest.approx(recent)
+    assert not learning.pauses((0.0025 - 0.7 * recent) / 0.3 - 1e-9)
+    assert learning.pauses((0.0025 - 0.7 * recent) / 0.3 + 1e-9)
+    assert learning.update(0.5).expected == pytest.approx(0.5 * 0.00125 + 0.25)
+    assert learning.update(math.inf) == learning
     with pytest.raises(ValueError, match="decay"):
         KLGuard(expected=None)

@@ -71,12 +71,13 @@ def test_controllers_answer_the_kl_and_come_back_from_a_checkpoint():
 
 
 def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
-    free = control(guard_factor=2.0).update(0.01, 8)
-    assert free.verdict(0.019) == ""
-    assert "0.03 nats per token, more than 2 times the 0.01" in free.verdict(0.03)
-    assert free.update(0.02, 8).guard.expected == pytest.approx(0.9 * 0.01 + 0.1 * 0.02)
-    assert free.update(0.03, 8).guard == free.guard
-    assert control(guard_factor=2.0).restored(free.state) == free
+    free = control(guard_factor=2.0, guard_warmup=1).update(0.01, 8)
+    assert free.verdict(0.04) == ""
+    said = free.verdict(0.05)
+    assert "0.022 nats per token over the last steps, more than 2 times the 0.01" in said
+    assert free.update(0.05, 8).guard.expected == pytest.approx(0.9 * 0.01 + 0.1 * 0.05)
+    assert control(guard_factor=2.0, guard_warmup=1).restored(free.state) == free
+    assert control(guard_factor=2.0).update(0.01, 8).verdict(9.0) == ""
     told = control(guard_factor=2.0, guard_expected=0.5)
     assert told.verdict(0.9) == ""
     assert told.update(0.9, 8).verdict(1.1)
@@ -94,6 +95,7 @@ def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
         ({"kind": "linear", "horizon": 3.0}, "kl_control.horizon"),
         ({"guard_expected": 0.1}, "kl_control.guard_factor is 0"),
         ({"guard_factor": 2.0, "guard_expected": 0.1, "guard_decay": 0.5}, "guard_expected stays"),
+        ({"guard_factor": 2.0, "guard_expected": 0.1, "guard_warmup": 5}, "guard_expected stays"),
     ],
 )
 def test_what_nothing_reads_is_refused(settings, words):

@@ -71,19 +71,28 @@ class PIDKL:
         return replace(self, integral=integral, previous=error, coef=min(max(raw, 0.0), self.most))
 
 
+RECENT_DECAY = 0.7
+"""Of the average of the last steps' KL, which a guard with a learned expectation looks at."""
+
+
 @dataclass(frozen=True, slots=True)
 class KLGuard:
     """Pauses a run whose `kl` exceeds `factor` times its expected value, or is not finite.
 
-    `expected` is given, or follows the run: with `decay` d, `expected = d expected + (1 - d) kl` over the
-    steps that did not pause, the first one setting it where it is None. Without `decay` it stays. An
-    expected value below `least` counts as `least`: a run starts at the reference, with a KL of 0.
+    `expected` is given, or follows the run: with `decay` d, `expected = d expected + (1 - d) kl` over all
+    steps, those that pause too, the first one setting it where it is None. Then the average of the last steps
+    (`recent`, decay 0.7) is compared in the place of the noisy KL of one, after `warmup` steps (`seen` are
+    counted), in which a run leaves its reference. Without `decay` the expected value stays, and each step is
+    compared. An expected value below `least` counts as `least`.
     """
 
     expected: float | None
     factor: float = 2.0
     decay: float | None = None
     least: float = 1e-3
+    warmup: int = 20
+    recent: float | None = None
+    seen: int = 0
 
     def __post_init__(self) -> None:
         if self.expected is None and self.decay is None:
@@ -91,18 +100,27 @@ class KLGuard:
         if self.factor <= 0 or (self.decay is not None and not 0 <= self.decay < 1):
             raise ValueError("factor must be above 0, decay at least 0 and below 1")
 
+    def compared(self, kl: float) -> float:
+        """What is compared with the expected value in a step with a mean of `kl`."""
+        if self.decay is None or self.recent is None:
+            return kl
+        return RECENT_DECAY * self.recent + (1 - RECENT_DECAY) * kl
+
     def pauses(self, kl: float) -> bool:
         """Whether a step with a mean of `kl` pauses the run."""
         if not math.isfinite(kl):
             return True
-        return self.expected is not None and kl > self.factor * max(self.expected, self.least)
+        if self.expected is None or (self.decay is not None and self.seen < self.warmup):
+            return False
+        return self.compared(kl) > self.factor * max(self.expected, self.least)
 
     def update(self, kl: float) -> KLGuard:
-        """The state after a step; unchanged by one that pauses."""
-        if self.decay is None or self.pauses(kl):
+        """The state after a step; unchanged by a KL that is not finite."""
+        if self.decay is None or not math.isfinite(kl):
             return self
         old = kl if self.expected is None else self.expected
-        return replace(self, expected=self.decay * old + (1 - self.decay) * kl)
+        expected = self.decay * old + (1 - self.decay) * kl
+        return replace(self, expected=expected, recent=self.compared(kl), seen=self.seen + 1)
 
 
 def _finite(kl: float) -> float:

@@ -27,7 +27,7 @@ _READS: dict[ControlKind, tuple[str, ...]] = {
     "pid": ("target", "kp", "ki", "kd", "most"),
 }
 """The settings of the section that each kind reads."""
-_GUARD_DECAY = 0.9
+_GUARD_DECAY, _GUARD_WARMUP = 0.9, 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +40,8 @@ class KlState:
     integral: float = 0.0
     previous: float | None = None
     expected: float | None = None
+    recent: float | None = None
+    seen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,16 +92,18 @@ class KlControl:
         if guard is None or not guard.pauses(kl):
             return ""
         expected = max(guard.expected or 0.0, guard.least)
+        averaged = "" if guard.decay is None else " over the last steps"
         return (
-            f"The KL to the reference is {kl:.3g} nats per token, more than {guard.factor:g} times the"
-            f" {expected:.3g} that were expected."
+            f"The KL to the reference is {guard.compared(kl):.3g} nats per token{averaged}, more than"
+            f" {guard.factor:g} times the {expected:.3g} that were expected."
         )
 
     @property
     def state(self) -> KlState:
         """What a checkpoint keeps."""
-        expected = None if self.guard is None else self.guard.expected
-        state = KlState(self.kind, self.base, expected=expected)
+        state = KlState(self.kind, self.base)
+        if (guard := self.guard) is not None:
+            state = replace(state, expected=guard.expected, recent=guard.recent, seen=guard.seen)
         if isinstance(self.rule, AdaptiveKL):
             return replace(state, coef=self.rule.coef)
         if isinstance(self.rule, PIDKL):
@@ -117,7 +121,7 @@ class KlControl:
             elif isinstance(rule, PIDKL):
                 rule = replace(rule, coef=state.coef, integral=state.integral, previous=state.previous)
         if guard is not None and guard.decay is not None:
-            guard = replace(guard, expected=state.expected)
+            guard = replace(guard, expected=state.expected, recent=state.recent, seen=state.seen)
         return replace(self, rule=rule, guard=guard)
 
 
@@ -178,7 +182,8 @@ def _guard(settings: KlControlConfig) -> KLGuard | None:
     if settings.guard_expected is not None:
         return KLGuard(settings.guard_expected, settings.guard_factor)
     decay = _GUARD_DECAY if settings.guard_decay is None else settings.guard_decay
-    return KLGuard(None, settings.guard_factor, decay)
+    warmup = _GUARD_WARMUP if settings.guard_warmup is None else settings.guard_warmup
+    return KLGuard(None, settings.guard_factor, decay, warmup=warmup)
 
 
 def _refuse_idle(settings: KlControlConfig) -> None:
@@ -189,7 +194,9 @@ def _refuse_idle(settings: KlControlConfig) -> None:
             continue
         reason = f'kl_control.kind is "{settings.kind}"'
         if name.startswith("guard_"):
-            if settings.guard_factor > 0 and not (name == "guard_decay" and "guard_expected" in given):
+            if settings.guard_factor > 0 and not (
+                name in ("guard_decay", "guard_warmup") and "guard_expected" in given
+            ):
                 continue
             known = settings.guard_factor > 0
             reason = "kl_control.guard_expected stays" if known else "kl_control.guard_factor is 0"

@@ -118,6 +118,8 @@ class KlControlConfig(Section):
     """The KL that the guard expects, nats per token; none follows the run."""
     guard_decay: float | None = Field(None, ge=0, lt=1)
     """How slowly the expected KL follows the run; none is 0.9."""
+    guard_warmup: int | None = Field(None, ge=0)
+    """Steps before an expected KL that follows the run can pause it; none is 20."""
 
 
 class TeacherConfig(Section):
