@@ -398,6 +398,16 @@ def test_domains_come_on_one_scale():
         moments.updated(["math", "math"], float64(0, torch.nan))
 
 
+def test_rewards_that_differ_by_rounding_are_equal_in_a_domain():
+    rewards = torch.tensor([0.1 + 0.2, 0.3, 0.3, 0.1 + 0.2], dtype=torch.float64)
+    moments = adv.DomainMoments().updated(["a"] * 4, rewards)
+    found = adv.domain_normalised(rewards=rewards, domains=["a"] * 4, moments=moments)
+    assert found.tolist() == [0.0] * 4
+    single = rewards.float() + torch.tensor([0.0, 6e-8, 0.0, 6e-8])
+    moments = adv.DomainMoments().updated(["a"] * 4, single)
+    assert not adv.domain_normalised(rewards=single, domains=["a"] * 4, moments=moments).any()
+
+
 def test_domain_normalisation_is_lost_in_grpo_and_felt_by_rloo():
     domains, rewards = ["math"] * 2 + ["code"] * 2, float64(0, 2, 100, 300)
     moments = adv.DomainMoments().updated(domains, rewards)

@@ -350,3 +350,11 @@ def test_rewards_of_0_advise_a_cold_start(change, words):
     sentence = next(s for s in alarms([stuck] * 5) if s.startswith("every reward of the last 5 steps is 0"))
     assert words in sentence
     assert "make a cold start first (ludus sft RECIPE --model MODEL)" in sentence
+
+
+def test_shares_of_calls_divide_by_calls_and_not_by_episodes_or_tools():
+    """Two episodes, five calls of three tools, two of them cut."""
+    calls = [call(truncated=True), call(), call("sum", truncated=True), call("sum"), call("other")]
+    metrics = rollout_metrics([group(attempt(1.0, outcomes=calls), attempt(0.0))])
+    assert metrics["tools/truncated_rate"] == 2 / 5
+    assert metrics["tools/calls_per_episode"] == 5 / 2

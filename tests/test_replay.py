@@ -93,8 +93,13 @@ def test_what_did_not_train_and_what_was_replayed_is_not_kept():
 
 
 def test_the_share_says_how_many_are_replayed():
-    assert ReplayBuffer(ReplayConfig(share=0.25), groups_per_step=6).num_per_step == 2
-    assert ReplayBuffer(ReplayConfig(), groups_per_step=6).num_per_step == 0
+    def numbers(share, groups):
+        return [ReplayBuffer(ReplayConfig(share=share), groups).num_at(step) for step in range(1, 13)]
+
+    assert numbers(0.25, 6) == [2] * 12
+    assert numbers(0.0, 6) == [0] * 12
+    assert numbers(0.1, 3) == [0, 0, 1] * 4  # a third of a group a step, which no step rounds away
+    assert sum(numbers(0.3, 4)) == int(12 * 4 * 0.3 / 0.7)
 
 
 def test_a_checkpoint_keeps_the_buffer():

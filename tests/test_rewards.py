@@ -2,6 +2,7 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -105,11 +106,16 @@ def test_a_score_is_the_weighted_sum_of_its_parts():
     assert scored.reward == pytest.approx(2.0 * 1.0 + 0.2 * 0.5)
 
 
-def test_shaping_is_clipped_and_an_outcome_is_not():
-    parts = [part("right", 3.0, 1.0, True), part("up", 40.0, 0.1), part("down", -7.0, 0.2)]
+def test_shaping_is_clipped_and_an_outcome_out_of_its_bounds_is_refused():
+    parts = [part("right", 0.75, 1.0, True), part("up", 40.0, 0.1), part("down", -7.0, 0.2)]
     scored = score(parts, task(), episode())
-    assert scored.rewards == {"right": 3.0, "up": 1.0, "down": -1.0}
-    assert scored.reward == pytest.approx(3.0 + 0.1 - 0.2)
+    assert scored.rewards == {"right": 0.75, "up": 1.0, "down": -1.0}
+    assert scored.reward == pytest.approx(0.75 + 0.1 - 0.2)
+    for value in (3.0, 1.001, -0.001, -1.0):
+        with pytest.raises(ValueError, match=r"the outcome 'right' of task t is .*, not from 0 to 1"):
+            score([part("right", value, 1.0, True)], task(), episode())
+    signed = replace(part("right", -1.0, 1.0, True), low=-1.0)
+    assert score([signed], task(), episode()).reward == -1.0
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])

@@ -38,7 +38,6 @@ def said(*words: str) -> list[str]:
         (JUDGED, "rollout.reward_processes=3", (), "cluster.scoring_timeout_s"),
         ((), "engine.weights_folder=/x", SERVED, "this process samples"),
         ((), "engine.broadcast_host=127.0.0.1", LOCAL, "this process samples"),
-        (STREAMED, "staleness.replay.share=0.1", ("--training.mode", "async"), "less than half a group"),
         (STREAMED, "staleness.replay.order=priority", REPLAYED, "staleness.replay.share is 0"),
         (STREAMED, "staleness.replay.times=2", REPLAYED, "staleness.replay.share is 0"),
         (STREAMED, "staleness.replay.max_age=2", REPLAYED, "staleness.replay.share is 0"),

@@ -16,6 +16,9 @@ from ludus.algorithms.grouping import group_rewards
 from ludus.algorithms.schedules import Schedule
 from ludus.errors import ConfigError
 
+_FITS = 0.9
+"""Share of the outcome that shaping comes to with the numbers that a message proposes."""
+
 
 def soft_overlong(*, lengths: Tensor, max_length: int, cache: int) -> Tensor:
     """0 up to `max_length - cache` tokens, then linear to -1 at `max_length`, -1 beyond, float64.
@@ -80,7 +83,8 @@ def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
         raise ConfigError(
             f"Shaping ({', '.join(term.name for term in terms)}) can move a reward by {spread:g}, the outcome"
             f" by {outcome_gap:g}: a failure could earn as much as a success.",
-            "Lower the weights or caps of the shaping, or raise the weight of the outcome.",
+            f"Multiply the weights or caps of the shaping by {_FITS * outcome_gap / spread:.2g}, or the"
+            f" weight of the outcome by {spread / (_FITS * outcome_gap):.2g}.",
         )
 
 

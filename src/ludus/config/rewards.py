@@ -56,7 +56,7 @@ class LengthConfig(Section):
 class PartConfig(Section):
     """A shaping part that is switched on by its name. Which options a part has, and needs, it says itself."""
 
-    weight: float = 0.1
+    weight: float = 0.05
     """Of the part in the sum; penalties are negative by themselves and take a weight above 0."""
     free: int | None = None
     """Of `extra_calls` and `long_answer`, which need it: calls, or words, that cost nothing; none is for

@@ -15,12 +15,15 @@ RewardFunction = Callable[[Task, Trajectory], float]
 
 Truth = TypeVar("Truth")
 
+_ROUNDING = 1e-9
+
 
 @dataclass(frozen=True, slots=True)
 class Reward:
     """One named part.
 
-    `outcome` marks what the task is about (it decides success: a value of 1); all other parts only shape.
+    `outcome` marks what the task is about (it decides success: a value of 1) and is from `low` to 1; all
+    other parts only shape.
     A part of weight 0 is reported and does not train. Shaping values are clipped to [-1, 1], so that they
     can move the sum by twice their weights. In a mixture `world` names the one whose tasks it judges; the
     part is not on record for other tasks.
@@ -31,6 +34,7 @@ class Reward:
     weight: float = 1.0
     outcome: bool = False
     world: str = ""
+    low: float = 0.0
 
 
 def check_rewards(rewards: Sequence[Reward]) -> None:
@@ -58,7 +62,10 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
 
 
 def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
-    """The trajectory with its parts and weighted sum. A value that is not finite raises ValueError."""
+    """The trajectory with its parts and weighted sum.
+
+    Raises ValueError for a value that is not finite, and for an outcome out of its bounds.
+    """
     parts: dict[str, float] = {}
     total = 0.0
     for part in rewards:
@@ -67,6 +74,10 @@ def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Traj
         value = float(part.function(task, trajectory))
         if not math.isfinite(value):
             raise ValueError(f"reward {part.name!r} of task {task.id} is {value}")
+        if part.outcome and not part.low - _ROUNDING <= value <= 1 + _ROUNDING:
+            raise ValueError(
+                f"the outcome {part.name!r} of task {task.id} is {value:g}, not from {part.low:g} to 1"
+            )
         if not part.outcome:
             value = max(-1.0, min(1.0, value))
         parts[part.name] = value

@@ -177,7 +177,7 @@ def toolrl() -> tuple[Reward, ...]:
     The single aspects of the calls are reported and do not train: they are in the correctness already.
     """
     return (
-        Reward("tool_correctness", tool_correctness, weight=3.0, outcome=True),
+        Reward("tool_correctness", tool_correctness, weight=3.0, outcome=True, low=-1.0),
         Reward("format", format_kept, weight=1.0),
         Reward("valid_calls", valid_calls, weight=0.0),
         Reward("right_names", right_names, weight=0.0),
@@ -202,7 +202,7 @@ def search_r1() -> tuple[Reward, ...]:
 def retool() -> tuple[Reward, ...]:
     """ReTool: accuracy in {-1, 1} (arXiv:2504.11536); with verl's 0.1 a call for the wrong, at most 0.4."""
     return (
-        Reward("accuracy", accuracy, weight=1.0, outcome=True),
+        Reward("accuracy", accuracy, weight=1.0, outcome=True, low=-1.0),
         Reward("calls_of_the_wrong", calls_of_the_wrong, weight=0.4),
     )
 

@@ -84,11 +84,11 @@ class ReplayBuffer:
     """Groups that went because they had been replayed `times` times, since then."""
     _kept: list[_Kept] = field(default_factory=list, init=False)
 
-    @property
-    def num_per_step(self) -> int:
-        """Groups that a step replays."""
+    def num_at(self, step: int) -> int:
+        """Groups that a step replays: over the steps they add up to the share, rounded down."""
         share = self.config.share
-        return round(self.groups_per_step * share / (1 - share))
+        rate = self.groups_per_step * share / (1 - share) + 1e-9
+        return int(step * rate) - int((step - 1) * rate)
 
     def add(self, credits: Sequence[Credit]) -> None:
         """Keep the groups of a step of which something has trained."""
@@ -209,7 +209,7 @@ class ReplayBuffer:
         """What a step would train again."""
         fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
         by_spread = sorted(fit, key=lambda kept: -kept.spread)  # a stable sort: the first in of equal ones
-        return (by_spread if self.config.order == "priority" else fit)[: self.num_per_step]
+        return (by_spread if self.config.order == "priority" else fit)[: self.num_at(step)]
 
     def _drop_beyond(self) -> None:
         beyond = max(0, len(self._kept) - self.config.size)

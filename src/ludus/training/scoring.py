@@ -8,7 +8,8 @@ reproduce its own logits on a trial; otherwise padded rows and full logits are c
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -20,6 +21,7 @@ from ludus.engines.products import OneDnnLinear, use_onednn
 from ludus.errors import LearnerError
 from ludus.training import forest as forests
 from ludus.training.branches import BREAK, Positions, apart
+from ludus.training.float64 import Float64
 from ludus.training.full_kl import Against, States, divergence
 from ludus.training.head import Entropy, Head, TokenScores, logits_to_scores
 from ludus.training.recompute import recomputable_layers, recomputing
@@ -262,12 +264,17 @@ class Scorer:
         return holds
 
 
-def own_types(model: nn.Module) -> torch.autocast:
+@contextmanager
+def own_types(model: nn.Module) -> Iterator[None]:
     """A context in which passes compute in the model's own types, under a caller's autocast too.
 
-    A pass under it and one without would give an unchanged policy a ratio that is not 1.
+    A pass under it and one without would give an unchanged policy a ratio that is not 1. A model in float64
+    computes in float64 throughout.
     """
-    return torch.autocast(next(model.parameters()).device.type, enabled=False)
+    weight = next(model.parameters())
+    wide = Float64() if weight.dtype == torch.float64 else nullcontext()
+    with torch.autocast(weight.device.type, enabled=False), wide:
+        yield
 
 
 def _placed(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:

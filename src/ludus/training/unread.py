@@ -11,7 +11,6 @@ from ludus.config.cluster import ClusterConfig
 from ludus.config.schema import Config
 from ludus.config.section import Section, changed
 from ludus.rewards.named import added_parts
-from ludus.training.replay import ReplayBuffer
 
 _OF_ENGINES: Final = ("engines", "engine_cpus", "engine_gpus", "engine_resources")
 _OF_REWARD_WORKERS: Final = (
@@ -94,13 +93,8 @@ def _of_partial(config: Config) -> list[str]:
 
 def _of_streams(config: Config) -> list[str]:
     own, most = config.staleness, config.rollout.concurrency
-    groups = config.training.tasks_per_step
     if not own.replay.share:
         reasons = dict.fromkeys(type(own.replay).model_fields, "staleness.replay.share is 0")
-    elif not ReplayBuffer(own.replay, groups).num_per_step:
-        reasons = {
-            "share": f"of {groups} tasks a step (training.tasks_per_step) it is less than half a group"
-        }
     else:
         reasons = {}
     found = _said("staleness.replay", own.replay, reasons)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.advantages.rows import check_group, float_dtype, numbers, on_actions
+from ludus.algorithms.grouping import rounding
 
 RoleKey = tuple[str, str]
 """An environment and a role in it."""
@@ -140,7 +141,8 @@ def domain_normalised(
     Goes before grouping, for advantages that keep the scale of the rewards (`dr_grpo`, `rloo`, `gae`); one
     that divides by the deviation of its group does not feel it. Enter the step's own rewards first
     (`moments.updated`), so that the first step has statistics. A domain with fewer than two rewards, or with
-    equal ones, has no scale: its mean is subtracted and nothing divided. One with none stays as it is.
+    equal ones up to rounding, has no scale: its rewards become their difference to the mean, exactly 0 where
+    that is rounding. One with none stays as it is.
     ValueError for rewards that are not finite (naming the row) or not [N]. The running mean and variance are
     those of reward scaling in PPO (arXiv:2005.12729); here there is one pair a domain.
     """
@@ -148,8 +150,9 @@ def domain_normalised(
     found = []
     for domain, value in zip(domains, values, strict=True):
         own = moments.moments.get(domain, Moments())
-        scale = (own.variance + eps) ** 0.5 if own.variance > 0 else 1.0
-        found.append((value - own.mean) / scale)
+        noise = rounding(rewards.dtype) * max(1.0, abs(own.mean))
+        gap = value - own.mean if abs(value - own.mean) > noise else 0.0
+        found.append(gap / (own.variance + eps) ** 0.5 if own.variance > noise**2 else gap)
     return torch.tensor(found, dtype=torch.float64).to(rewards.device, float_dtype(rewards))
 
 
