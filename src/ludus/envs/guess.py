@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -123,6 +123,10 @@ class GuessWorld:
             task = rng.choice(self.task_lists["train"])
             yield Dialogue(tuple(play_badly(task, rng, self.settings.flaw)), ())
 
+    def expert(self, task: Task) -> Dialogue:
+        """A game that halves the range with each guess."""
+        return Dialogue(tuple(played(task, lambda low, high: (low + high) // 2)), ())
+
     def texts(self) -> Iterator[str]:
         """What is said in games, for a tokenizer of this world's own."""
         for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
@@ -166,15 +170,22 @@ def make_task(low: int, size: int, number: int, split: str) -> Task:
 def play_badly(task: Task, rng: random.Random, flaw: float) -> list[Message]:
     """A demonstration by somebody who guesses anywhere, and often forgets one of the bounds."""
     first, last = int(task.tags["low"]), int(task.tags["high"])
-    number = int(str(task.truth))
-    low, high = first, last
+
+    def guess(low: int, high: int) -> int:
+        forgets = rng.random() < flaw
+        return rng.randint(*((low, high) if not forgets else rng.choice(((first, high), (low, last)))))
+
+    return played(task, guess)
+
+
+def played(task: Task, guess: Callable[[int, int], int]) -> list[Message]:
+    """The game of a player who guesses so from the lowest and the highest number that are left."""
+    low, high, number = int(task.tags["low"]), int(task.tags["high"]), int(str(task.truth))
     messages = list(task.prompt)
     while True:
-        forgets = rng.random() < flaw
-        both = (low, high) if not forgets else rng.choice(((first, high), (low, last)))
-        guess = rng.randint(*both)
-        messages.append(Message(role="assistant", content=str(guess)))
-        if guess == number:
+        said = guess(low, high)
+        messages.append(Message(role="assistant", content=str(said)))
+        if said == number:
             return messages
-        messages.append(Message(role="user", content="higher" if guess < number else "lower"))
-        low, high = (max(low, guess + 1), high) if guess < number else (low, min(high, guess - 1))
+        messages.append(Message(role="user", content="higher" if said < number else "lower"))
+        low, high = (max(low, said + 1), high) if said < number else (low, min(high, said - 1))

@@ -166,6 +166,7 @@ class RlLoop:
             foreign = [credit for credit in credits if credit.expert]
             credits[:] = [credit for credit in credits if not credit.expert]
             found["experts/count"] = float(len(foreign))
+            found["experts/refused"] = float(sampler.experts.num_refused(step))
             found["experts/trained"] = float(sum(c.outcome is Outcome.TRAINED for c in foreign))
         trained = sum(credit.outcome is Outcome.TRAINED for credit in credits)
         counts = sampler.ledger.close(step, trained=trained)

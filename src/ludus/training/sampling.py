@@ -230,7 +230,7 @@ class Sampler:
     ) -> list[Credit]:
         """What each episode of the groups earns, experts included; groups are numbered from `first_group`."""
         if self.experts is not None:
-            groups = await self.experts.join(groups)
+            groups = await self.experts.join(step, groups)
         if self.combiner is not None:
             groups = self.combiner.combine(step, await self._with_added(groups, self.combiner))
         return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
