@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import shutil
 import statistics
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
+from typing import ClassVar
 
 import pytest
 import torch
 from pydantic import ValidationError
 
 from ludus.algorithms.advantages.running import DomainMoments
+from ludus.algorithms.algorithm import GREEDY_ADVANTAGES
 from ludus.algorithms.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.config.rewards import RewardsConfig
@@ -27,9 +30,10 @@ from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.tasks.order import TaskOrder
 from ludus.training.combine import Combiner, check_reward_settings, plan_parts
-from ludus.training.credit import assign_credit
+from ludus.training.credit import Credit, assign_credit
 from ludus.training.head_model import HeadModel
 from ludus.training.reward_model import RewardEnsemble, RewardModel
+from ludus.training.sampling import Sampler
 from ludus.training.task_stream import TaskStream
 from ludus.types import Failure, Group, Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
@@ -331,3 +335,65 @@ def test_a_part_that_does_not_count_makes_no_group_fill_a_place_of_the_batch_tha
         sampler = SimpleNamespace(algorithm=PRESETS["dapo"], combiner=own)
         assert TaskStream(sampler, TaskOrder([Task("t", (), None)], 0), 1).counts(group) == counts
     assert {c.reason for c in assign_credit([group], PRESETS["dapo"])} == {"zero_variance"}
+
+
+class Canned(Sampler):
+    """Its rounds are played already."""
+
+    rounds: ClassVar[list[list[list[Episode]]]] = []
+
+    async def roll_out(self, step, tasks):
+        return self.rounds.pop(0)
+
+
+def named(name: str, tag: str, *rights: float) -> list[Episode]:
+    task = Task(name, (), None, {"family": tag})
+    return [
+        replace(episode(right, 0, 0), key=RolloutKey(1, name, i), task=task, greedy=name == "a" and i == 2)
+        for i, right in enumerate(rights)
+    ]
+
+
+def sampled(algorithm, rounds: list[list[list[Episode]]]) -> list[Credit]:
+    """The credits of a step of two tasks, from such rounds."""
+    words = ["--training.tasks_per_step", "2", "--rewards.normalise_by", "family"]
+    config = load_config("guess", [*words, "--rewards.normalise_over", "batch"])
+    one = Combiner(config.rewards, plan_parts(config, WORLD))
+    ledger = SimpleNamespace(trained_ahead=lambda step: set())
+    session = SimpleNamespace(config=config)
+    sampler = Canned(session, None, replace(algorithm, resample_rounds=1), None, ledger, combiner=one)
+    sampler.rounds = rounds
+    order = TaskOrder([Task("t", (), None)], 0)
+    return asyncio.run(sampler.sample(1, order))
+
+
+def test_rewards_over_the_batch_share_the_scale_of_all_its_rounds():
+    equal, first, second = named("b", "x", 1, 1), named("a", "x", 1, 0), named("c", "x", 0.5, 0)
+    algorithm = replace(PRESETS["dr_grpo"], zero_variance=True)
+    credits = sampled(algorithm, [[first, equal], [second]])
+    raw = [1.0, 0.0, 1.0, 1.0, 0.5, 0.0]
+    mean, deviation = statistics.mean(raw), statistics.stdev(raw)
+    expected = [(value - mean) / deviation for value in raw]
+    rewards = [credit.episode.trajectory.reward for credit in credits]
+    assert rewards == pytest.approx(expected, abs=1e-6)
+    assert [c.advantages[0] for c in credits] == pytest.approx(
+        [0.5 / deviation, -0.5 / deviation, 0, 0, 0.25 / deviation, -0.25 / deviation], abs=1e-6
+    )
+    assert [c.reason for c in credits] == ["trained"] * 2 + ["zero_variance"] * 2 + ["trained"] * 2
+    rescored = one_round(first, equal, second)
+    assert rescored == pytest.approx(rewards, abs=1e-12)
+
+
+def one_round(*groups: list[Episode]) -> list[float]:
+    one = combiner(normalise_by="family", normalise_over="batch")
+    combined = one.combine(1, groups)
+    return [e.trajectory.reward for e in one.over_batch([e for group in combined for e in group])]
+
+
+def test_a_greedy_baseline_is_on_the_scale_of_the_batch_too():
+    """The third attempt at `a` is the greedy one: the others earn what they are above it."""
+    greedy = next(name for name in sorted(PRESETS) if PRESETS[name].advantage in GREEDY_ADVANTAGES)
+    credits = sampled(PRESETS[greedy], [[named("a", "x", 1, 0, 1)], []])
+    deviation = statistics.stdev([1, 0, 1])
+    found = [c.advantages[0] for c in credits if c.advantages is not None]
+    assert found == pytest.approx([0.0, -1 / deviation], abs=1e-6)

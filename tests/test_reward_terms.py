@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -11,9 +12,16 @@ from ludus.algorithms.presets import PRESETS
 from ludus.config import load_config
 from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
+from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rollout.store import read_rollouts, rollouts_path, write_rollouts
-from ludus.training.combine import Combiner, check_reward_settings, plan_parts, reads_turns
+from ludus.training.combine import (
+    Combiner,
+    check_reward_settings,
+    parts_of,
+    plan_parts,
+    reads_turns,
+)
 from ludus.training.credit import assign_credit
 from ludus.training.reward_terms import calibrate, events_of
 from ludus.types import Segment, ToolOutcome, ToolStatus
@@ -39,18 +47,57 @@ def test_tokens_beyond_the_target_cost_up_to_the_cap():
 
 def test_a_reward_fades_with_length():
     one = Combiner(
-        settings := RewardsConfig(length={"kind": "sigmoid", "target": 3, "tau": 2}),
+        settings := RewardsConfig(length={"kind": "sigmoid", "target": 3, "tau": 2, "floor": 0.5}),
         plan_parts(Config(rewards=settings), WORLD[:1]),
     )
-    found = rewards_of(one, [episode(1, 0, 0), episode(1, 0, 0, segments=LONG)])[0]
-    assert found == pytest.approx([0.5, 1 / (1 + math.exp(7 / 2))])
+    group = [episode(1, 0, 0), episode(1, 0, 0, segments=LONG), episode(-1, 0, 0, segments=LONG)]
+    assert rewards_of(one, group)[0] == pytest.approx([0.75, 0.5 + 0.5 / (1 + math.exp(7 / 2)), -1.0])
+
+
+def test_a_success_that_fades_earns_more_than_a_failure_in_good_form():
+    endless = (LONG[0], replace(LONG[1], tokens=(1,) * 9999, logprobs=(-1.0,) * 9999, versions=(0,) * 9999))
+    one = combiner(length={"kind": "sigmoid"}, weights={"form": 0.25})
+    worst, best = episode(1, -1, -1, segments=endless), episode(0, 1, 1)
+    ((success, failure),) = rewards_of(one, [worst, best])
+    assert success > failure > 0
+
+
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        {"length": {"kind": "sigmoid", "floor": 0.1}},
+        {"length": {"kind": "sigmoid", "floor": 0.0}, "weights": {"form": 0.0, "short": 0.0}},
+        {"length": {"kind": "sigmoid"}, "weights": {"form": 0.8}},
+        {"length": {"kind": "linear", "cap": 0.8}},
+    ],
+)
+def test_the_numbers_that_a_refusal_proposes_are_accepted(rewards):
+    with pytest.raises(ConfigError) as told:
+        combiner(**rewards)
+    floor = re.search(r"rewards\.length\.floor = ([\d.]+\d)", str(told.value))
+    scale = re.search(r"Multiply the weights or caps of the shaping by ([\d.]+\d)", str(told.value))
+    mended = {"length": dict(rewards["length"]), "weights": dict(rewards.get("weights", {}))}
+    if floor is not None:
+        mended["length"]["floor"] = float(floor[1])
+    if scale is not None:
+        own = {"form": 0.2, "short": 0.1} | mended["weights"]
+        mended["weights"] = {name: weight * float(scale[1]) for name, weight in own.items()}
+        if "cap" in mended["length"]:
+            mended["length"]["cap"] *= float(scale[1])
+    combiner(**mended)
+
+
+@pytest.mark.parametrize("recipe", ["code", "functions", "math", "mixed", "search", "sql", "terminal"])
+def test_a_length_that_fades_is_accepted_in_every_shipped_world(recipe):
+    config = load_config(recipe, ["--rewards.length.kind", "sigmoid"])
+    plan_parts(config, parts_of(config, build_world(config.env, config.rollout, config.sandbox)))
 
 
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
         ({"length": {"kind": "linear", "cap": 0.8}}, "Shaping"),
-        ({"length": {"kind": "sigmoid"}}, "Shaping"),
+        ({"length": {"kind": "sigmoid", "floor": 0.2}}, "Shaping"),
         ({"turns": {"look": 0.1}}, "Shaping"),
         ({"combination": "pareto", "length": {"kind": "linear", "cap": 0.1}}, "pareto"),
         ({"combination": "pareto", "turns": {"look": 0.1}}, "pareto"),

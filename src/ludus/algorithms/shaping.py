@@ -6,6 +6,7 @@ action tokens. A reward or a length that is not finite is passed on as it is.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -38,16 +39,19 @@ def length_linear(*, lengths: Tensor, target: float, lam: float, cap: float | No
     return penalty if cap is None else penalty.clamp(min=-cap)
 
 
-def length_sigmoid(*, rewards: Tensor, lengths: Tensor, target: float, tau: float) -> Tensor:
-    """`r sigmoid(-(T - target) / tau)`: the reward itself fades with length, half of it at `target`.
+def length_sigmoid(
+    *, rewards: Tensor, lengths: Tensor, target: float, tau: float, floor: float = 0.0
+) -> Tensor:
+    """`r (floor + (1 - floor) sigmoid(-(T - target) / tau))`: the reward itself fades with length.
 
-    After arXiv:2502.04463 (Arora and Zanette), who put the length normalised within the group in its place. A
-    negative reward fades too, so use it on rewards that are not.
+    After arXiv:2502.04463 (Arora and Zanette), who put the length normalised within the group in its place
+    and have no floor. A negative reward fades too, so use it on rewards that are not.
     """
-    if tau <= 0:
-        raise ValueError(f"tau must be above 0, not {tau}")
+    if tau <= 0 or not 0 <= floor <= 1:
+        raise ValueError(f"tau must be above 0 and floor from 0 to 1: {tau}, {floor}")
     _check_rows(rewards, lengths=lengths)
-    return rewards * torch.sigmoid(-(lengths.double() - target) / tau).to(rewards.dtype)
+    faded = torch.sigmoid(-(lengths.double() - target) / tau)
+    return rewards * (floor + (1 - floor) * faded).to(rewards.dtype)
 
 
 def capped(*, shaping: Tensor, cap: float) -> Tensor:
@@ -59,11 +63,15 @@ def capped(*, shaping: Tensor, cap: float) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class ShapingRange:
-    """What one shaping term can add to a reward, its weight included: at least `low`, at most `high`."""
+    """What one shaping term can add to a reward, its weight included: at least `low`, at most `high`.
+
+    `floor`: of a term that multiplies the reward, the least factor.
+    """
 
     name: str
     low: float
     high: float
+    floor: float | None = None
 
 
 def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
@@ -83,9 +91,28 @@ def check_shaping(*, outcome_gap: float, terms: Sequence[ShapingRange]) -> None:
         raise ConfigError(
             f"Shaping ({', '.join(term.name for term in terms)}) can move a reward by {spread:g}, the outcome"
             f" by {outcome_gap:g}: a failure could earn as much as a success.",
-            f"Multiply the weights or caps of the shaping by {_FITS * outcome_gap / spread:.2g}, or the"
-            f" weight of the outcome by {spread / (_FITS * outcome_gap):.2g}.",
+            _numbers_that_fit(_FITS * outcome_gap, terms),
         )
+
+
+def _numbers_that_fit(room: float, terms: Sequence[ShapingRange]) -> str:
+    """A proposal that takes the spread of all terms down to `room`: by their floors alone where that can be
+    enough, else by weights, caps and floors together."""
+    scale = room / sum(term.high - term.low for term in terms)
+    fading = sum(term.high - term.low for term in terms if term.floor is not None)
+    left = room - sum(term.high - term.low for term in terms if term.floor is None)
+    shrink = left / fading if fading and left > 0 else scale
+    floors = [
+        f"{term.name}.floor = {math.ceil(1000 * (1 - (1 - term.floor) * shrink)) / 1000:g}"
+        for term in terms
+        if term.floor is not None
+    ]
+    if floors and left > 0:
+        return f"Set {' and '.join(floors)}."
+    told = f"Multiply the weights or caps of the shaping by {scale:.2g}"
+    if floors:
+        return f"{told} and set {' and '.join(floors)}."
+    return f"{told}, or the weight of the outcome by {1 / scale:.2g}."
 
 
 def weighted_sum(*, parts: Tensor, weights: Sequence[float]) -> Tensor:

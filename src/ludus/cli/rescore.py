@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -102,7 +102,9 @@ def rescore(
 
 def _with_earlier(files: Sequence[Path], config: Config) -> Sequence[Path]:
     """The files, after those of the steps before them where a scale is carried from step to step."""
-    if config.rewards.normalise_by is None or not files or not _is_of_a_step(files[0]):
+    scale = config.rewards
+    carried = scale.normalise_by is not None and scale.normalise_over == "run"
+    if not carried or not files or not _is_of_a_step(files[0]):
         return files
     return [file for file in sorted(files[0].parent.glob("step-*.jsonl.gz")) if file <= files[-1]]
 
@@ -147,9 +149,9 @@ def _combined(
             [Episode(records[i].key, tasks[records[i].group], scored[i]) for i in places]
             for places in groups.values()
         ]
-        combined = combiner.combine(step, episodes)
-        for places, group in zip(groups.values(), combined, strict=True):
-            found |= {i: episode.trajectory for i, episode in zip(places, group, strict=True)}
+        combined = combiner.over_batch(list(chain(*combiner.combine(step, episodes))))
+        for i, episode in zip(chain(*groups.values()), combined, strict=True):
+            found[i] = episode.trajectory
     return [found[i] for i in range(len(records))]
 
 

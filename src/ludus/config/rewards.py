@@ -32,20 +32,28 @@ class LengthConfig(Section):
     """What the length of an episode, in action tokens, does to its reward."""
 
     kind: Literal["none", "linear", "sigmoid"] = "none"
-    """`linear` takes `lam` for each token beyond `target`, at most `cap`. `sigmoid` multiplies the reward by
-    `sigmoid((target - tokens) / tau)`: for rewards that are not negative."""
+    """`linear` takes `lam` for each token beyond `target`, at most `cap`. `sigmoid` multiplies a
+    reward above 0 by `floor + (1 - floor) sigmoid((target - tokens) / tau)`."""
     target: int = Field(512, ge=1)
-    """Action tokens of an episode from which on `linear` counts, and at which `sigmoid` halves."""
+    """Action tokens from which on `linear` counts, and at which `sigmoid` is half-way down."""
     lam: float = Field(0.001, gt=0)
     """Of `linear`: what a token costs."""
     cap: float = Field(0.5, gt=0)
     """Of `linear`: the most that it costs."""
     tau: float = Field(64.0, gt=0)
     """Of `sigmoid`: tokens in which the reward fades."""
+    floor: float = Field(0.8, ge=0, lt=1)
+    """Of `sigmoid`: the least factor, so that a long success earns more than a failure in good form."""
 
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
-        kinds = {"target": "linear or sigmoid", "lam": "linear", "cap": "linear", "tau": "sigmoid"}
+        kinds = {
+            "target": "linear or sigmoid",
+            "lam": "linear",
+            "cap": "linear",
+            "tau": "sigmoid",
+            "floor": "sigmoid",
+        }
         for name, given in self.model_dump().items():
             own = type(self).model_fields[name].default
             if name in kinds and self.kind not in kinds[name] and given != own:
@@ -107,7 +115,8 @@ class RewardsConfig(Section):
     """A tag of the tasks: rewards are brought to one scale for each of its values by their running mean and
     variance, before groups are compared. None leaves them as they are. In a mixture `world` is such a tag."""
     normalise_over: Literal["run", "batch"] = "run"
-    """Of `normalise_by`: mean and variance of all rewards so far, or of those that are sampled together."""
+    """Of `normalise_by`: mean and variance of all rewards so far, or of those of a step's whole batch, all
+    rounds of resampling together."""
     length: LengthConfig = LengthConfig()
     turns: dict[str, float] = Field({})
     """Rewards of turns by what happened in them: the tools that were called (`a+b` for two), how a call

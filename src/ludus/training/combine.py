@@ -293,13 +293,32 @@ class Combiner:
                 replace(t, rewards={**t.rewards, COMBINED_PART: reward})
                 for t, reward in zip(trajectories, rewards.tolist(), strict=True)
             ]
-            domains = [episode.task.tags.get(self.settings.normalise_by, "") for episode in episodes]
-            before = self.moments if self.settings.normalise_over == "run" else DomainMoments()
-            self.moments = before.updated(domains, rewards)
-            rewards = domain_normalised(rewards=rewards, domains=domains, moments=self.moments)
+            if self.settings.normalise_over == "run":
+                domains = [episode.task.tags.get(self.settings.normalise_by, "") for episode in episodes]
+                self.moments = self.moments.updated(domains, rewards)
+                rewards = domain_normalised(rewards=rewards, domains=domains, moments=self.moments)
         for (g, i), trajectory, reward in zip(places, trajectories, rewards.tolist(), strict=True):
             found[g][i] = replace(groups[g][i], trajectory=replace(trajectory, reward=reward))
         return found
+
+    def over_batch(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """The combined episodes of a whole batch on its scale if `normalise_over` is "batch"; failed ones as
+        they are."""
+        tag = self.settings.normalise_by
+        if tag is None or self.settings.normalise_over != "batch":
+            return list(episodes)
+        scored = [episode for episode in episodes if episode.trajectory.failure is None]
+        domains = [episode.task.tags.get(tag, "") for episode in scored]
+        combined = [episode.trajectory.rewards[COMBINED_PART] for episode in scored]
+        rewards = torch.tensor(combined, dtype=torch.float64)
+        moments = DomainMoments().updated(domains, rewards)
+        found = iter(domain_normalised(rewards=rewards, domains=domains, moments=moments).tolist())
+        return [
+            replace(one, trajectory=replace(one.trajectory, reward=next(found)))
+            if one.trajectory.failure is None
+            else one
+            for one in episodes
+        ]
 
     def tells_apart(self, trajectories: Sequence[Trajectory]) -> bool:
         """Whether trajectories of equal rewards may earn unlike ones: by their parts, by their lengths, or by
@@ -482,6 +501,6 @@ def _check_outcome(parts: Sequence[Part], config: Config, step: int) -> None:
             ends = sorted((weight * part.low, weight * part.high))
             terms.append(ShapingRange(part.name, min(ends[0], 0.0), 0.0 if behind else max(ends[1], 0.0)))
     gap = min(weight for weight in outcomes if weight > 0)
-    terms += shaping_ranges(settings, config.rollout.max_turns, gap, bool(terms))
+    terms += shaping_ranges(settings, config.rollout.max_turns, sum(outcomes))
     if terms:
         check_shaping(outcome_gap=gap, terms=terms)

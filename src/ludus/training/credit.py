@@ -136,6 +136,23 @@ def assign_credit(
     return credits + _compare(compared, algorithm, max_length)
 
 
+def compared_again(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -> list[Credit]:
+    """The credits of a whole batch whose episodes have other rewards than those that `assign_credit` read.
+
+    Baselines, filters and advantages follow the rewards; groups keep their numbers.
+    """
+    greedy = {
+        c.group: c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length)
+        for c in credits
+        if c.reason == BASELINE
+    }
+    compared = [
+        replace(c, baseline=greedy.get(c.group, c.baseline)) for c in credits if c.advantages is not None
+    ]
+    following = iter(_compare(compared, algorithm, max_length))
+    return [credit if credit.advantages is None else next(following) for credit in credits]
+
+
 def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int) -> list[Credit]:
     """The credits of the members of a group, before they are compared."""
     greedy = next((episode.trajectory for episode in group if episode.greedy), None)

@@ -264,7 +264,7 @@ class AsyncRun:
     async def _credit(self, step: int, batch: Batch) -> list[Credit]:
         groups = [group.episodes for group in (*batch.groups, *batch.others)]
         sampler = self.loop.sampler
-        credits = await sampler.credit(step, groups)
+        credits = sampler.normalised(await sampler.credit(step, groups))
         if (staleness := self.loop.session.config.staleness).over_age == "replay":
             credits = self.replay.take_late(credits, step, staleness.max_staleness)
         credits = sampler.as_batch(credits)

@@ -62,8 +62,10 @@ def with_length(
         found = rewards + part
     else:
         ones = torch.ones_like(rewards)
-        part = length_sigmoid(rewards=ones, lengths=lengths, target=settings.target, tau=settings.tau)
-        found = rewards * part
+        part = length_sigmoid(
+            rewards=ones, lengths=lengths, target=settings.target, tau=settings.tau, floor=settings.floor
+        )
+        found = torch.where(rewards > 0, rewards * part, rewards)
     named = [
         replace(t, rewards={**t.rewards, LENGTH_PART: value})
         for t, value in zip(trajectories, part.tolist(), strict=True)
@@ -71,21 +73,17 @@ def with_length(
     return named, found
 
 
-def shaping_ranges(
-    settings: RewardsConfig, max_turns: int, outcome: float, others: bool
-) -> list[ShapingRange]:
-    """What both can add to a reward whose outcome is worth `outcome`.
-
-    A success that fades stays above a failure only where no other shaping moves it (`others`: some does).
-    """
+def shaping_ranges(settings: RewardsConfig, max_turns: int, outcome: float) -> list[ShapingRange]:
+    """What both can add to a reward whose outcomes are worth `outcome` together."""
     found = []
     if settings.length.kind == "linear":
         found.append(ShapingRange(LENGTH_PART, -settings.length.cap, 0.0))
     values = [0.0, *settings.turns.values()]
     if settings.turns:
         found.append(ShapingRange("turns", max_turns * min(values), max_turns * max(values)))
-    if settings.length.kind == "sigmoid" and (others or found):
-        found.append(ShapingRange(LENGTH_PART, -outcome, 0.0))
+    if settings.length.kind == "sigmoid":
+        floor = settings.length.floor
+        found.append(ShapingRange(f"rewards.{LENGTH_PART}", (floor - 1) * outcome, 0.0, floor))
     return found
 
 

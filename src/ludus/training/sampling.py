@@ -28,7 +28,7 @@ from ludus.rollout.setup import Play
 from ludus.rollout.stream import StreamedGroup
 from ludus.tasks.order import Order
 from ludus.training.combine import Combiner, one_with_added, with_added
-from ludus.training.credit import Credit, assign_credit, is_experts
+from ludus.training.credit import Credit, assign_credit, compared_again, is_experts
 from ludus.training.experts import Experts
 from ludus.training.memory import Memory
 from ludus.training.selection import as_one_batch, with_role_baselines
@@ -137,9 +137,9 @@ class Sampler:
             credits += await self.credit(step, groups, first_group)
             first_group += len(groups)
             if num_training_groups(credits) >= num_tasks or self._has_spent:
-                return self.as_batch(credits)
+                return self.as_batch(self.normalised(credits))
         self._say_short(step, num_training_groups(credits), num_tasks)
-        return self.as_batch(credits)
+        return self.as_batch(self.normalised(credits))
 
     def _untrained(self, step: int, tasks: Sequence[Task], order: Order) -> Sequence[Task]:
         """The tasks of a step, those of groups that trained ahead of it replaced by tasks that are owed.
@@ -280,6 +280,15 @@ class Sampler:
         if not errors:
             self._added.add(found.key)
         return found
+
+    def normalised(self, credits: list[Credit]) -> list[Credit]:
+        """The credits of all groups of a step, with rewards on the scale of this batch if
+        `rewards.normalise_over` is "batch"."""
+        if self.combiner is None or self.combiner.settings.normalise_over != "batch":
+            return credits
+        episodes = self.combiner.over_batch([credit.episode for credit in credits])
+        found = [replace(c, episode=one) for c, one in zip(credits, episodes, strict=True)]
+        return compared_again(found, self.algorithm, self.overlong_limit)
 
     def as_batch(self, credits: list[Credit]) -> list[Credit]:
         """What is decided and remembered over all groups of a step at once."""
