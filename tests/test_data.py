@@ -15,6 +15,7 @@ from ludus.chat.render import TemplateRenderer
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.loading import load_tokenizer
+from ludus.errors import UserError
 from ludus.rollout.store import rollout_line, rollouts_path
 from ludus.training.data import (
     FileDialogue,
@@ -79,6 +80,33 @@ def test_a_pair_takes_one_message_or_several(tmp_path):
     assert (len(found.prompt), len(found.chosen), len(found.rejected)) == (1, 3, 1)
 
 
+def test_a_label_judges_what_follows_the_prompt_or_what_trains():
+    text = parse_record({"prompt": "What?", "completion": " 4", "label": False})
+    listed = {"prompt": [{"role": "user", "content": "What?"}], "label": False}
+    assert text == parse_record({**listed, "completion": [{**SAY, "content": " 4"}]})
+    assert (text.label, text.trains) == (False, (False, True))
+    calls = parse_record({"prompt": [ASK], "completion": [LOOK, FOUND, SAY], "tools": [TOOL], "label": True})
+    assert (calls.label, calls.trains) == (True, (False, True, False, True))
+    whole = parse_record({"messages": [ASK, {**LOOK, "train": False}, FOUND, SAY], "label": True})
+    assert whole.trains == (False, False, False, True)
+    assert isinstance(parse_record({**GOOD, "label": "easy"}), FileDialogue)
+
+
+def test_a_file_of_labelled_dialogues_is_checked_and_is_no_file_of_another_kind(tmp_path):
+    line = {"prompt": [ASK], "completion": [SAY], "label": True}
+    file = write(tmp_path / "l.jsonl", line, {**line, "label": "yes"})
+    said = ludus("data", "check", file)
+    assert 'label is "yes", and must be true or false' in said.out
+    report = check_file(write(tmp_path / "l.jsonl", line, {**GOOD, "label": False}))
+    assert (report.kind, report.num_records, report.problems) == ("labelled dialogue", 2, ())
+    for read, kind in (
+        (read_pairs, "pair: it is a labelled dialogue, which preference.loss = kto"),
+        (read_dialogues, "dialogue: it is a labelled dialogue"),
+    ):
+        with pytest.raises(UserError, match=kind):
+            read(tmp_path / "l.jsonl")
+
+
 def messages(*given: object, **more: object) -> dict[str, object]:
     return {"messages": list(given), **more}
 
@@ -137,6 +165,11 @@ WRONG = {
     "chosen[0].train is false": {**PAIR, "chosen": [{**LOOK, "train": False}, FOUND, SAY]},
     "rejected[0].train is false": {**PAIR, "rejected": {**SAY, "train": False}},
     "prompt + chosen[2] is the assistant's": {**PAIR, "chosen": [SAY, SAY]},
+    "label is missing, and must be true or false": {"prompt": "Hi", "completion": "Ho"},
+    "label is 1, and must be true or false": {"prompt": "Hi", "completion": "Ho", "label": 1},
+    "completion does not begin with an assistant": {"prompt": [ASK], "completion": [ASK], "label": True},
+    "prompt + completion[2] is the assistant's": {"prompt": [ASK, SAY], "completion": SAY, "label": True},
+    "it has chosen and completion": {**PAIR, "completion": SAY, "label": True},
 }
 
 
@@ -214,11 +247,12 @@ def test_a_folder_of_datasets_is_read_like_a_file(tmp_path):
 ROUND_TRIPS = [
     [{**GOOD, "task": "figs"}, messages(ASK, {**LOOK, "train": False}, FOUND, SAY), messages(ASK, SAY)],
     [PAIR, {"prompt": [ASK], "chosen": SAY, "rejected": {**SAY, "content": "5"}}],
+    [{**GOOD, "label": True}, {"prompt": "What?", "completion": "4", "label": False}],
     [json.loads(rollout_line(record)) for record in (RECORD, replace(RECORD, advantage=None))],
 ]
 
 
-@pytest.mark.parametrize("records", ROUND_TRIPS, ids=["dialogues", "pairs", "rollouts"])
+@pytest.mark.parametrize("records", ROUND_TRIPS, ids=["dialogues", "pairs", "labelled", "rollouts"])
 def test_what_is_written_as_a_dataset_reads_as_the_file_did(tmp_path, records):
     pytest.importorskip("datasets")
     file, folder = write(tmp_path / "f.jsonl", *records), tmp_path / "new" / "folder"

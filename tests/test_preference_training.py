@@ -22,6 +22,7 @@ from ludus.rollout.store import RolloutRecord, read_rollouts, rollouts_path, wri
 from ludus.training.laps import batch_of_step, num_steps
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.pairs import (
+    NO_ARM,
     Arm,
     Pair,
     load_pairs,
@@ -214,6 +215,59 @@ def test_the_step_takes_the_loss_of_the_algorithm_whatever_the_microbatches(sess
     assert whole["loss/total"] == pytest.approx(
         by_hand(loss, moved(session), session.model, pairs, beta), rel=1e-3
     )
+
+
+def test_kto_takes_the_mean_over_labelled_dialogues(session, source):
+    pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)[:3]
+    sides = [replace(pairs[0], rejected=NO_ARM), replace(pairs[1], chosen=NO_ARM), pairs[2]]
+    given = with_reference(with_others(sides, 320), Scorer(session.model), 4096)
+    assert [len(pair.others) for pair in given] == [1, 2, 1]
+    whole, cut = (
+        step_of(moved(session), given, PreferenceConfig(loss="kto", beta=0.3, microbatch_tokens=tokens))
+        for tokens in (10**6, 1)
+    )
+    for name, value in whole.items():
+        assert value == pytest.approx(cut[name], abs=2e-4, rel=2e-3), name
+    model, reference = moved(session), session.model
+
+    def gain(arm: Arm) -> float:
+        return sums(model, arm)[0] - sums(reference, arm)[0]
+
+    others = [gain(arm) for pair in given for arm in pair.others]
+    z = max(0.0, sum(others) / len(others))
+    good = [1 - 1 / (1 + math.exp(-0.3 * (gain(given[i].chosen) - z))) for i in (0, 2)]
+    bad = [1 - 1 / (1 + math.exp(-0.3 * (z - gain(given[i].rejected)))) for i in (1, 2)]
+    assert whole["loss/total"] == pytest.approx((good[0] + bad[0] + (good[1] + bad[1]) / 2) / 3, rel=1e-3)
+    margins = (
+        gain(given[0].chosen) - z,
+        z - gain(given[1].rejected),
+        gain(given[2].chosen) - gain(given[2].rejected),
+    )
+    assert whole["preference/margin"] == pytest.approx(sum(margins) / 3, rel=1e-3)
+    means = [total / num for total, num in (sums(model, given[i].chosen) for i in (0, 2))]
+    assert whole["preference/chosen_logprob"] == pytest.approx(sum(means) / 2, rel=1e-3)
+
+
+def test_kto_trains_on_a_file_without_pairs(source, tmp_path):
+    file = tmp_path / "labelled.jsonl"
+    ask, say = {"role": "user", "content": "What?"}, {"role": "assistant", "content": "4"}
+    lines = [
+        {"prompt": [ask], "completion": [say], "label": True},
+        {"prompt": "And now?", "completion": "5", "label": False},
+        {"messages": [ask, say, {**ask, "content": "Why?"}, {**say, "content": "6"}], "label": False},
+    ]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    words = (make_recipe(tmp_path), *model_words(source), *TINY, "--preference.data", file)
+    assert "preference.loss = kto" in refused("preference", *words)
+    folder = tmp_path / "run"
+    said = ludus("preference", *words, "--preference.loss", "kto", "--run.folder", folder)
+    assert said.code == 0, said
+    pairs = load_pairs(folder / "pairs.jsonl.gz")
+    assert [(bool(p.chosen.tokens), bool(p.rejected.tokens)) for p in pairs] == [
+        (True, False), (False, True), (False, True)
+    ]  # fmt: skip
+    assert all(len(arm.reference) == sum(arm.trains) for pair in pairs for arm in pair.arms)
+    assert all(len(pair.others) == 1 for pair in pairs)
 
 
 def sums(model, arm: Arm) -> tuple[float, int]:

@@ -88,7 +88,7 @@ class PreferenceConfig(OptimiserSection):
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """Share of pairs that are taken to be the wrong way round (dpo, simpo)."""
     undesirable_weight: float = Field(1.0, gt=0)
-    """What the rejected of a pair counts in kto, where the chosen counts 1."""
+    """What the rejected of a pair, or a dialogue labelled false, counts in kto; the others count 1."""
     learning_rate: float = Field(1e-4, gt=0)
     """Of AdamW, after the warm-up."""
     epochs: int = Field(1, ge=1)
@@ -107,7 +107,7 @@ class PreferenceConfig(OptimiserSection):
     """Of a run: the best attempt of each group against the worst, or at each step of a group's tree the best
     action against the worst, by the mean reward of what came of it."""
     data: str | None = None
-    """A file of pairs instead (docs/data.md); none takes no file."""
+    """A file of pairs instead, for kto also of labelled dialogues (docs/data.md); none takes no file."""
     tasks: int = Field(64, ge=1)
     """Without `run` and `data` the model plays this many training tasks itself, or all if there are fewer."""
     samples: int = Field(8, ge=2)

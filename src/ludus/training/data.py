@@ -1,4 +1,4 @@
-"""Files of dialogues, preference pairs and rollouts: read for training, or checked line by line.
+"""Files of dialogues, labelled or not, of preference pairs and of rollouts: read for training, or checked.
 
 JSON lines (`.gz` if need be), or a local folder that Hugging Face `datasets` wrote. docs/data.md has the
 formats. A file holds records of one kind.
@@ -20,6 +20,7 @@ from ludus.tools.base import Tool
 from ludus.training.dataset import read_rows
 from ludus.training.messages import (
     as_text,
+    as_words,
     check_turns,
     given,
     parsed,
@@ -29,7 +30,7 @@ from ludus.training.messages import (
 )
 from ludus.types import DataClass, Message
 
-DataKind = Literal["dialogue", "pair", "rollout"]
+DataKind = Literal["dialogue", "labelled dialogue", "pair", "rollout"]
 
 DATA_CLASSES: tuple[DataClass, ...] = get_args(DataClass)
 _HOW = "docs/data.md has the formats; `ludus data check {path}` lists what is wrong."
@@ -60,7 +61,17 @@ class FilePair:
     tools: tuple[Tool, ...] = ()
 
 
-Record = FileDialogue | FilePair | RolloutRecord
+@dataclass(frozen=True, slots=True)
+class FileLabelled:
+    """A dialogue and whether it is desirable; `trains` says which messages the label judges."""
+
+    messages: tuple[Message, ...]
+    trains: tuple[bool, ...]
+    label: bool
+    tools: tuple[Tool, ...] = ()
+
+
+Record = FileDialogue | FileLabelled | FilePair | RolloutRecord
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +122,15 @@ def read_pairs(path: Path) -> list[FilePair]:
     return [found for found in _good(path, "pair") if isinstance(found, FilePair)]
 
 
+def read_preferences(path: Path) -> list[FilePair] | list[FileLabelled]:
+    """The pairs of a file, or its labelled dialogues if the first record is one. Raises UserError, with the
+    line, for a record of another kind."""
+    first = next((found for _, found in _records(path) if not isinstance(found, Problem)), None)
+    if not isinstance(first, FileLabelled):
+        return read_pairs(path)
+    return [found for found in _good(path, "labelled dialogue") if isinstance(found, FileLabelled)]
+
+
 def read_rollout_file(path: Path) -> list[RolloutRecord]:
     """The rollouts of a file. Raises UserError, with the line, where a record is none."""
     return [found for found in _good(path, "rollout") if isinstance(found, RolloutRecord)]
@@ -128,6 +148,8 @@ def _good(path: Path, kind: DataKind) -> Iterator[Record]:
         fault = found.text if isinstance(found, Problem) else ""
         if not isinstance(found, Problem) and _kind(found) != kind:
             fault = f"it is a {_kind(found)}"
+            if isinstance(found, FileLabelled) and kind == "pair":
+                fault += ", which preference.loss = kto takes"
         if fault or isinstance(found, Problem):
             raise UserError(f"{path}, line {line}, is not a {kind}: {fault}.", _HOW.format(path=path))
         empty = False
@@ -140,6 +162,8 @@ def _kind(record: Record) -> DataKind:
     match record:
         case FileDialogue():
             return "dialogue"
+        case FileLabelled():
+            return "labelled dialogue"
         case FilePair():
             return "pair"
     return "rollout"
@@ -160,16 +184,17 @@ def parse_record(data: object) -> Record:
     """One record of any kind. Raises ValueError, TypeError or KeyError that says what is wrong."""
     found = given(data, "it")
     if "messages" in found:
-        return _dialogue(found)
+        return _labelled(found) if isinstance(found.get("label"), bool) else _dialogue(found)
     if "trajectory" in found:
         trajectory = found["trajectory"]
         if isinstance(trajectory, str):  # a row of a table, from which `given` took an empty advantage
             data = {"advantage": None, **found, "trajectory": parsed(trajectory, "trajectory")}
         return parse_rollout(data)
-    if found.keys() & {"prompt", "chosen", "rejected"}:
-        return _pair(found)
+    if found.keys() & {"prompt", "completion", "chosen", "rejected"}:
+        return _pair(found) if "completion" not in found else _completed(found)
     raise ValueError(
-        "it is neither a dialogue (messages), a pair (prompt, chosen, rejected) nor a rollout (trajectory)"
+        "it is neither a dialogue (messages), a labelled one (prompt, completion, label), a pair (prompt, "
+        "chosen, rejected) nor a rollout (trajectory)"
     )
 
 
@@ -184,6 +209,10 @@ def row_of(record: Record) -> dict[str, object]:
             messages = [{**m, "train": trains} if m["role"] == "assistant" else m for m, trains in marked]
             said: dict[str, object] = {"messages": messages, "tools": _tools_text(record.tools)}
             return {**said, "task": record.task or None, "data_class": record.data_class}
+        case FileLabelled():
+            marked = zip(record.messages, record.trains, strict=True)
+            messages = [{**m, "train": trains} if m["role"] == "assistant" else m for m, trains in marked]
+            return {"messages": messages, "label": record.label, "tools": _tools_text(record.tools)}
         case FilePair():
             chosen, rejected = list(record.chosen), list(record.rejected)
             row = {"prompt": list(record.prompt), "chosen": chosen, "rejected": rejected}
@@ -208,6 +237,33 @@ def _dialogue(data: dict[str, object]) -> FileDialogue:
     return FileDialogue(messages, tools, trains, task, None if named is None else _data_class(named))
 
 
+def _labelled(data: dict[str, object]) -> FileLabelled:
+    found = _dialogue(data)
+    return FileLabelled(found.messages, found.trains, data["label"] is True, found.tools)
+
+
+def _completed(data: dict[str, object]) -> FileLabelled:
+    """TRL's unpaired format; a text instead of messages is the user's or the assistant's."""
+    if odd := sorted(data.keys() & {"chosen", "rejected"}):
+        raise ValueError(f"it has {odd[0]} and completion, and is a pair or a labelled dialogue")
+    label, answer, asked = data.get("label"), data["completion"], data.get("prompt")
+    if not isinstance(label, bool):
+        raise ValueError(f"label is {as_words(label)}, and must be true or false")
+    tools = read_tools(data.get("tools"))
+    prompt = _prompt([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
+    said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    completion = _arm(said, "completion", prompt, tools)
+    trains = [False] * len(prompt) + [message["role"] == "assistant" for message in completion]
+    return FileLabelled((*prompt, *completion), tuple(trains), label, tools)
+
+
+def _prompt(data: object) -> tuple[Message, ...]:
+    prompt = read_messages(data, "prompt")
+    if not prompt:
+        raise ValueError("prompt is empty")
+    return prompt
+
+
 def _data_class(name: object) -> DataClass:
     for known in DATA_CLASSES:
         if name == known:
@@ -216,10 +272,8 @@ def _data_class(name: object) -> DataClass:
 
 
 def _pair(data: dict[str, object]) -> FilePair:
-    prompt = read_messages(data.get("prompt"), "prompt")
+    prompt = _prompt(data.get("prompt"))
     tools = read_tools(data.get("tools"))
-    if not prompt:
-        raise ValueError("prompt is empty")
     if prompt[-1]["role"] == "assistant":
         raise ValueError("prompt ends with the assistant's message, which belongs into chosen and rejected")
     arms = [_arm(data.get(name), name, prompt, tools) for name in ("chosen", "rejected")]

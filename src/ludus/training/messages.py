@@ -29,14 +29,14 @@ _MAX_DEPTH = 100
 def given(data: object, where: str) -> dict[str, object]:
     """The object without its keys that are None."""
     if not isinstance(data, dict):
-        raise ValueError(f"{where} is {_words(data)}, and must be an object")
+        raise ValueError(f"{where} is {as_words(data)}, and must be an object")
     return {str(key): value for key, value in data.items() if value is not None}
 
 
 def as_text(data: object, where: str) -> str:
     """The text itself. Raises ValueError where it is none, or cannot be encoded."""
     if not isinstance(data, str):
-        raise ValueError(f"{where} is {_words(data)}, and must be text")
+        raise ValueError(f"{where} is {as_words(data)}, and must be text")
     try:
         data.encode()
     except UnicodeEncodeError as error:
@@ -67,7 +67,7 @@ def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
         message = given(item, f"{where}[{i}]")
         train = message.get("train", message.get("role") == "assistant")
         if not isinstance(train, bool):
-            raise ValueError(f"{where}[{i}].train is {_words(train)}, and must be true or false")
+            raise ValueError(f"{where}[{i}].train is {as_words(train)}, and must be true or false")
         flags.append(train)
     return tuple(flags)
 
@@ -126,7 +126,7 @@ def _message(data: object, where: str) -> Message:
         raise ValueError(f"{where} has the unknown key {unknown[0]!r}")
     role = _ROLES.get(str(found.get("role")))
     if role is None:
-        raise ValueError(f"{where}.role is {_words(found.get('role'))}, and must be one of {_or(_ROLES)}")
+        raise ValueError(f"{where}.role is {as_words(found.get('role'))}, and must be one of {_or(_ROLES)}")
     for key, owner in _OF_ROLE.items():
         if key in found and role != owner and found[key] not in ([], False):
             raise ValueError(f"{where}.{key} belongs to {owner} messages, and this one is of the {role}")
@@ -154,7 +154,7 @@ def _call(data: object, place: int, where: str) -> MessageToolCall:
     if isinstance(arguments, str):
         arguments = parsed(arguments, f"{where}.function.arguments")
     if not isinstance(arguments, dict):
-        raise ValueError(f"{where}.function.arguments is {_words(arguments)}, and must be an object")
+        raise ValueError(f"{where}.function.arguments is {as_words(arguments)}, and must be an object")
     _check_value(arguments, f"{where}.function.arguments")
     text = json.dumps(arguments, ensure_ascii=False)
     number = as_text(call.get("id", f"call_{place}"), f"{where}.id")
@@ -179,7 +179,7 @@ def _without_none(data: Mapping[str, object]) -> dict[str, object]:
 
 def _list(data: object, where: str) -> list[object]:
     if not isinstance(data, list):
-        raise ValueError(f"{where} is {_words(data)}, and must be a list")
+        raise ValueError(f"{where} is {as_words(data)}, and must be a list")
     return data
 
 
@@ -198,7 +198,7 @@ def _or(names: Mapping[str, object]) -> str:
     return ", ".join(names)
 
 
-def _words(data: object) -> str:
+def as_words(data: object) -> str:
     """A value as a sentence names it."""
     if data is None:
         return "missing"

@@ -45,8 +45,8 @@ def gather_pairs(session: Session, watch: EpisodeReporter | None = None) -> Gath
     settings, limit = session.config.preference, session.config.rollout.max_tokens
     sampled: Sequence[RolloutRecord] = ()
     if settings.data is not None:
-        pairs = pairs_of_file(Path(settings.data), session.renderer, limit)
-        where = f"No pair of {settings.data} fits into rollout.max_tokens = {limit}."
+        pairs = pairs_of_file(Path(settings.data), session.renderer, limit, settings.loss == "kto")
+        where = f"Nothing of {settings.data} fits into rollout.max_tokens = {limit}."
     elif settings.run is not None:
         run = RunFolder(Path(settings.run))
         files = rollout_files(run.path)

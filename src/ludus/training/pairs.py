@@ -20,7 +20,7 @@ from ludus.errors import UserError
 from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.batch import Row, microbatches
 from ludus.training.branches import paths
-from ludus.training.data import FilePair, read_pairs
+from ludus.training.data import FileLabelled, FilePair, read_pairs, read_preferences
 from ludus.training.records import load_records
 from ludus.training.scoring import Scorer
 from ludus.types import Message
@@ -49,10 +49,15 @@ class Arm:
         return self.trains.index(True)
 
 
+NO_ARM = Arm((), ())
+"""The side that a labelled dialogue does not have."""
+
+
 @dataclass(frozen=True, slots=True)
 class Pair:
     """Two trajectories from one prompt. `source` names where it is from, `gap` is the difference of rewards.
 
+    A labelled dialogue is one side alone: the other has no tokens (`NO_ARM`).
     `others` are this prompt with the answers to another one: what KTO estimates its baseline on.
     """
 
@@ -63,9 +68,14 @@ class Pair:
     others: tuple[Arm, ...] = ()
 
     @property
+    def sides(self) -> tuple[Arm, ...]:
+        """Those of `chosen` and `rejected` that there are."""
+        return tuple(arm for arm in (self.chosen, self.rejected) if arm.tokens)
+
+    @property
     def arms(self) -> tuple[Arm, ...]:
         """All its trajectories, `chosen` first."""
-        return (self.chosen, self.rejected, *self.others)
+        return (*self.sides, *self.others)
 
 
 PairMaker = Callable[[str, Iterable[RolloutRecord], float, int], list["Pair"]]
@@ -159,24 +169,33 @@ def _name(file: Path) -> str:
     return file.name.removesuffix(".jsonl.gz")
 
 
-def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int) -> list[Pair]:
-    """The pairs of a file, rendered as a rollout would be; those longer than `max_tokens` are left out."""
+def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: bool = False) -> list[Pair]:
+    """The pairs of a file, rendered as a rollout would be; those longer than `max_tokens` are left out.
+
+    `labelled`: it may be of labelled dialogues instead.
+    """
     pairs = []
-    for number, given in enumerate(read_pairs(path), start=1):
-        chosen, rejected = (_rendered(renderer, given, arm) for arm in (given.chosen, given.rejected))
-        if max(len(chosen.tokens), len(rejected.tokens)) <= max_tokens:
-            pairs.append(Pair(f"pair {number}", 0.0, chosen, rejected))
+    for number, given in enumerate(read_preferences(path) if labelled else read_pairs(path), start=1):
+        if isinstance(given, FileLabelled):
+            arm = _labelled(renderer, given)
+            sides = (arm, NO_ARM) if given.label else (NO_ARM, arm)
+            found = Pair(f"dialogue {number}", 0.0, *sides)
+        else:
+            chosen, rejected = (_rendered(renderer, given, arm) for arm in (given.chosen, given.rejected))
+            found = Pair(f"pair {number}", 0.0, chosen, rejected)
+        if max(len(arm.tokens) for arm in found.sides) <= max_tokens:
+            pairs.append(found)
     return pairs
 
 
 def with_others(pairs: Sequence[Pair], max_tokens: int) -> list[Pair]:
     """Each pair with its prompt before the answers of the next pair that has another prompt, if they fit."""
-    prompts = [pair.chosen.tokens[: pair.chosen.prompt_length] for pair in pairs]
+    prompts = [pair.sides[0].tokens[: pair.sides[0].prompt_length] for pair in pairs]
     found = []
     for i, pair in enumerate(pairs):
         later = (j % len(pairs) for j in range(i + 1, i + len(pairs)))
         other = next((pairs[j] for j in later if prompts[j] != prompts[i]), None)
-        arms = () if other is None else tuple(_moved(prompts[i], arm) for arm in other.arms[:2])
+        arms = () if other is None else tuple(_moved(prompts[i], arm) for arm in other.sides)
         found.append(replace(pair, others=tuple(arm for arm in arms if len(arm.tokens) <= max_tokens)))
     return found
 
@@ -238,6 +257,14 @@ def _rendered(renderer: Renderer, pair: FilePair, arm: Sequence[Message]) -> Arm
     return Arm(tokens, tuple(s.kind == "action" and s.turn >= told for s in segments for _ in s.tokens))
 
 
+def _labelled(renderer: Renderer, dialogue: FileLabelled) -> Arm:
+    segments = render_dialogue(renderer, dialogue.messages, dialogue.tools)
+    said = zip(dialogue.messages, dialogue.trains, strict=True)
+    trains = [trained for message, trained in said if message["role"] == "assistant"]
+    tokens = tuple(token for segment in segments for token in segment.tokens)
+    return Arm(tokens, tuple(s.kind == "action" and trains[s.turn] for s in segments for _ in s.tokens))
+
+
 def _moved(prompt: tuple[int, ...], arm: Arm) -> Arm:
     """What follows an arm's own prompt, after another one."""
     start = arm.prompt_length
@@ -245,7 +272,9 @@ def _moved(prompt: tuple[int, ...], arm: Arm) -> Arm:
 
 
 def _with_arms(pair: Pair, arms: Sequence[Arm]) -> Pair:
-    return replace(pair, chosen=arms[0], rejected=arms[1], others=tuple(arms[2:]))
+    following = iter(arms)
+    chosen, rejected = (next(following) if arm.tokens else arm for arm in (pair.chosen, pair.rejected))
+    return replace(pair, chosen=chosen, rejected=rejected, others=tuple(following))
 
 
 def _pair(line: bytes) -> Pair:
@@ -260,5 +289,5 @@ def _arm(data: dict[str, list[float]]) -> Arm:
 
 def arms_of(pairs: Sequence[Pair]) -> Iterator[Arm]:
     """Every `chosen`, then every `rejected`."""
-    yield from (pair.chosen for pair in pairs)
-    yield from (pair.rejected for pair in pairs)
+    yield from (pair.chosen for pair in pairs if pair.chosen.tokens)
+    yield from (pair.rejected for pair in pairs if pair.rejected.tokens)

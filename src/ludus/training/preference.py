@@ -1,4 +1,4 @@
-"""Preference training: DPO, SimPO, IPO and KTO on pairs of trajectories.
+"""Preference training: DPO, SimPO, IPO and KTO on pairs of trajectories, KTO on labelled ones too.
 
 Takes a session and pairs. Gives new weights, a line of metrics a step and checkpoints. The reference is the
 model as it is before the first step; it scores every pair once. Which pairs a step takes depends on the seed
@@ -59,7 +59,10 @@ SIMPO_GAMMA = 1.0
 
 @dataclass(frozen=True, slots=True)
 class PairTensors:
-    """Pairs of one microbatch: all `[N, L]`, padded to one length; `baseline` is KTO's."""
+    """Pairs of one microbatch: all `[N, L]`, padded to one length; `baseline` is KTO's.
+
+    The mask of a side that a labelled dialogue does not have is empty.
+    """
 
     chosen_logprobs: Tensor
     rejected_logprobs: Tensor
@@ -147,6 +150,7 @@ def preference_step(
     """One optimiser step on the mean loss of `pairs`. Raises LearnerError where the loss is not finite."""
     baseline = _kto_baseline(scorer, pairs, settings.microbatch_tokens)
     totals: dict[str, float] = {}
+    shares = _shares(pairs)
     for part in _parts(pairs, settings.microbatch_tokens):
         tensors = _tensors(scorer, part, baseline)
         loss = LOSSES[settings.loss](tensors, settings).sum() / len(pairs)
@@ -154,7 +158,8 @@ def preference_step(
             raise LearnerError(f"The loss is {float(loss.detach())}.", "Lower preference.learning_rate.")
         torch.autograd.backward(loss)
         for name, value in _sums(tensors, settings).items():
-            totals[name] = totals.get(name, 0.0) + value / len(pairs)
+            if num := shares.get(name, len(pairs)):
+                totals[name] = totals.get(name, 0.0) + value / num
         totals["loss/total"] = totals.get("loss/total", 0.0) + float(loss.detach())
     rate = optimiser.settings.rate(optimiser.num_steps)
     norm = optimiser.step()
@@ -207,21 +212,20 @@ def _ipo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
 
 
 def _kto(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
-    """Both trajectories of a pair are judged alone; its loss is the mean of the two."""
+    """Both trajectories of a pair are judged alone; its loss is the mean of those that there are."""
     num = len(pairs.chosen_mask)
-    return (
-        losses.kto(
-            logprobs=torch.cat([pairs.chosen_logprobs, pairs.rejected_logprobs]),
-            ref_logprobs=torch.cat([pairs.ref_chosen_logprobs, pairs.ref_rejected_logprobs]),
-            mask=torch.cat([pairs.chosen_mask, pairs.rejected_mask]),
-            desirable=torch.arange(2 * num, device=pairs.chosen_mask.device) < num,
-            baseline=pairs.baseline,
-            beta=settings.beta or BETA,
-            undesirable_weight=settings.undesirable_weight,
-        )
-        .view(2, num)
-        .mean(0)
+    mask = torch.cat([pairs.chosen_mask, pairs.rejected_mask])
+    found = losses.kto(
+        logprobs=torch.cat([pairs.chosen_logprobs, pairs.rejected_logprobs]),
+        ref_logprobs=torch.cat([pairs.ref_chosen_logprobs, pairs.ref_rejected_logprobs]),
+        mask=mask,
+        desirable=torch.arange(2 * num, device=mask.device) < num,
+        baseline=pairs.baseline,
+        beta=settings.beta or BETA,
+        undesirable_weight=settings.undesirable_weight,
     )
+    there = mask.any(1)
+    return (found * there).view(2, num).sum(0) / there.view(2, num).sum(0)
 
 
 LOSSES: Mapping[str, Callable[[PairTensors, PreferenceConfig], Tensor]] = {
@@ -254,7 +258,8 @@ def _parts(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
     parts: list[list[Pair]] = []
     size = 0
     for pair in pairs:
-        own = len(pair.chosen.tokens) + len(pair.rejected.tokens) - pair.chosen.prompt_length
+        sides = pair.sides
+        own = sum(len(arm.tokens) for arm in sides) - (len(sides) - 1) * sides[0].prompt_length
         if parts and size + own <= max_tokens:
             parts[-1].append(pair)
         else:
@@ -273,6 +278,8 @@ def _tensors(scorer: Scorer, pairs: Sequence[Pair], baseline: Tensor) -> PairTen
     logprobs = scorer.score(part.tokens, part.trains).logprobs[back]
     reference, mask = _reference(arms, logprobs)
     num = len(pairs)
+    places = _places(pairs, device)
+    logprobs, reference, mask = (_at(places, rows, 2 * num) for rows in (logprobs, reference, mask))
     return PairTensors(
         logprobs[:num],
         logprobs[num:],
@@ -282,6 +289,24 @@ def _tensors(scorer: Scorer, pairs: Sequence[Pair], baseline: Tensor) -> PairTen
         mask[num:],
         baseline.to(logprobs),
     )
+
+
+def _places(pairs: Sequence[Pair], device: torch.device) -> Tensor:
+    """Where the arms of `arms_of` stand among every `chosen` and `rejected`, absent ones counted."""
+    sides = [*(pair.chosen for pair in pairs), *(pair.rejected for pair in pairs)]
+    return torch.tensor([i for i, arm in enumerate(sides) if arm.tokens], device=device)
+
+
+def _at(places: Tensor, rows: Tensor, num: int) -> Tensor:
+    """The rows at their places among `num`, and zeros elsewhere."""
+    return rows.new_zeros(num, rows.shape[1]).index_copy(0, places, rows)
+
+
+def _shares(pairs: Sequence[Pair]) -> dict[str, int]:
+    """Of how many pairs the metrics of one side are the mean."""
+    chosen = sum(bool(pair.chosen.tokens) for pair in pairs)
+    rejected = sum(bool(pair.rejected.tokens) for pair in pairs)
+    return {"preference/chosen_logprob": chosen, "preference/rejected_logprob": rejected}
 
 
 def _reference(arms: Sequence[Arm], like: Tensor) -> tuple[Tensor, Tensor]:
@@ -300,14 +325,20 @@ def _reference(arms: Sequence[Arm], like: Tensor) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def _sums(pairs: PairTensors, settings: PreferenceConfig) -> dict[str, float]:
-    """The metrics of a microbatch, summed over its pairs."""
-    chosen_tokens, rejected_tokens = pairs.chosen_mask.sum(1), pairs.rejected_mask.sum(1)
+    """The metrics of a microbatch, summed over its pairs.
+
+    The margin of a labelled dialogue is that over KTO's baseline, or below it.
+    """
+    there = [mask.any(1) for mask in (pairs.chosen_mask, pairs.rejected_mask)]
+    chosen_tokens, rejected_tokens = (
+        mask.sum(1).clamp(min=1) for mask in (pairs.chosen_mask, pairs.rejected_mask)
+    )
     chosen, rejected = pairs.chosen_logprobs.sum(1), pairs.rejected_logprobs.sum(1)
     gain = chosen - pairs.ref_chosen_logprobs.sum(1)
     loss = rejected - pairs.ref_rejected_logprobs.sum(1)
     if settings.loss in ("simpo", "ipo"):
         gain, loss = gain / chosen_tokens, loss / rejected_tokens
-    margin = gain - loss
+    margin = torch.where(there[0], gain, pairs.baseline) - torch.where(there[1], loss, pairs.baseline)
     return {
         "preference/margin": float(margin.sum()),
         "preference/accuracy": float((margin > 0).sum()),
