@@ -4,11 +4,12 @@ import tomllib
 from pathlib import Path
 
 from ludus.algorithms.resolve import resolve
+from ludus.cli.arguments import model_settings
 from ludus.cli.console import use_command
 from ludus.config import config_from_toml, describe, list_settings, load_config
 from ludus.config.schema import RunConfig
 from ludus.diagnostics.trackers import TRACKERS
-from ludus.recipes import list_recipes
+from ludus.recipes import list_recipes, recipe_folder
 from ludus.training.run import new_run
 from tiny_run import ludus, refused
 
@@ -37,6 +38,24 @@ def test_a_given_model_is_not_made_from_scratch():
     assert (sft.learning_rate, sft.warmup_steps, sft.steps) == (1e-4, 10, 200)
     said = ludus("config", "guess", "--model", "some/model", "--sft.steps", "7")
     assert config_from_toml(said.out).sft.steps == 7
+    search = load_config("search", model_settings("some/model", "search"))
+    assert search.env.settings == {"instructions": "full"}
+    assert search.rollout.max_tokens > load_config("search").rollout.max_tokens
+
+
+def test_every_recipe_has_settings_for_a_pretrained_model_and_a_checkpoint_of_a_run_takes_none(tmp_path):
+    for recipe in list_recipes():
+        config = load_config(recipe.name, model_settings("some/model", recipe.name))
+        assert config.sft.learning_rate == 1e-4
+        assert config.model.path == "some/model"
+    checkpoint = tmp_path / "checkpoints" / "step-000001"
+    checkpoint.mkdir(parents=True)
+    assert "--sft.steps" in model_settings(str(checkpoint), "search")
+    (tmp_path / "config.toml").touch()
+    assert "--sft.steps" not in model_settings(str(checkpoint), "search")
+    shipped = recipe_folder("search") / "cold_start"
+    assert "--sft.steps" not in model_settings(str(shipped), "search")
+    assert model_settings("some/model", "own.toml") == model_settings("some/model")
     for command in ("train", "sft", "eval"):
         assert "There is no folder './nowhere'" in refused(command, "guess", "--model", "./nowhere")
 

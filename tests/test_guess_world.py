@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+import re
 
 import pytest
 
@@ -107,8 +108,7 @@ def test_demonstrations_forget_bounds_as_often_as_set():
         world = make_guess_world({"flaw": flaw}, ToolLimits())
         guesses = misses = 0
         for dialogue in itertools.islice(world.demonstrations(0), 200):
-            words = dialogue.messages[0]["content"].rstrip(".").split()
-            low, high = int(words[-3]), int(words[-1])
+            low, high = map(int, re.findall(r"\d+", dialogue.messages[0]["content"]))
             for said, reply in zip(dialogue.messages[1::2], dialogue.messages[2::2], strict=False):
                 guess = int(said["content"])
                 guesses, misses = guesses + 1, misses + (not low <= guess <= high)

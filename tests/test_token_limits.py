@@ -11,7 +11,7 @@ from ludus.config.load import load_config
 from ludus.config.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.training import sft
-from ludus.training.session import open_session
+from ludus.training.session import busy_warning, open_session, usable_cores
 from ludus.training.sft import batches
 from ludus.training.start import prepare
 from ludus.training.token_limits import (
@@ -102,3 +102,13 @@ def test_prompts_without_room_for_an_answer_are_refused_before_anything_is_writt
     (crowded,) = check_prompts(session(max_tokens=70, max_new_tokens=18))
     assert "leave less room than one action of rollout.max_new_tokens (18)" in crowded
     assert check_prompts(one) == []
+
+
+def test_threads_that_would_compete_are_told(monkeypatch):
+    cores = usable_cores()
+    monkeypatch.setattr("os.getloadavg", lambda: (cores * 0.9, 0.0, 0.0))
+    two, one = (load_config("search", ["--run.threads", n]) for n in "21")
+    assert f"on {cores} cores): 2 compute threads" in busy_warning(two)
+    assert busy_warning(one) == ""
+    monkeypatch.setattr("os.getloadavg", lambda: (cores * 0.7, 0.0, 0.0))
+    assert busy_warning(two) == ""

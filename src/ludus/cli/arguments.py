@@ -9,11 +9,16 @@ from typing import TYPE_CHECKING
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import find
+from ludus.config.toml import flat_settings
 from ludus.errors import UserError
 from ludus.recipes import list_recipes
 
 if TYPE_CHECKING:
     from ludus.training.run import RunFolder
+
+
+PRETRAINED = "pretrained.toml"
+"""Beside the recipes, and in a recipe's folder: its settings for a pretrained model."""
 
 
 def split_settings(argv: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -83,17 +88,31 @@ def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     return config
 
 
-PRETRAINED_SFT = ("--sft.learning_rate", "1e-4", "--sft.warmup_steps", "10", "--sft.steps", "200")
-"""Fine-tuning of a pretrained model: the recipes' own values are for a small new one."""
-
-
 def model_settings(model: str | None, recipe: str | None = None) -> list[str]:
     """What the option --model means as settings: a given model is not made from scratch, and a recipe of the
-    package fine-tunes it as `PRETRAINED_SFT` says. A file of one's own keeps its section `sft`."""
+    package has values for a pretrained one, which the checkpoint of a run is not."""
     if not model:
         return []
-    shipped = recipe in {one.name for one in list_recipes()}
-    return ["--model.path", model, "--model.from_scratch", "false", *(PRETRAINED_SFT if shipped else ())]
+    words = ["--model.path", model, "--model.from_scratch", "false"]
+    return words + ([] if is_own_checkpoint(Path(model)) else pretrained_settings(recipe))
+
+
+def is_own_checkpoint(path: Path) -> bool:
+    """Whether a model is the checkpoint of a run, or a cold start of the package."""
+    run = path.parent.parent
+    shipped = any(recipe.folder in path.resolve().parents for recipe in list_recipes())
+    return shipped or (path.parent.name == "checkpoints" and (run / "config.toml").is_file())
+
+
+def pretrained_settings(recipe: str | None) -> list[str]:
+    """The settings of a recipe of the package for a pretrained model; none for a file of one's own."""
+    folders = [one.folder for one in list_recipes() if one.name == recipe]
+    files = [file for folder in folders for file in (folder.parent / PRETRAINED, folder / PRETRAINED)]
+    words: list[str] = []
+    for file in files:
+        if file.is_file():
+            words += flat_settings(file.read_text("utf-8"))
+    return words
 
 
 def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:

@@ -93,8 +93,8 @@ def target_config(
         return RunFolder(path), policy_config(RunFolder(path), [*chosen, *overrides])
     if not path.exists() and _is_path(target):
         raise UserError(f"There is no run and no model at {target}.", "Check the path.")
-    model = model_settings(target)
     name = world or DEFAULT_WORLD
+    model = model_settings(target, name)
     if name.endswith(".py"):
         return None, load_config(None, ["--env.name", name, *model, *overrides])
     return None, load_config(name, [*model, *overrides])

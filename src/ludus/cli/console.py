@@ -27,7 +27,7 @@ from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.training.checkpoint import list_checkpoints
 from ludus.training.resume import changes, steps_done
 from ludus.training.run import RunFolder, kind_of, recipe_of, resume_command, save_config
-from ludus.training.session import Session, open_session
+from ludus.training.session import Session, busy_warning, open_session
 from ludus.training.sft import FineTuning, make_session, open_fine_tuning, run_sft
 from ludus.training.start import Comparison, make_trackers
 from ludus.training.start import train as train_run
@@ -217,7 +217,7 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
 def fine_tune(tuning: FineTuning, console: Console) -> Path:
     """Run the SFT loop under a progress bar."""
     config, left_out = tuning.session.config, 0
-    for text in sft_warnings(tuning.session):
+    for text in filter(None, [*sft_warnings(tuning.session), busy_warning(config)]):
         log.warning(text)
         say(console, f"! {text}", "yellow")
     with bars(console) as progress:

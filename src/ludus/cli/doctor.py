@@ -185,10 +185,12 @@ def _hardware() -> Finding:
 
 
 def _threads() -> Finding:
-    cores = len(os.sched_getaffinity(0)) if sys.platform == "linux" else os.cpu_count() or 1
+    from ludus.training.session import BUSY, usable_cores
+
+    cores = usable_cores()
     busy = os.getloadavg()[0]
     text = f"{cores} for this process; the machine's load is {busy:.1f}"
-    if busy > 0.5 * cores:
+    if busy > BUSY * cores:
         return Finding("cores", "note", f"{text}: threads that compete are slow; --run.threads 1")
     return Finding("cores", "fine", text)
 

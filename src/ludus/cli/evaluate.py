@@ -100,7 +100,7 @@ def job_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
         config = policy_config(RunFolder(args.run), overrides)
     else:
         model = None if args.endpoint else args.model
-        config = recipe_config(args.recipe, model_settings(model), overrides)
+        config = recipe_config(args.recipe, model_settings(model, args.recipe), overrides)
     if not config.evaluation.splits or not config.evaluation.temperatures:
         raise ConfigError(
             "There is nothing to evaluate: evaluation.splits or evaluation.temperatures is empty.",

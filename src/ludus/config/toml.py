@@ -35,6 +35,19 @@ def num_settings(text: str) -> int:
     return count
 
 
+def flat_settings(text: str) -> list[str]:
+    """The values of a text of TOML as words of the command line: `--section.key`, `value`."""
+    words: list[str] = []
+    tables = [("", tomllib.loads(text))]
+    for prefix, table in tables:
+        for key, value in table.items():
+            if isinstance(value, dict):
+                tables.append((f"{prefix}{key}.", value))
+            else:
+                words += [f"--{prefix}{key}", value if isinstance(value, str) else toml_value(value)]
+    return words
+
+
 def toml_value(value: object) -> str:
     """One value on one line. Raises ValueError for what TOML cannot write."""
     match value:

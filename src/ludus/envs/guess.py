@@ -162,7 +162,8 @@ def make_tasks(settings: GuessSettings) -> dict[str, list[Task]]:
 def make_task(low: int, size: int, number: int, split: str) -> Task:
     """The game of one number."""
     high = low + size - 1
-    question = Message(role="user", content=f"I think of a number from {low} to {high}.")
+    asked = f"I think of a number from {low} to {high}. Guess it: reply with one number."
+    question = Message(role="user", content=asked)
     tags = {"split": split, "size": str(size), "low": str(low), "high": str(high)}
     return Task(f"{low}-{high}-{number}", (question,), str(number), tags)
 

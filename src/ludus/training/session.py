@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import os
+import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -56,12 +58,38 @@ class Session:
         return ProcessScoring.of(self.config)
 
 
+BUSY = 0.75
+"""Processes that want a core, for each core, from which threads of this process compete with them."""
+
+
 def set_up_compute(config: Config) -> None:
     """Set thread counts and seeds, and ask torch for deterministic kernels."""
     threads = config.run.threads or default_threads()
     torch.set_num_threads(threads)
     torch.manual_seed(config.run.seed)
     torch.use_deterministic_algorithms(config.rollout.reproducible, warn_only=True)
+
+
+def busy_warning(config: Config) -> str:
+    """A sentence if other processes want the cores that the learner's threads take; else empty.
+
+    OpenMP threads that compete for a core wait for each other at every operation.
+    """
+    threads = config.run.threads or default_threads()
+    cores, load = usable_cores(), os.getloadavg()[0]
+    if threads == 1 or load <= BUSY * cores:
+        return ""
+    return (
+        f"The machine is busy (load {load:.1f} on {cores} cores): {threads} compute threads that compete "
+        "with other processes can be several times slower than one. Set --run.threads 1."
+    )
+
+
+def usable_cores() -> int:
+    """The cores that this process may use."""
+    if sys.platform == "linux":
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @functools.cache

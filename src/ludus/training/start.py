@@ -65,7 +65,7 @@ from ludus.training.routing import Routing
 from ludus.training.run import RunFolder, save_config
 from ludus.training.sampling import Elsewhere, Sampler, check_partial
 from ludus.training.scoring import Scorer, Scores
-from ludus.training.session import Session, make_engine, open_session
+from ludus.training.session import Session, busy_warning, make_engine, open_session
 from ludus.training.staleness import staleness_doubts
 from ludus.training.stream_state import STREAM_FILE, WAITING_FILE, StreamState
 from ludus.training.sync import WeightSync
@@ -234,7 +234,7 @@ def train(
     config = session.config
     algorithm = algorithm_of(config)
     warnings = (*doubts(config), *inactive_parts(config, session.world), *rollout_warnings(session))
-    for text in warnings:
+    for text in filter(None, [*warnings, busy_warning(config)]):
         log.warning(text)
         reporter.alarm(text)
     with leading(config, next(session.model.parameters()).device) as ranks:

@@ -32,6 +32,13 @@ SYSTEM = {
     "once": "Answer the question from the passages.",
     "none": "Answer the question from memory.",
 }
+_ALONE = "Answer with the name, number or time zone alone."
+FULL = {
+    "tool": "Look up one fact a search, and search again if the answer needs another one. " + _ALONE,
+    "once": _ALONE,
+    "none": _ALONE,
+}
+"""What the demonstrations teach a small model, in words for a pretrained one."""
 SIZES = {"train": 24_000, "validation": 1_000, "test": 1_500, "composition": 1_200}
 
 
@@ -42,6 +49,9 @@ class SearchSettings(BaseModel):
 
     access: Literal["tool", "once", "none"] = "tool"
     """`tool`: the loop. `once`: passages for the question are in the prompt (RAG). `none`: no passages."""
+    instructions: Literal["short", "full"] = "short"
+    """What the prompt says about the task: `full` also says how to search and how to answer, which a
+    pretrained model cannot know and the demonstrations show."""
     k: int = Field(2, ge=1, le=10)
     """Passages that a search returns unless the model asks for another number."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
@@ -171,7 +181,10 @@ class SearchWorld:
         said = question
         if access == "once":
             said += "\n" + "\n".join(self.index.search(question, self.settings.k))
-        return Message(role="system", content=SYSTEM[access]), Message(role="user", content=said)
+        system = SYSTEM[access]
+        if self.settings.instructions == "full":
+            system += f" {FULL[access]}"
+        return Message(role="system", content=system), Message(role="user", content=said)
 
 
 @cache
