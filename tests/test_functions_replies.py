@@ -6,6 +6,7 @@ from ludus.envs.functions.catalogue import catalogue
 from ludus.envs.functions.names import other_words
 from ludus.envs.functions.replies import asks_for, make_ask, refuses, speaks
 from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld
+from tables import held_out_replies
 from tables.reply_pairs import ASKS_RIGHT, ASKS_WRONG, REFUSALS_RIGHT, REFUSALS_WRONG
 
 REQUESTS = {
@@ -55,6 +56,15 @@ def test_a_question_asks_for_what_is_missing_and_for_little_else(pairs, is_right
 @pytest.mark.parametrize(("texts", "is_right"), [(REFUSALS_RIGHT, True), (REFUSALS_WRONG, False)])
 def test_a_refusal_is_visible_words_that_refuse_and_claim_nothing(texts, is_right):
     assert [text for text in texts if refuses(text) is not is_right] == []
+
+
+def test_held_out_questions_and_refusals():
+    right, wrong = map(held_out_replies.cases, (held_out_replies.ASKS_RIGHT, held_out_replies.ASKS_WRONG))
+    assert [pair for pair in right if not asks_for(pair[1], ask_of(pair[0]))] == []
+    assert [pair for pair in wrong if asks_for(pair[1], ask_of(pair[0]))] == []
+    assert [text for text in held_out_replies.REFUSALS_RIGHT if not refuses(text)] == []
+    assert [text for text in held_out_replies.REFUSALS_WRONG if refuses(text)] == []
+    assert min(len(right), len(wrong)) >= 40
 
 
 def test_no_constant_question_is_paid_often():

@@ -14,13 +14,21 @@ import unicodedata
 MAX_CHARACTERS = 100_000
 """A longer text has no answer: nothing in it is looked at."""
 
-_BOX = re.compile(r"\\f?boxed\s*\{")
-_MARKER = re.compile(r"(?i)####|\b(?:final\s+answer|answer)(?:\s+is\b|\s*:|\s*=)\s*:?")
+_BOX = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
+_MARKER = re.compile(
+    r"(?im)####|^[#*_\s]*\b(?:final\s+)?answer[*_]*[^\S\n]*\n"
+    r"|\b(?:final\s+)?answer(?:\s+to\s+(?:the|this|your)\s+question)?(?:\s+is\b|[*_]*\s*[:\uff1a=])\s*[:\uff1a]?"
+)
 _TAG = re.compile(r"(?is)<answer>(.*?)</answer>")
 _DOUBT = re.compile(
     r"(?i)\b(?:not|never|cannot|doubt\w*|deny|denies|wrong|false|untrue|incorrect|unlikely|whether|if|unless)\b"
-    r"|n['’]t\b"
+    r"|\b(?:maybe|perhaps|possibly|probably|presumably|might|could|may|unclear|unsure|hardly|neither|nor)\b"
+    r"|\b(?:refus\w*|reject\w*|nobody|no one|none|nothing)\b|n['’]t\b"
+    r"|^\W*(?:who|why|how|is|does|do|did|can|would|should)\b"  # a question
 )
+_CERTAIN = re.compile(r"(?i)\b(?:no|without(?: an?y?)?|beyond(?: an?y?)?) doubt\b")
+_IS_DENIED = re.compile(r"(?i)^\W*(?:(?:is|was|are|seems|looks)\b|(?:isn|wasn|can)['’]t\b|cannot\b)")
+"""What says something of the frame that it follows."""
 _CLAUSE = re.compile(r"[.!?;:,\n]")
 _DENIED = 3
 """Words before a box in which a denial counts."""
@@ -33,13 +41,16 @@ _SIGNS = {ord(c): "-" for c in _MINUS} | {ord(c): " " for c in _BLANK}
 def candidates(text: str) -> tuple[str, ...]:
     """What the text gives as its answer; all boxes of one with several, as all of them have to be right.
 
-    Empty where there is no answer: an empty text or box, a brace that is not closed, too long a text.
+    Without a box those of all `<answer>` tags. Empty where there is no answer: an empty text or box, a brace
+    that is not closed, too long a text.
     """
     if len(text) > MAX_CHARACTERS:
         return ()
     found = boxes(text)
     if found is None or _is_denied(text):
         return ()
+    if not found:
+        found = tuple(_TAG.findall(text))
     if not found:
         *_, last = [None, *_MARKER.finditer(text)]
         if last and _is_doubted(text[: last.start()]):
@@ -76,15 +87,20 @@ def _before_frame(text: str) -> str:
 
 def _is_doubted(before: str) -> bool:
     """Whether the clause that a marker stands in denies or doubts it."""
-    return _DOUBT.search(_CLAUSE.split(before)[-1]) is not None
+    return _DOUBT.search(_CERTAIN.sub("", _CLAUSE.split(before)[-1])) is not None
 
 
 def _is_denied(text: str) -> bool:
-    """Whether a denial stands right before a box."""
-    return any(
-        _DOUBT.search(" ".join(_CLAUSE.split(text[: box.start()])[-1].split()[-_DENIED:]))
-        for box in _BOX.finditer(text)
-    )
+    """Whether a denial stands right before or behind a box or tag."""
+    frames = [(box.start(), _closing(text, box.end()) or len(text)) for box in _BOX.finditer(text)]
+    frames += [tag.span() for tag in _TAG.finditer(text)]
+    for start, end in frames:
+        before = _CLAUSE.split(text[:start])[-1].split()[-_DENIED:]
+        behind = _CLAUSE.split(text[end:].lstrip("}$*_ "))[0]
+        said = " ".join(behind.split()[: _DENIED + 1]) if _IS_DENIED.search(behind) else ""
+        if any(_DOUBT.search(_CERTAIN.sub("", one)) for one in (" ".join(before), f"so {said}")):
+            return True
+    return False
 
 
 def boxes(text: str) -> tuple[str, ...] | None:

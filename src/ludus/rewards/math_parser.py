@@ -38,6 +38,8 @@ _RELATIONS = frozenset("=<>≤≥≠∈≈")
 _SET_SIGNS = {"∪": "union", "∩": "intersection", "∖": "difference"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
 _SEPARATORS = frozenset((",", ";", "or", "and"))
+_BETWEEN = {"over": ("div", "frac"), "choose": ("call", "binom")}
+"""Commands between two operands: `{a \\over b}`."""
 
 
 def read(text: str, letters: frozenset[str] | None = None) -> Node:
@@ -115,7 +117,7 @@ class _Structures(_Reader):
         if opening == "\\{":
             return self._set()
         if opening == "{":
-            found = self._items("}")
+            found = self._condition("}") or self._over("}")
             self._expect("}")
             return found
         items = [self._relation()]
@@ -134,16 +136,40 @@ class _Structures(_Reader):
         """The elements between braces, or those of a condition: `{x | x > 1}`."""
         if self._accept("\\}"):
             return Node("set")
-        if self._peek().kind == "letter" and self._peek(1).text in ("|", ":"):
-            self.at += 2
-            found = self._items("\\}")
+        if condition := self._condition("\\}"):
             self._expect("\\}")
-            return found
+            return condition
         items = [self._relation()]
         while self._accept(",", ";"):
             items.append(self._relation())
         self._expect("\\}")
         return Node("set", tuple(items))
+
+    def _condition(self, closing: str) -> Node | None:
+        """What `x | x > 1` and `x ∈ R : x > 1` say between braces; None for anything else."""
+        start = self.at
+        if self._peek().kind != "letter" or self._peek(1).text not in ("|", ":", "∈"):
+            return None
+        self.at += 1
+        if self._accept("|", ":"):
+            return self._items(closing)
+        self.at, self.bars = start, self.bars + 1
+        member = self._relation()
+        self.bars -= 1
+        if not self._accept("|", ":"):
+            self.at = start
+            return None
+        return Node("list", (member, self._relation()), "and")
+
+    def _over(self, closing: str | None) -> Node:
+        r"""Items, or a fraction or binomial coefficient of two: `a \over b`, `n \choose k`."""
+        found = self._items(closing)
+        command = self._peek()
+        if command.kind != "command" or command.text not in _BETWEEN:
+            return found
+        self.at += 1
+        op, name = _BETWEEN[command.text]
+        return Node(op, (found, self._items(closing)), name)
 
     def _sequence(self, name: str, closing: str) -> Node:
         items = [self._sum()]
@@ -180,7 +206,7 @@ class _Parser(_Structures):
         """All tokens as one tree."""
         if not self.tokens:
             raise Unreadable("empty")
-        found = self._items(None)
+        found = self._over(None)
         if self.at < len(self.tokens):
             raise Unreadable(f"what follows {self.tokens[self.at].text[:40]!r}")
         return found
@@ -201,9 +227,10 @@ class _Parser(_Structures):
         return items[0] if len(items) == 1 else Node("list", tuple(items), separator)
 
     def _relation(self) -> Node:
-        lead = self._accept("≈")
-        del lead  # "≈ 3.5" is 3.5
+        is_rounded = self._accept("≈")  # "≈ 3.5" is 3.5
         sides, signs = [self._sets()], ""
+        if is_rounded and sides[0].name != "decimal":
+            raise Unreadable("about a number that is not a decimal")
         while sign := self._accept(*_RELATIONS):
             signs += sign
             sides.append(self._sets())
@@ -258,7 +285,7 @@ class _Parser(_Structures):
         if token.kind == "number":
             return self._is_mixed()
         if token.kind in ("letter", "command"):
-            return token.text != "rangle" and not token.text.startswith("end{")
+            return token.text not in ("rangle", *_BETWEEN) and not token.text.startswith("end{")
         return token.text in ("(", "[", "{", "⌊", "⌈") or (token.text == "|" and self.bars == 0)
 
     def _is_mixed(self) -> bool:

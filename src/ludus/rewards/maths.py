@@ -263,6 +263,8 @@ def _signs(node: Node) -> str:
 
 def _items(node: Node) -> tuple[set[str], list[Node]]:
     """The names of the items and the items, both signs of ± written out; a name that all share goes."""
+    if node.op == "relation" and node.name == "∈" and node.args[0].op == "name":
+        node = node.args[1]  # x ∈ {1, 2} says 1, 2
     items = node.args if node.op in ("list", "set") else (node,)
     named = [_named(item) for item in items]
     labels = {label.partition("_")[0] for label, _ in named}
@@ -303,6 +305,9 @@ def _holds(gold: Node, given: Node) -> bool:
     """Whether every side of an answer's equation is the gold expression; the first may be a label."""
     sides = given.args[1:] if _is_label(given.args[0]) else given.args
     if set(given.name) - {"=", "≈"} and given.name != "∈":
+        return False
+    about = (side for sign, side in zip(given.name, given.args[1:], strict=True) if sign == "≈")
+    if any(side.name != "decimal" for side in about):
         return False
     if len(set(sides)) < len(sides) or (given.name == "∈" and len(sides) > 1):
         return False  # 1 = 1 says nothing

@@ -66,9 +66,19 @@ _CHARACTERS = (
     | {"∊": "∈", "⟨": r"\langle ", "⟩": r"\rangle ", "′": "'", "≃": "≈", "≅": "≈"}
 )
 _SPACING = re.compile(
-    r"(?<!\\)\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|displaystyle|limits|,|;|:|!|quad|qquad|\(|\))"
-    r"(?![a-zA-Z])|(?<!\\)\\ |~|&nbsp;"
+    r"(?<!\\)\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|displaystyle|limits|quad|qquad)(?![a-zA-Z])"
+    r"|(?<!\\)\\[ ,;:!()]|~|&nbsp;"
 )
+_PHRASES = (
+    (r"(?:all|any|every|the set of(?: all)?)? ?(?:real numbers?|reals)(?= except\b|$)", r"\mathbb{R}"),
+    (r"no (?:real )?solutions?\b|(?:the )?empty set\b", r"\emptyset"),
+    (r"^(?:for )?(?:all|every) (?:real )?(?=[a-z] ?[^a-z ])", ""),
+    (r"except(?: for)?\b", r"\setminus"),
+    (r"degrees?\b(?! *(?:[CFK]\b|celsius|fahrenheit))", "°"),
+)
+"""Words that stand for signs."""
+_WORDED = tuple((re.compile(rf"(?i)(?<![\\\w])(?:{words})"), sign) for words, sign in _PHRASES)
+_ARRAY = re.compile(r"\\(begin|end)\{(?:array\}(?:\s*\{[clr| ]*\})?|smallmatrix\})")
 _TEXT_LEFT = re.compile(r"\\(?:text[a-z]*|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?)(?![a-z])")
 _TEXT = re.compile(_TEXT_LEFT.pattern + r"\s*\{([^{}]*)\}")
 _RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ⁄]+")
@@ -136,6 +146,9 @@ def plain_text(text: str) -> str:
     if _TEXT_LEFT.search(plain):
         raise Unreadable("text in text")
     plain = re.sub(r"\\\$|\$", " ", plain).replace("\\[", " ").replace("\\]", " ")
+    plain = " ".join(_ARRAY.sub(r"\\\1{matrix}", plain).split())
+    for words, sign in _WORDED:
+        plain = words.sub(sign.replace("\\", "\\\\"), plain)
     depth = 0
     for character in plain:
         depth += (character in "([{") - (character in ")]}")
@@ -202,7 +215,29 @@ def tokens_of(text: str, letters: frozenset[str] | None) -> list[Token]:
         else:
             found.append(_sign(match["command"], match["sign"], spaced))
         depth += {"(": 1, "[": 1, "\\{": 1, ")": -1, "]": -1, "\\}": -1}.get(found[-1].text, 0)
-    return found
+    return [_interval_sign(found, place) for place in range(len(found))]
+
+
+_BEFORE_ITEM = frozenset(("", "∪", "∩", "∖", "∈", "=", ",", ";", "or", "and", "(", "[", "{", "\\{"))
+_BEHIND_ITEM = frozenset(("", "∪", "∩", "∖", ",", ";", "or", "and", "U", ")", "]", "}", "\\}"))
+
+
+def _interval_sign(tokens: list[Token], place: int) -> Token:
+    """The token at a place; a bracket that is turned outwards as in `]0, 1[` is round, and the letter U
+    between two brackets a union."""
+    token = tokens[place]
+    if token.text not in ("]", "[", "U"):
+        return token
+    before = tokens[place - 1].text if place else ""
+    behind = tokens[place + 1].text if place + 1 < len(tokens) else ""
+    if token.text == "U":
+        is_union = before in (")", "]", "[", "\\}") and behind in ("(", "[", "]", "\\{")
+        return Token("sign", "∪", spaced=token.spaced) if is_union else token
+    if token.text == "]" and before in _BEFORE_ITEM | {"U"}:
+        return Token("sign", "(", spaced=token.spaced)
+    if token.text == "[" and before not in _BEFORE_ITEM and behind in _BEHIND_ITEM:
+        return Token("sign", ")", spaced=token.spaced)
+    return token
 
 
 def _sign(command: str | None, sign: str | None, spaced: bool) -> Token:

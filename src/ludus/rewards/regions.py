@@ -57,6 +57,7 @@ class Region:
 
 
 _MINUS_INFINITE = Node("neg", (_INFINITE,))
+_REGIONS = frozenset(("relation", "pair", "set", "domain", "union", "intersection", "difference", "list"))
 _LINE = Span(_MINUS_INFINITE, _INFINITE, False, False)
 
 
@@ -91,8 +92,9 @@ def _region(node: Node) -> Region:
         case "intersection":
             return _common([_region(arg) for arg in node.args])
         case "difference":
-            first, second = (_region(arg) for arg in node.args)
-            return _common([first, Region(tuple(_complement(second.spans)))])
+            first, second = node.args
+            without = _region(second if second.op in _REGIONS else Node("set", (second,)))
+            return _common([_region(first), Region(tuple(_complement(without.spans)))])
         case "list" if node.name == "or":
             return _joined([_region(_condition(arg)) for arg in node.args])
         case "list" if node.name == "and":
@@ -110,7 +112,7 @@ def _related(node: Node) -> Region:
     sides, signs = node.args, node.name
     if len(sides) == 2 and sides[0].op == "name" and signs == "∈":
         return Region(_region(sides[1]).spans, sides[0].name)
-    if len(sides) == 2 and sides[1].op == "name" and sides[0].op != "name":
+    if len(sides) == 2 and sides[1].op in ("name", "abs") and sides[0].op not in ("name", "abs"):
         sides, signs = sides[::-1], _FLIPPED.get(signs, "?")
     if len(sides) == 3 and sides[1].op == "name" and set(signs) <= {">", "≥"}:
         sides, signs = sides[::-1], "".join(_FLIPPED[sign] for sign in signs[::-1])
@@ -118,6 +120,8 @@ def _related(node: Node) -> Region:
         low, name, high = sides[0], sides[1].name, sides[2]
         span = _span(low, high, signs[0] == "≤", signs[1] == "≤")
         return Region((span,), _own(name, low, high))
+    if len(sides) == 2 and sides[0].op == "abs" and signs in set("<>≤≥"):
+        return _distant(sides[0].args[0], signs, sides[1])
     if len(sides) != 2 or sides[0].op != "name" or signs not in _FLIPPED:
         raise Unreadable("no region")
     end, name = sides[1], _own(sides[0].name, sides[1])
@@ -125,6 +129,21 @@ def _related(node: Node) -> Region:
     above = Span(end, _INFINITE, signs == "≥", False)
     spans = {"<": (below,), "≤": (below,), ">": (above,), "≥": (above,), "≠": (below, above)}
     return Region(spans.get(signs) or (_point(end),), name)
+
+
+def _distant(inner: Node, sign: str, distance: Node) -> Region:
+    """The numbers that `|x - a| < b` and the like say."""
+    terms = inner.args if inner.op == "add" else (inner,)
+    if len(terms) > 2 or terms[0].op != "name" or distance.names() or approximate(distance) <= 0:
+        raise Unreadable("no distance")
+    centre = [Node("neg", (term,)) for term in terms[1:]]
+    low = Node("add", (*centre, Node("neg", (distance,))))
+    high = Node("add", (*centre, distance))
+    name = _own(terms[0].name, *terms[1:])
+    if sign in "<≤":
+        return Region((_span(low, high, sign == "≤", sign == "≤"),), name)
+    ends = Span(_MINUS_INFINITE, low, False, sign == "≥"), Span(high, _INFINITE, sign == "≥", False)
+    return Region(ends, name)
 
 
 def _own(name: str, *ends: Node) -> str:

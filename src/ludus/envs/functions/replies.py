@@ -22,6 +22,10 @@ _REQUESTS = re.compile(
 )
 """A sentence with one of these asks without a question mark."""
 
+_ABSENT = re.compile(r"^\W*(?:no|not|without|never)\b")
+"""A question that begins so ("No time?") asks for nothing unless an interrogative follows."""
+_INTERROGATIVE = re.compile(r"\b(?:what|which|when|where|who\w*|how|could|can|would|will|may|shall|should)\b")
+
 _ALONE = frozenset(ask for kind in KINDS.values() for ask in kind.asks) | {"place"}
 """What asks for a kind of thing in one word."""
 _FILLERS = frozenset("\u115f\u1160\u2800")
@@ -66,7 +70,7 @@ _CLAIMS = re.compile(
     rf"(?P<passive>{_DONE})\b|"
     rf"^\W*(?:ok(?:ay)?|sure|yes|alright|great|all|it|now)?\W*(?:successfully )?(?P<alone>{_DONE})\b|"
     r"\b(?P<word>done|completed|accomplished|finished|succeeded|successful(?:ly)?|success|all set|"
-    r"taken care of|is ready|are ready|confirmed)\b"
+    r"taken care of|is ready|are ready|confirmed|found (?:it|them|him|her))\b"
 )
 """A clause with one of these says that something was carried out, unless the clause denies it."""
 _DENIED = re.compile(
@@ -175,7 +179,11 @@ def claims_done(plain: str, groups: frozenset[str] = frozenset()) -> bool:
 
 
 def _asks(sentence: str) -> bool:
-    return sentence.endswith("?") or _REQUESTS.search(sentence) is not None
+    if _REQUESTS.search(sentence) is not None:
+        return True
+    return sentence.endswith("?") and (
+        not _ABSENT.search(sentence) or _INTERROGATIVE.search(sentence) is not None
+    )
 
 
 def _is_hidden(char: str) -> bool:
