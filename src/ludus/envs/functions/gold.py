@@ -12,15 +12,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from ludus.envs.functions.apis import ApiTruth, read_verdict
 from ludus.envs.functions.offers import Listed, Scene
 from ludus.envs.functions.replies import Ask, asks_for, refuses, speaks
 from ludus.rewards.answers import Answers, matches, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.published import ExpectedCall, ExpectedCalls
 from ludus.rewards.shaping import either, only_if
+from ludus.rewards.suites import share_passed, suite_passes
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 
 _MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
+_all_turns = suite_passes(read_verdict)
+_some_turns = share_passed(read_verdict)
 _CLOSE = 1e-9
 """How far off a number may be, absolutely."""
 Right = Literal["call", "any_call", "ask", "answer", "decline"]
@@ -136,6 +140,8 @@ def _assign(gold: Sequence[GoldCall], made: Sequence[ExpectedCall], places: dict
 
 def solved(task: Task, trajectory: Trajectory) -> float:
     """1 if the episode did what is right, and ended by itself with an answer; else 0."""
+    if isinstance(task.truth, ApiTruth):
+        return _all_turns(task, trajectory)
     truth = truth_of(task)
     if trajectory.stop_reason is not StopReason.ANSWERED or not trajectory.answer.strip():
         return 0.0
@@ -147,7 +153,9 @@ def solved(task: Task, trajectory: Trajectory) -> float:
 
 
 def part_made(task: Task, trajectory: Trajectory) -> float:
-    """1 if one of the gold calls was made at least, else 0."""
+    """1 if one of the gold calls was made at least, or a turn agrees with its gold calls, else 0."""
+    if isinstance(task.truth, ApiTruth):
+        return float(_some_turns(task, trajectory) > 0)
     made = made_well(trajectory)
     return float(any(wanted.fits(call) for wanted in truth_of(task).gold for call in made))
 

@@ -105,13 +105,8 @@ class Offer:
 
 
 @dataclass(frozen=True)
-class SchemaTool(DescribedTool):
-    """A tool whose arguments are checked against a given JSON schema, and which runs.
-
-    `answer` takes checked arguments. Calls of one turn run in their order, as none ever waits.
-    """
-
-    answer: Callable[[Mapping[str, JSON]], str] = field(kw_only=True)
+class CheckedTool(DescribedTool):
+    """A tool whose arguments are checked against a given JSON schema, and which runs."""
 
     def check(self, arguments: Mapping[str, JSON]) -> dict[str, JSON]:
         """The arguments as they are. Raises `ArgumentError` for missing, unknown and ill-typed ones."""
@@ -130,6 +125,16 @@ class SchemaTool(DescribedTool):
         if faults:
             raise ArgumentError("; ".join(faults))
         return dict(arguments)
+
+
+@dataclass(frozen=True)
+class SchemaTool(CheckedTool):
+    """A tool whose `answer` takes checked arguments.
+
+    Calls of one turn run in their order, as none ever waits.
+    """
+
+    answer: Callable[[Mapping[str, JSON]], str] = field(kw_only=True)
 
 
 def schema_tool(schema: ToolSchema, answer: Callable[[Mapping[str, JSON]], str]) -> SchemaTool:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ludus.envs.functions.api_env import ApiEnv, gold_messages
+from ludus.envs.functions.apis import ApiTruth
 from ludus.envs.functions.catalogue import catalogue
 from ludus.envs.functions.generate import FAMILIES, SPLITS, SYSTEM, Maker, make_tasks, request_of
 from ludus.envs.functions.gold import Truth, function_rewards, truth_of
@@ -24,6 +26,7 @@ from ludus.envs.tool_world import Dialogue, split_of
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
+from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.types import JSON, DataClass, Message, Task
 
@@ -69,6 +72,7 @@ class FunctionsWorld:
     settings: FunctionsSettings = field(default_factory=FunctionsSettings)
     limits: ToolLimits = field(default_factory=ToolLimits)
     name: str = "functions"
+    sandbox: Sandbox = field(default_factory=open_sandbox)
     _tasks: dict[str, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -88,8 +92,11 @@ class FunctionsWorld:
             self._tasks[split] = self._made(split)
         return self._tasks[split]
 
-    def environment(self, task: Task) -> ToolEnv:
-        """A fresh episode on a state of its own."""
+    def environment(self, task: Task) -> ToolEnv | ApiEnv:
+        """A fresh episode on a state of its own; the calls of a task of several turns run in the sandbox."""
+        if isinstance(task.truth, ApiTruth):
+            offers_tools = self.settings.access != "none"
+            return ApiEnv(task.truth, self.rewards, self.limits, self.sandbox, offers_tools)
         return ToolEnv(self._tools(task), self.rewards, self.limits)
 
     def opening(self, question: str) -> tuple[Message, ...]:
@@ -111,9 +118,15 @@ class FunctionsWorld:
                 yield self._show(task, flaws, rng)
 
     def expert(self, task: Task) -> Dialogue | None:
-        """The oracle without flaws; None where the task offers no function."""
-        if self.settings.access == "none" or not isinstance(task.truth, Truth):
+        """The oracle without flaws; None if the task offers no function.
+
+        Of a task of several turns the gold calls, their responses left out.
+        """
+        if self.settings.access == "none" or not isinstance(task.truth, Truth | ApiTruth):
             return None
+        if isinstance(task.truth, ApiTruth):
+            tools = tuple(self.environment(task).tools)
+            return Dialogue((*task.prompt, *gold_messages(task.truth)), tools)
         return self._show(task, Flaws(), random.Random(task.id))
 
     def survey(self, measure: bool) -> str:
@@ -137,6 +150,21 @@ class FunctionsWorld:
                 for call in message.get("tool_calls", []):
                     said = call["function"]
                     yield f'{{"name": "{said["name"]}", "arguments": {said["arguments"]}}}'
+
+    @property
+    def runs_programs(self) -> bool:
+        """Whether a task of `data` has calls that run in the sandbox."""
+        return self.settings.data is not None and any(
+            isinstance(task.truth, ApiTruth) for task in self.tasks(FILE_SPLIT)
+        )
+
+    def with_sandbox(self, sandbox: Sandbox) -> FunctionsWorld:
+        """This world with that sandbox."""
+        return replace(self, sandbox=sandbox)
+
+    async def close(self) -> None:
+        """Close the sandbox."""
+        await self.sandbox.close()
 
     def _show(self, task: Task, flaws: Flaws, rng: random.Random) -> Dialogue:
         messages, truth = play(task, flaws, rng).messages, truth_of(task)

@@ -1,0 +1,124 @@
+"""What runs in the sandbox for a task of several turns: calls on fresh objects of API classes.
+
+The text of this module is the program. It reads an order from stdin and writes one JSON object to stdout:
+
+    classes    the modules of the involved classes by name; all are imported from the program's folder
+    config     the arguments of their `_load_scenario` by class; a class without that method has no state
+    extended   whether the long contents of `long_context` are loaded
+    made       the calls of each turn, `[name, arguments]`
+    gold       the same for the gold calls, or null
+
+Without gold calls the reply is `{"said": texts, "raised": flags}` of the calls of the last turn. With them it
+is `{"agrees": flags}`, one flag for each turn: whether calls were made, the public attributes of all objects
+equal those after the gold calls, and the responses so far contain those of the turn's gold calls. A turn
+without gold calls agrees.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+from typing import TypedDict
+
+Call = tuple[str, dict[str, object]]
+
+
+class Order(TypedDict):
+    """What is read from stdin; see the module."""
+
+    classes: dict[str, str]
+    config: dict[str, object]
+    extended: bool
+    made: list[list[Call]]
+    gold: list[list[Call]] | None
+
+
+class Objects:
+    """One object of each involved class."""
+
+    def __init__(self, order: Order) -> None:
+        self.made = {
+            name: vars(importlib.import_module(module))[name]() for name, module in order["classes"].items()
+        }
+        self.methods: dict[str, Callable[..., object]] = {}
+        for name, one in self.made.items():
+            found = dict(inspect.getmembers(one, inspect.ismethod))
+            if "_load_scenario" in found:
+                config = json.loads(json.dumps(order["config"].get(name, {})))
+                found["_load_scenario"](config, long_context=order["extended"])
+            self.methods.update(found)
+
+    def call(self, name: str, arguments: dict[str, object]) -> tuple[str, bool]:
+        """Return the response to a call, and whether the call raised an exception."""
+        try:
+            return as_response(self.methods[name](**arguments)), False
+        except Exception as error:  # boundary: the classes are foreign, an error is what the model sees
+            return f"Error during execution: {error}", True
+
+    def run(self, calls: Sequence[Call]) -> list[str]:
+        """Return the responses to calls."""
+        return [self.call(name, arguments)[0] for name, arguments in calls]
+
+    def equals(self, gold: Objects) -> bool:
+        """Return whether all public attributes of the gold objects are the same here."""
+        return all(
+            key in vars(self.made[name]) and bool(vars(self.made[name])[key] == value)
+            for name, one in gold.made.items()
+            for key, value in vars(one).items()
+            if not key.startswith("_")
+        )
+
+
+def as_response(value: object) -> str:
+    """Return the text of a value that a method returned: JSON for an object, if possible."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, dict):
+        try:
+            return json.dumps(value)
+        except (TypeError, ValueError):
+            return str(value)
+    return str(value)
+
+
+def contains(all_said: Sequence[str], wanted: Sequence[str]) -> bool:
+    """Return whether the responses contain the wanted ones, in any order, each as often."""
+    left = list(all_said)
+    for one in wanted:
+        if one not in left:
+            return False
+        left.remove(one)
+    return True
+
+
+def reply(order: Order) -> dict[str, object]:
+    """Return what an order asks for, or `{"fault": text}` if the objects cannot be made."""
+    try:
+        objects, gold = Objects(order), Objects(order)
+    except Exception as error:  # boundary: the classes are foreign, and so is their configuration
+        return {"fault": f"{type(error).__name__}: {error}"}
+    if order["gold"] is None:
+        for calls in order["made"][:-1]:
+            objects.run(calls)
+        answers = [objects.call(name, arguments) for name, arguments in order["made"][-1]]
+        return {"said": [text for text, _ in answers], "raised": [raised for _, raised in answers]}
+    said, agrees = list[str](), list[bool]()
+    for calls, wanted in zip(order["made"], order["gold"], strict=True):
+        said += objects.run(calls)
+        due = gold.run(wanted)
+        agrees.append(not wanted or (bool(calls) and objects.equals(gold) and contains(said, due)))
+    return {"agrees": agrees}
+
+
+def main() -> None:
+    """Read the order, and write the reply to the real stdout, on which the classes cannot print."""
+    line = os.dup(1)
+    os.dup2(2, 1)
+    sys.path[:0] = ["apis.zip"]
+    text = json.dumps(reply(json.loads(sys.stdin.read())))
+    with os.fdopen(line, "w") as out:
+        out.write(text)
