@@ -308,6 +308,32 @@ def gigpo(b: TurnBatch, how: str, gamma: float, weight: float, divide: bool) -> 
     return spread_turns(b, [[outcome[i] + weight * x for x in row] for i, row in enumerate(local)])
 
 
+def nodes_of(b: TurnBatch) -> Tensor:
+    """Neighbours of a group share the actions of their first 0 to 2 turns."""
+    found = torch.arange(b.turn_rewards.numel()).view(b.turn_rewards.shape)
+    for i in range(1, len(found), 2):
+        if b.group[i] == b.group[i - 1]:
+            found[i, : i % 4] = found[i - 1, : i % 4]
+    return found
+
+
+def siblings(b: TurnBatch, divide: bool) -> Tensor:
+    nodes, rows = nodes_of(b).tolist(), [[0.0] * len(b.turns(i)) for i in range(len(b.rewards))]
+    for members in b.members():
+        for k in range(max(map(len, rows), default=0)):
+            reached = [i for i in members if k < len(rows[i])]
+            for start in {tuple(nodes[i][:k]) for i in reached}:
+                here = [i for i in reached if tuple(nodes[i][:k]) == start]
+                actions = list(dict.fromkeys(nodes[i][k] for i in here))
+                worth = {a: [float(b.rewards[i]) for i in here if nodes[i][k] == a] for a in actions}
+                credit = norm([sum(own) / len(own) for own in worth.values()], 1, divide)
+                for i in here:
+                    alone = len(actions) == 1
+                    own = credit[actions.index(nodes[i][k])]
+                    rows[i][k] = rows[i][k - 1] if alone and k else own
+    return spread_turns(b, rows)
+
+
 def ratios(b: TurnBatch, i: int) -> list[float]:
     pairs = zip(of_row(b, b.old, i), of_row(b, b.behavior, i), strict=True)
     return [math.exp(max(-20.0, min(20.0, old - beh))) for old, beh in pairs]

@@ -49,6 +49,7 @@ CALLS = {name: lambda b: {} for name in PLAIN} | {
     "turn_return": lambda b: {"turn": b.turn, "turn_rewards": b.turn_rewards},
     "turn_return_hybrid": lambda b: {"turn": b.turn, "turn_rewards": b.turn_rewards},
     "gigpo": lambda b: {"turn": b.turn, "turn_rewards": b.turn_rewards, "anchors": b.anchors},
+    "siblings": lambda b: {"turn": b.turn, "nodes": oracle.nodes_of(b)},
     "rae": lambda b: {"roles": role_list(b), "baselines": adv.RoleBaselines()},
     "hierarchical": lambda b: {"proposer": torch.isin(b.group, b.group[:1])},
     "pass_at_k": lambda b: {"k": 2},
@@ -154,6 +155,12 @@ def test_gigpo_equals_the_loop(b, turns, gamma, weight, std):
     changes = {} if turns else {"turn_rewards": None}
     found = call("gigpo", b, gamma=gamma, weight=weight, scale="std" if std else "none", **changes)
     same(found, oracle.gigpo(b, "turns" if turns else "rewards", gamma, weight, std))
+
+
+@quick
+@given(b=oracle.turn_batches(), std=st.booleans())
+def test_siblings_equals_the_loop(b, std):
+    same(call("siblings", b, scale="std" if std else "none"), oracle.siblings(b, std))
 
 
 @quick
@@ -280,6 +287,7 @@ TENSORS = {
     "outcome_probs": ["coderl"],
     "greedy_rewards": ["remax", "coderl"],
     "anchors": ["gigpo"],
+    "nodes": ["siblings"],
     "proposer": ["hierarchical"],
 }
 
@@ -295,7 +303,7 @@ def test_another_tensor_of_the_wrong_shape_is_refused(tensor, name):
     "name",
     [
         *("maxrl", "best_of_group", "pass_at_k", "prime", "hierarchical"),
-        *("turn_grpo", "turn_return", "turn_return_hybrid", "gigpo"),
+        *("turn_grpo", "turn_return", "turn_return_hybrid", "gigpo", "siblings"),
     ],
 )
 def test_a_row_alone_in_its_group_is_refused(name):
@@ -331,6 +339,7 @@ def test_the_registry_hands_over_what_the_functions_take(name):
         bootstrap_values=b.bootstrap,
         baselines=RoleBaselines().read(ROLES, b.rewards) if name == "rae" else BASELINES,
         anchors=ANCHORS,
+        nodes=oracle.nodes_of(b),
         proposer=PROPOSER,
         proposals=b.group,
         outcome_probs=CHANCES,
@@ -343,7 +352,12 @@ def test_the_registry_hands_over_what_the_functions_take(name):
     takes = signature(FUNCTIONS[name]).parameters
     given = {"rewards": b.rewards, "group": b.group, "mask": b.mask, "turn": b.turn}
     given |= {"turn_rewards": b.turn_rewards, "ddof": 0, "values": b.values, **OWN.get(name, {})}
-    given |= {"greedy_rewards": BASELINES, "anchors": ANCHORS, "proposer": PROPOSER}
+    given |= {
+        "nodes": oracle.nodes_of(b),
+        "greedy_rewards": BASELINES,
+        "anchors": ANCHORS,
+        "proposer": PROPOSER,
+    }
     given["bootstrap_values"] = b.bootstrap
     given |= {"roles": ROLES, "baselines": RoleBaselines(), "outcome_probs": CHANCES}
     given |= {"prm_logprobs": b.values, "ref_logprobs": -b.values.abs()} | sampled(b)
@@ -379,6 +393,7 @@ OWN = {
     "rae": {"decay": 0.95},
     "prime": {"beta": 0.3, "gamma": 0.8},
     "gigpo": {"gamma": 0.8, "weight": 0.5, "scale": "none"},
+    "siblings": {"scale": "none"},
     "pass_at_k": {"k": 2},
     "reinforce_pp": {"gamma": 0.9},
     "turn_grpo": {"turn_weight": 0.5, "outcome_weight": 2.0},

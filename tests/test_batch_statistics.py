@@ -12,8 +12,9 @@ from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, WHITENED_ADVANTAGES
 from ludus.algorithms.kl import penalised_advantages
 from ludus.algorithms.presets import PRESETS
 from ludus.rollout.ledger import Outcome, RolloutKey
-from ludus.training.branches import paths
-from ludus.training.credit import Estimates, assign_credit, training_rows, with_estimates
+from ludus.rollout.trees import paths
+from ludus.training.credit import assign_credit, training_rows, with_estimates
+from ludus.training.estimates import Estimates
 from ludus.training.refine import refine
 from ludus.training.staleness import mask_over_age
 from ludus.types import StopReason

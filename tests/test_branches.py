@@ -21,9 +21,10 @@ from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
+from ludus.rollout.trees import paths
 from ludus.tasks.order import TaskOrder
 from ludus.training.batch import microbatches, row_of_trajectory
-from ludus.training.branches import BREAK, new_actions, num_distinct, paths
+from ludus.training.branches import BREAK, new_actions, num_distinct
 from ludus.training.combine import Combiner, plan_parts
 from ludus.training.credit import assign_credit, training_rows
 from ludus.training.judges import train_judge

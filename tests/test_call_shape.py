@@ -45,7 +45,10 @@ def test_the_module_of_aggregation_is_called_as_its_function():
 
 @pytest.mark.parametrize(
     "name",
-    ["gae", "reinforce_pp", "retrace", "step_gae", "turn_gae", "turn_grpo", "turn_return", "gigpo", "vtrace"],
+    [
+        *("gae", "reinforce_pp", "retrace", "step_gae", "turn_gae", "turn_grpo", "turn_return", "gigpo"),
+        *("vtrace", "siblings"),
+    ],
 )
 def test_without_turns_each_run_of_action_tokens_is_one(name):
     function = getattr(advantages, name)
@@ -54,12 +57,13 @@ def test_without_turns_each_run_of_action_tokens_is_one(name):
         "values": random(4, 6),
         "rewards": random(4),
         "anchors": torch.zeros(4, 3, dtype=torch.long),
+        "nodes": torch.arange(12).view(4, 3),
         "old_logprobs": random(4, 6),
         "behavior_logprobs": random(4, 6),
         "logprobs": random(4, 6),
     }
-    given = {key: more[key] for key in more if key in takes(function)}
-    given |= {"turn_rewards": of_turns, "mask": MASK, "group": GROUP}
+    more["turn_rewards"] = of_turns
+    given = {key: more[key] for key in more if key in takes(function)} | {"mask": MASK, "group": GROUP}
     assert torch.equal(function(**given), function(**given, turn=TURN))
 
 

@@ -28,7 +28,8 @@ from ludus.recipes import list_recipes
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.training.batch import row_of_trajectory
-from ludus.training.credit import Estimates, assign_credit, training_rows, with_estimates
+from ludus.training.credit import assign_credit, training_rows, with_estimates
+from ludus.training.estimates import Estimates
 from ludus.training.learning import Learning
 from ludus.training.memory import Memory
 from ludus.training.refine import check_parity, refine, rejected_share, with_entropy_filter

@@ -13,7 +13,8 @@ from ludus.algorithms.presets import PRESETS
 from ludus.algorithms.resolve import algorithm_of
 from ludus.config.load import load_config
 from ludus.training.batch import row_of_trajectory
-from ludus.training.credit import Estimates, assign_credit, with_estimates
+from ludus.training.credit import assign_credit, with_estimates
+from ludus.training.estimates import Estimates
 from ludus.training.judges import at_openings, make_judge, train_judge
 from ludus.training.refine import refine
 from ludus.training.scoring import Scorer

@@ -13,7 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ludus.algorithms.presets import PRESETS
 from ludus.errors import LearnerError
 from ludus.training.batch import microbatches
-from ludus.training.credit import Estimates, assign_credit, with_estimates
+from ludus.training.credit import assign_credit, with_estimates
+from ludus.training.estimates import Estimates
 from ludus.training.finite import Watch
 from ludus.training.learner import Known, LearnerSettings
 from ludus.training.scoring import Scorer

@@ -221,6 +221,7 @@ def real_outcomes(case: Case, algorithm: Algorithm) -> Outcomes:
         values=b.values,
         baselines=baselines,
         anchors=b.anchors,
+        nodes=slow.nodes_of(b),
         proposer=torch.tensor(case.proposer),
         proposals=b.group,
         outcome_probs=b.probs,

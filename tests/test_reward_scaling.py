@@ -114,7 +114,7 @@ def agree(found: Tensor, expected: Tensor) -> bool:
 
 SCALES = {
     **dict.fromkeys(("grpo", "hierarchical", "reinforce_pp", "reinforce_pp_baseline", "maxrl"), "same"),
-    **dict.fromkeys(("turn_grpo", "turn_return", "turn_return_hybrid", "gigpo"), "same"),
+    **dict.fromkeys(("turn_grpo", "turn_return", "turn_return_hybrid", "gigpo", "siblings"), "same"),
     **dict.fromkeys(("gae", "step_gae", "turn_gae", "vapo", "vtrace", "retrace"), "same"),
     **dict.fromkeys(("dr_grpo", "rloo", "opo", "best_of_group", "remax", "rae", "coderl", "raw"), "linear"),
     "prime": "affine",
@@ -244,7 +244,7 @@ def compared_by_state(case: Case, algorithm: Algorithm) -> Tensor:
 
 Becomes = Callable[[Case, Algorithm], Tensor]
 SHIFTS: dict[str, str | Becomes] = {
-    **dict.fromkeys(("grpo", "dr_grpo", "rloo", "opo", "best_of_group", "hierarchical"), "same"),
+    **dict.fromkeys(("grpo", "dr_grpo", "rloo", "opo", "best_of_group", "hierarchical", "siblings"), "same"),
     **dict.fromkeys(("reinforce_pp_baseline", "turn_grpo", "remax", "coderl", "prime"), "same"),
     **dict.fromkeys(("gae", "step_gae", "turn_gae", "vapo", "vtrace", "retrace"), "same"),
     "raw": moved,

@@ -320,6 +320,16 @@ class Timings:
     """Of that, computing them."""
 
 
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """How one path of a tree ended: its dialogue and tool calls from the root on, and its reward parts."""
+
+    messages: tuple[Message, ...]
+    stop_reason: StopReason
+    outcomes: tuple[ToolOutcome, ...] = ()
+    rewards: Mapping[str, float] = field(default_factory=dict)
+
+
 @dataclass(frozen=True)
 class Trajectory:
     """One attempt at a task.
@@ -327,7 +337,9 @@ class Trajectory:
     `segments` form a tree by `parent`, in the ordinary case a chain. `rewards` holds the named parts as they
     were scored, `reward` their weighted sum. `turn_rewards` and `anchors` have one entry per turn, in a tree
     one per action: a hash of the environment's state before it. `leaf_rewards` are those of the `rows` of a
-    tree, where they differ. Everything else is derived from these.
+    tree, where they differ. Of a tree that was sampled as one, `leaves` has one entry per row; `messages`,
+    `stop_reason` and `outcomes` are then those of the first, `rewards` and `reward` means over all.
+    Everything else is derived from these.
     """
 
     task_id: str
@@ -340,6 +352,7 @@ class Trajectory:
     reward: float = 0.0
     turn_rewards: tuple[float, ...] = ()
     leaf_rewards: tuple[float, ...] = ()
+    leaves: tuple[Leaf, ...] = ()
     failure: Failure | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     anchors: tuple[str, ...] = ()

@@ -20,6 +20,7 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
     "rae": ("decay",),
     "hierarchical": (),
     "gigpo": ("gamma", "weight", "scale"),
+    "siblings": ("scale",),
     "prime": ("beta", "gamma"),
     "coderl": (),
     "opo": (),
@@ -116,6 +117,7 @@ SCALED_ADVANTAGES = (
     "turn_return",
     "turn_return_hybrid",
     "gigpo",
+    "siblings",
     "hierarchical",
 )
 """Advantages that divide by a standard deviation and so read std_ddof."""
@@ -136,6 +138,8 @@ CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGE
 """Advantages that read the values of a critic."""
 STATE_ADVANTAGES = ("gigpo",)
 """Advantages that compare turns of equal states."""
+BRANCH_ADVANTAGES = ("siblings",)
+"""Advantages that compare the branches of a fork."""
 TURN_READING_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", *CRITIC_ADVANTAGES)
 """Advantages that read the rewards of turns where there are any."""
 WIDER_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", "hierarchical", *GREEDY_ADVANTAGES)

@@ -23,6 +23,7 @@ class Outcomes:
     all), and `baselines` [N], what the reward of each row is compared with where that is not its group: the
     greedy episode of its task, or the moving average of its role. `anchors` [N, K] integers are equal where
     turns began in the same state;
+    `nodes` [N, K] integers are equal where rows share the action of a turn;
     `proposer` [N] bool and `proposals` [N] integers say whether a row proposed a task, and which one it
     worked on otherwise. `outcome_probs` [N, L] is a critic's probability of the outcome that came,
     `prm_logprobs` and `ref_logprobs` [N, L] are those of a process reward model and of its reference.
@@ -39,6 +40,7 @@ class Outcomes:
     bootstrap_values: Tensor | None = None
     baselines: Tensor | None = None
     anchors: Tensor | None = None
+    nodes: Tensor | None = None
     proposer: Tensor | None = None
     proposals: Tensor | None = None
     outcome_probs: Tensor | None = None

@@ -23,6 +23,7 @@ from ludus.rewards.named import added_parts
 from ludus.rewards.published import training_parts
 from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.store import RolloutRecord, read_rollouts
+from ludus.rollout.trees import of_each_path
 from ludus.types import Task, Trajectory
 
 if TYPE_CHECKING:
@@ -180,9 +181,14 @@ async def _scores(
     scoring, adds = ProcessScoring.of(config), bool(added_parts(config.rewards))
 
     async def one(record: RolloutRecord, trains: bool) -> Trajectory:
-        task, blank = tasks[record.group], replace(record.trajectory, rewards={}, reward=0.0)
-        found = await scoring.scored(world, None, task, blank)
-        return await scoring.with_added(world, task, found) if trains else found
+        task = tasks[record.group]
+
+        async def path(trajectory: Trajectory) -> Trajectory:
+            blank = replace(trajectory, rewards={}, reward=0.0)
+            found = await scoring.scored(world, None, task, blank)
+            return await scoring.with_added(world, task, found) if trains else found
+
+        return await of_each_path(record.trajectory, path)
 
     found = {}
     for file, records in read.items():

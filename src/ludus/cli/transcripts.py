@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.text import Text
 
 from ludus.cli.terminal import say
+from ludus.engines.pages import common_prefix
 from ludus.rollout.store import RolloutRecord
+from ludus.rollout.trees import attempts
 from ludus.types import Message, Segment, ToolOutcome, ToolStatus, Trajectory
 
 if TYPE_CHECKING:
@@ -33,16 +35,24 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
     console.rule(Text(f"task {record.group}, sample {trajectory.sample}", style="bold"))
     if tags:
         say(console, tags, "dim")
-    if tokenizer is None or not trajectory.segments:  # an endpoint shows no tokens
-        parts = marked_messages(trajectory)
-    else:
-        parts = marked_tokens(trajectory.segments, tokenizer)
-    for kind, text in parts:
-        say(console, f"[{kind}] {text}", STYLES[kind])
-    for outcome in trajectory.outcomes:
-        if outcome.status is not ToolStatus.OK:
-            say(console, f"tool error: {outcome.tool or 'no tool'}: {outcome.status}", "red")
-    say(console, ending(trajectory))
+    shown: list[list[tuple[str, str]]] = []
+    for path in attempts(trajectory):
+        if tokenizer is None or not path.segments:  # an endpoint shows no tokens
+            parts = list(marked_messages(path))
+        else:
+            parts = list(marked_tokens(path.segments, tokenizer))
+        shared = max((common_prefix(parts, before) for before in shown), default=0)
+        shown.append(parts)
+        if shared:
+            say(console, f"branch {len(shown) - 1}, after the {shared} parts that it shares:", "bold")
+        for kind, text in parts[shared:]:
+            say(console, f"[{kind}] {text}", STYLES[kind])
+        for outcome in path.outcomes:
+            if outcome.status is not ToolStatus.OK:
+                say(console, f"tool error: {outcome.tool or 'no tool'}: {outcome.status}", "red")
+        say(console, ending(path))
+    if trajectory.leaves:
+        say(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
     if trajectory.failure is not None:
         failure = trajectory.failure
         say(

@@ -25,6 +25,7 @@ from ludus.engines.rolling import Rolling
 from ludus.engines.server import ServerEngine
 from ludus.errors import EngineError, LudusError, UserError, WorldError
 from ludus.rollout.setup import engine_name
+from ludus.rollout.trees import of_each_path
 from ludus.types import Trajectory
 
 if TYPE_CHECKING:
@@ -167,7 +168,9 @@ class Crowd:
                 self.rolling.release(name)
             await self.workers.give_back(member)
         assert isinstance(found, Trajectory)
-        return found if self.rewards is None else await self.rewards.scored(message.job.task, found)
+        if (rewards := self.rewards) is None:
+            return found
+        return await of_each_path(found, lambda path: rewards.scored(message.job.task, path))
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Have all engines take weights, those that replace dead ones meanwhile too."""

@@ -55,8 +55,38 @@ class PartialConfig(Section):
         return self.tokens > 0 or self.seconds > 0
 
 
-class RolloutConfig(Section):
-    """How episodes are sampled, and their limits."""
+class BranchConfig(Section):
+    """Branches of training episodes: an episode becomes a tree, whose leaves each have a reward.
+
+    A branch shares the tokens before its fork, and goes on from there with other random numbers, in an
+    environment in which the recorded actions are done again.
+    """
+
+    branches: int = Field(0, ge=0)
+    """Further ways on from each turn that is forked; 0: episodes do not branch."""
+    turns: list[int] = Field([])
+    """Turns that are forked, from 0: of the episode, and of each branch those after its own fork."""
+    entropy_turns: int = Field(0, ge=0)
+    """In place of `turns`: this many turns of each path, those of the highest mean `-logprob` of the action's
+    tokens."""
+    max_leaves: int = Field(8, ge=2)
+    """Leaves of one tree. The forks of the episode come first, then those of its branches."""
+
+    @model_validator(mode="after")
+    def _forks_somewhere(self) -> Self:
+        if any(turn < 0 for turn in self.turns):
+            raise ValueError("rollout.branch.turns holds a number below 0")
+        if self.turns and self.entropy_turns:
+            raise ValueError("rollout.branch takes turns or entropy_turns, not both")
+        if self.branches and not (self.turns or self.entropy_turns):
+            raise ValueError("rollout.branch.branches needs turns or entropy_turns: where to fork")
+        if not self.branches and (self.turns or self.entropy_turns):
+            raise ValueError("rollout.branch forks nothing while branches is 0")
+        return self
+
+
+class SamplingSection(Section):
+    """How a token is drawn."""
 
     temperature: float = Field(1.0, ge=0)
     """Of sampling during training; 0 is greedy."""
@@ -66,6 +96,11 @@ class RolloutConfig(Section):
     """Sample from this many likeliest tokens; 0 cuts nothing."""
     min_p: float = Field(0.0, ge=0, le=1)
     """Sample from tokens with at least this share of the likeliest one's probability; 0 cuts nothing."""
+
+
+class RolloutConfig(SamplingSection):
+    """How episodes are sampled, and their limits."""
+
     guided_tools: bool = False
     """Sample only calls that can be executed. That changes the distribution, and training does not correct
     it. Needs the `guided` extra and a template with calls in Hermes' format."""
@@ -102,6 +137,7 @@ class RolloutConfig(Section):
     company (docs/reproducibility.md), turns go in lock-step for it, and a slow tool holds all episodes up.
     An asynchronous run keeps no order."""
     partial: PartialConfig = PartialConfig()
+    branch: BranchConfig = BranchConfig()
 
 
 class EngineConfig(Section):

@@ -1,8 +1,9 @@
 """The numbers of a step that come from its rollouts, and alarms in plain words.
 
-Names are stable: which names appear depends on the reward parts and the tools that occur, never on how an
-episode went. A share whose denominator is 0 is 0. An episode that failed (infrastructure) is counted under
-`stop/failed` and in `episodes/count`; it says nothing about the model, so no other number includes it.
+Names are stable: which names appear depends on the reward parts, the tools and the trees that occur, never
+on how an episode went. A share whose denominator is 0 is 0. An episode that failed (infrastructure) is
+counted under `stop/failed` and in `episodes/count`; it says nothing about the model, so no other number
+includes it.
 No number here depends on the clock.
 """
 
@@ -14,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ludus.rollout.trees import attempts
 from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
 
 ENTROPY: Final = "policy/entropy"
@@ -66,7 +68,8 @@ def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict
     `success` names the reward part that says whether the task was solved (1 is solved): with it there are
     `success/mean` (the mean of that part), `groups/all_right` and `groups/all_wrong`. A part that a
     trajectory lacks counts as 0, as it does in its reward. Standard deviations have `ddof=0`. Lengths are
-    in tokens, and a token that several rows share counts once. In a mixture of worlds there is `env/NAME/`
+    in tokens, and a token that several rows share counts once; tools and stop reasons are those of the paths
+    of trees, each an episode. In a mixture of worlds there is `env/NAME/`
     for each that the groups have tasks of, and a part of one world is a mean over its own episodes.
     """
     everyone = [t for group in groups for t in group.trajectories]
@@ -82,8 +85,9 @@ def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict
     metrics |= _length_metrics(finished)
     metrics |= _entropy_metrics(groups)
     metrics |= _tool_metrics(finished)
-    stops = Counter(t.stop_reason for t in everyone)
-    metrics |= {f"stop/{reason}": _share(stops[reason], len(everyone)) for reason in StopReason}
+    stops = Counter(path.stop_reason for t in everyone for path in attempts(t))
+    metrics |= {f"stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
+    metrics |= _tree_metrics(finished)
     return metrics | _group_metrics(groups, success) | _world_metrics(groups, success)
 
 
@@ -143,7 +147,19 @@ def _entropy_metrics(groups: Sequence[Group]) -> dict[str, float]:
     return {SAMPLED_ENTROPY: _mean(everything), LOW_ENTROPY_GROUPS: _share(low, len(sampled))}
 
 
+def _tree_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
+    """Where episodes branch: how many leaves they have, and how much their rewards differ in a tree."""
+    trees = [t for t in finished if t.leaves]
+    if not trees:
+        return {}
+    return {
+        "tree/leaves": _mean([len(t.leaves) for t in trees]),
+        "tree/reward_std": _mean([_std(t.leaf_rewards) for t in trees]),
+    }
+
+
 def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
+    finished = [path for t in finished for path in attempts(t)]
     calls = [outcome for t in finished for outcome in t.call_outcomes]
     statuses = Counter(call.status for call in calls)
     by_tool = Counter(call.tool for call in calls if call.status not in _NO_TOOL)

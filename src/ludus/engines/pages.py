@@ -55,8 +55,8 @@ class Match:
         return PAGE * len(self.nodes) + self.num_copied
 
 
-def common_prefix(left: Sequence[int], right: Sequence[int]) -> int:
-    """Length of the common prefix of two token sequences."""
+def common_prefix(left: Sequence[object], right: Sequence[object]) -> int:
+    """Length of the common prefix of two sequences."""
     length = min(len(left), len(right))
     if left[:length] == right[:length]:
         return length

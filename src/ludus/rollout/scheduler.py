@@ -16,10 +16,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
+from ludus.config.rollout import BranchConfig
+from ludus.engines.base import seed_for
 from ludus.envs.base import HoldsSessions, World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
-from ludus.rollout.conversation import CannotRestore, Conversation
+from ludus.rollout.branching import play_tree
+from ludus.rollout.conversation import CannotRestore, Conversation, EngineConversation
 from ludus.rollout.episode import (
     EpisodeLimits,
     fresh_environment,
@@ -29,7 +32,8 @@ from ludus.rollout.episode import (
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.lockstep import LockstepEngine
 from ludus.rollout.scoring import Scoring, ThreadScoring, waited
-from ludus.types import Failure, StopReason, Task, ToolStatus, Trajectory
+from ludus.rollout.trees import attempts
+from ludus.types import Failure, Segment, StopReason, Task, ToolStatus, Trajectory
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +118,7 @@ class Scheduler:
 
     `limits_of`, where given, says the bounds of an episode in the place of `episode_limits`. `elsewhere`,
     where given, plays the attempts; account and retries stay here. `scoring` gives the trajectories their
-    rewards; without `scores` somebody else does.
+    rewards; without `scores` somebody else does. With `branch` an episode that is not greedy is a tree.
     """
 
     world: World
@@ -127,6 +131,7 @@ class Scheduler:
     elsewhere: Attempt | None = None
     scores: bool = True
     scoring: Scoring = field(default_factory=ThreadScoring)
+    branch: BranchConfig | None = None
     _places: asyncio.Semaphore | None = field(default=None, init=False)
 
     async def run(
@@ -208,7 +213,17 @@ class Scheduler:
         return self._places
 
     async def _attempt(self, job: Job) -> Trajectory:
+        if self.branch is None or job.greedy:
+            return await self._path(job, (), 0)
+        return await play_tree(self.branch, lambda told, number: self._path(job, told, number))
+
+    async def _path(self, job: Job, told: tuple[Segment, ...], number: int) -> Trajectory:
+        """Play a path of the episode's tree; 0 is the whole episode."""
         conversation = self.converse(job)
+        if number:
+            assert isinstance(conversation, EngineConversation)
+            seed = seed_for(conversation.seed, "branch", number)
+            conversation = replace(conversation, told=told, seed=seed)
         environment = fresh_environment(self.world, job.task)
         limits = self.episode_limits if self.limits_of is None else self.limits_of(job.task)
         played = await play_episode(job.task, job.key.sample, environment, conversation, limits)
@@ -221,8 +236,9 @@ class Scheduler:
 
     async def _play(self, job: Job) -> Trajectory:
         trajectory = await (self.elsewhere or self.attempt)(job)
-        late = any(outcome.status is ToolStatus.TIMED_OUT for outcome in trajectory.outcomes)
-        if late or trajectory.stop_reason is StopReason.TIMEOUT:
+        every = attempts(trajectory)
+        late = any(outcome.status is ToolStatus.TIMED_OUT for one in every for outcome in one.outcomes)
+        if late or any(one.stop_reason is StopReason.TIMEOUT for one in every):
             self.ledger.note_clock_limit(job.key.step)
         return trajectory
 

@@ -18,11 +18,15 @@ from ludus.types import SamplingParams, Task
 
 @dataclass(frozen=True, slots=True)
 class Play:
-    """What one round of episodes is for: it names the randomness, and sets the temperature."""
+    """What one round of episodes is for: it names the randomness, and sets the temperature.
+
+    `branches`: its episodes branch as `rollout.branch` says.
+    """
 
     purpose: str
     temperature: float
     seed: int
+    branches: bool = False
 
 
 def engine_name(play: Play, key: RolloutKey) -> str:
@@ -83,7 +87,10 @@ def engine_scheduler(
             guided=rollout.guided_tools,
         )
 
-    return scheduler(world, converse, rollout, ledger, lockstep)
+    made = scheduler(world, converse, rollout, ledger, lockstep)
+    if play.branches and rollout.branch.branches:
+        made.branch = rollout.branch
+    return made
 
 
 def scheduler(

@@ -9,7 +9,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .` shows it), ke
     outcome     its ending in the ledger: trained, masked, dropped, failed;   reason   the ledger's words
     advantage   the trajectory's advantage, or null where it has none
     trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, leaf_rewards,
-                anchors, tags, failure
+                leaves (of a tree: messages, stop_reason, outcomes, rewards of each), anchors, tags, failure
                 messages   the chat in the OpenAI shape, from the prompt on
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
@@ -36,6 +36,7 @@ from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.types import (
     Failure,
+    Leaf,
     Message,
     Segment,
     StopReason,
@@ -211,9 +212,19 @@ def _trajectory_data(trajectory: Trajectory) -> _Data:
         "reward": float(trajectory.reward),
         "turn_rewards": [float(value) for value in trajectory.turn_rewards],
         "leaf_rewards": [float(value) for value in trajectory.leaf_rewards],
+        "leaves": [_leaf_data(leaf) for leaf in trajectory.leaves],
         "failure": failure and {"part": failure.part, "error": failure.error, "attempts": failure.attempts},
         "anchors": list(trajectory.anchors),
         "tags": dict(trajectory.tags),
+    }
+
+
+def _leaf_data(leaf: Leaf) -> _Data:
+    return {
+        "messages": list(leaf.messages),
+        "stop_reason": leaf.stop_reason.value,
+        "outcomes": [_outcome_data(outcome) for outcome in leaf.outcomes],
+        "rewards": {name: float(value) for name, value in leaf.rewards.items()},
     }
 
 
@@ -271,11 +282,13 @@ def _check_trajectory(trajectory: Trajectory) -> None:
     for number, segment in enumerate(trajectory.segments):
         if fault := _fault_of_segment(segment, number):
             raise ValueError(f"segments[{number}] {fault}")
-    leaves = trajectory.leaf_rewards
-    if leaves and len(leaves) != len(trajectory.rows):
-        raise ValueError(
-            f"leaf_rewards is of length {len(leaves)}, and the number of leaves is {len(trajectory.rows)}"
-        )
+    for name, own in (("leaf_rewards", trajectory.leaf_rewards), ("leaves", trajectory.leaves)):
+        if own and len(own) != len(trajectory.rows):
+            raise ValueError(
+                f"{name} is of length {len(own)}, and the number of leaves is {len(trajectory.rows)}"
+            )
+    if trajectory.leaves and not trajectory.leaf_rewards:
+        raise ValueError("leaves has entries, and leaf_rewards has none")
 
 
 def _fault_of_segment(segment: Segment, number: int) -> str:
@@ -297,7 +310,7 @@ def _fault_of_segment(segment: Segment, number: int) -> str:
 
 
 def _trajectory(stored: _Data) -> Trajectory:
-    data: _Data = {"anchors": [], "leaf_rewards": []} | _object(stored)  # older files have neither
+    data: _Data = {"anchors": [], "leaf_rewards": [], "leaves": []} | _object(stored)  # older files lack them
     _same_fields(data, Trajectory)
     return Trajectory(
         task_id=_str(data["task_id"]),
@@ -310,9 +323,20 @@ def _trajectory(stored: _Data) -> Trajectory:
         reward=_float(data["reward"]),
         turn_rewards=tuple(_float(value) for value in data["turn_rewards"]),
         leaf_rewards=tuple(_float(value) for value in data["leaf_rewards"]),
+        leaves=tuple(_leaf(part) for part in data["leaves"]),
         failure=None if data["failure"] is None else _failure(data["failure"]),
         tags={name: _str(value) for name, value in _object(data["tags"]).items()},
         anchors=tuple(_str(value) for value in data["anchors"]),
+    )
+
+
+def _leaf(data: _Data) -> Leaf:
+    _same_fields(data, Leaf)
+    return Leaf(
+        messages=tuple(_message(part) for part in data["messages"]),
+        stop_reason=StopReason(data["stop_reason"]),
+        outcomes=tuple(_outcome(part) for part in data["outcomes"]),
+        rewards={name: _float(value) for name, value in _object(data["rewards"]).items()},
     )
 
 

@@ -1,4 +1,4 @@
-"""Trajectories that branch: their paths, and how they are one row of tokens in which each action is once.
+"""Trajectories that branch as one row of tokens in which each action is once.
 
 The row of a tree is its paths one after the other, in the order of `Trajectory.rows`, with `BREAK` between
 them. An action token is marked in the first path through it and is context in the others, so that every sum
@@ -8,34 +8,23 @@ its own only path, and nothing here changes it.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from itertools import pairwise
-from typing import Final, TypeVar
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ludus.engines.pages import common_prefix
+from ludus.rollout.trees import Path
 from ludus.types import Segment, Trajectory
 
 BREAK: Final = -1
 """Stands between two paths of a row. It is no token: no model sees it and nothing is asked of it."""
 _GAP = Segment("prompt", (BREAK,))
 
-T = TypeVar("T", str, float)
-
 Positions = tuple[Tensor, Tensor]
 """Rows and columns of a table."""
-
-
-@dataclass(frozen=True, slots=True)
-class Path:
-    """A path from the root to a leaf: as a chain with the reward of its leaf, and where its action tokens are
-    among those of the whole trajectory, counted once in the order of the row."""
-
-    trajectory: Trajectory
-    places: tuple[int, ...]
 
 
 def laid(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
@@ -71,39 +60,28 @@ def last_actions(trajectory: Trajectory) -> dict[int, int]:
     return found
 
 
-def leaf_rewards(trajectory: Trajectory) -> tuple[float, ...]:
-    """The reward of each path: those of the leaves where they are known, otherwise the trajectory's."""
-    return trajectory.leaf_rewards or (trajectory.reward,) * len(trajectory.rows)
+def where_any(own: Sequence[Path], marked: Sequence[bool]) -> tuple[bool, ...]:
+    """Of each action token of a trajectory, whether any of the paths through it is marked."""
+    chosen = {place for path, mark in zip(own, marked, strict=True) if mark for place in path.places}
+    every = sorted({place for path in own for place in path.places})
+    return tuple(place in chosen for place in every)
 
 
-def paths(trajectory: Trajectory) -> list[Path]:
-    """The paths of a trajectory; the `turn_rewards` and `anchors`, one for each action, with them."""
-    if len(trajectory.rows) == 1:
-        return [Path(trajectory, tuple(range(trajectory.num_action_tokens)))]
-    places: dict[int, range] = {}
-    start = 0
-    for i in dict.fromkeys(i for path in trajectory.rows for i in path):
-        if trajectory.segments[i].kind == "action":
-            places[i] = range(start, start + len(trajectory.segments[i].tokens))
-            start = places[i].stop
-    numbers = {i: number for number, i in enumerate(sorted(places))}
-    found = []
-    for path, reward in zip(trajectory.rows, leaf_rewards(trajectory), strict=True):
-        actions = [numbers[i] for i in path if i in places]
-        chain = replace(
-            trajectory,
-            segments=tuple(replace(trajectory.segments[i], parent=None) for i in path),
-            reward=reward,
-            leaf_rewards=(),
-            turn_rewards=_of_actions(trajectory.turn_rewards, actions),
-            anchors=_of_actions(trajectory.anchors, actions),
-        )
-        found.append(Path(chain, tuple(place for i in path if i in places for place in places[i])))
-    return found
-
-
-def _of_actions(values: tuple[T, ...], actions: list[int]) -> tuple[T, ...]:
-    return tuple(values[number] for number in actions if number < len(values))
+def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
+    """Numbers of the actions of each path of each trajectory, `[P, K]`: those of an action that paths share
+    are equal. -1 past the last."""
+    rows: list[list[int]] = []
+    first = 0
+    for own in split:
+        for path in own:
+            actions = [len(s.tokens) for s in path.trajectory.segments if s.kind == "action" and s.tokens]
+            starts = [0, *accumulate(actions)][: len(actions)]
+            rows.append([first + path.places[start] for start in starts])
+        first += 1 + max((place for path in own for place in path.places), default=0)
+    table = torch.full((len(rows), max(map(len, rows), default=0)), -1)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = torch.tensor(row)
+    return table
 
 
 def num_distinct(tokens: tuple[int, ...]) -> int:

@@ -40,6 +40,7 @@ from ludus.rewards.named import MODEL_PART, added_parts, check_fed, check_names,
 from ludus.rewards.published import PUBLISHED
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.scoring import ProcessScoring, waited
+from ludus.rollout.trees import attempts, of_each_path, with_chains
 from ludus.training.reward_data import Judged, action_ends
 from ludus.training.reward_model import (
     Judgement,
@@ -223,7 +224,9 @@ async def one_with_added(
         return episode
     begin = time.perf_counter()
     try:
-        scored = await scoring.with_added(world, episode.task, episode.trajectory)
+        scored = await of_each_path(
+            episode.trajectory, lambda path: scoring.with_added(world, episode.task, path)
+        )
         return replace(episode, trajectory=waited(scored, time.perf_counter() - begin))
     except WorldError as error:
         on_error(error)
@@ -270,8 +273,23 @@ class Combiner:
     def combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
         """The episodes of `step` (from 1) with their rewards; failed ones as they are.
 
-        Raises LearnerError for a trajectory whose leaves have rewards of their own.
+        The paths of a tree are combined as episodes of their own. Raises LearnerError for a tree whose
+        leaves have rewards and no parts.
         """
+        split = [[attempts(one.trajectory) for one in group] for group in groups]
+        apart = [
+            [replace(one, trajectory=path) for one, own in zip(group, members, strict=True) for path in own]
+            for group, members in zip(groups, split, strict=True)
+        ]
+        found = []
+        for group, members, together in zip(groups, split, self._combine(step, apart), strict=True):
+            following = iter(together)
+            taken = [[next(following) for _ in own] for own in members]
+            found.append([_rejoined(one, own) for one, own in zip(group, taken, strict=True)])
+        return found
+
+    def _combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
+        """`combine` of episodes without trees."""
         places = [
             (g, i)
             for g, group in enumerate(groups)
@@ -323,6 +341,7 @@ class Combiner:
     def tells_apart(self, trajectories: Sequence[Trajectory]) -> bool:
         """Whether trajectories of equal rewards may earn unlike ones: by their parts, by their lengths, or by
         what the reward model says of their texts."""
+        trajectories = [path for one in trajectories for path in attempts(one)]
         parts = {tuple(sorted(one.rewards.items())) for one in trajectories}
         texts = {tuple(segment.tokens for segment in one.segments) for one in trajectories}
         if len(parts) > 1 or (self.model is not None and len(texts) > 1):
@@ -336,7 +355,8 @@ class Combiner:
     def metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """The weights of the step, and how many pairs of a group the combined reward puts the wrong way
         round: one of them is as good in every part and better in one, and does not earn more."""
-        rows = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.failure is None]
+        every = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.failure is None]
+        rows = [(g, path) for g, one in every for path in attempts(one)]
         trajectories = [trajectory for _, trajectory in rows]
         weights = {
             f"reward/weight/{part.name}": part.weight.at(step - 1)
@@ -436,6 +456,16 @@ class Combiner:
         outcome = weighted_sum(parts=values, weights=[w if part.outcome else 0.0 for part, w in pairs])
         shaping = weighted_sum(parts=values, weights=[0.0 if part.outcome else w for part, w in pairs])
         return outcome + gated(gate=self._gate(trajectories), rewards=shaping, threshold=FULL)
+
+
+def _rejoined(episode: Episode, paths: Sequence[Episode]) -> Episode:
+    """The episode as its paths, combined, have it."""
+    whole = episode.trajectory
+    if whole.failure is not None:
+        return episode
+    if not whole.leaves:
+        return paths[0]
+    return replace(episode, trajectory=with_chains(whole, [path.trajectory for path in paths]))
 
 
 def _check_leaves(episodes: Sequence[Episode]) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ludus.algorithms.advantages import ADVANTAGES, VALUE_ERRORS
 from ludus.algorithms.algorithm import (
     BINARY_ADVANTAGES,
+    BRANCH_ADVANTAGES,
     DECOUPLED_ADVANTAGES,
     GRANULARITIES,
     TOKEN_ADVANTAGES,
@@ -31,8 +32,10 @@ from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord
+from ludus.rollout.trees import Path, attempts, leaf_rewards, paths
 from ludus.training.batch import Row, row_of_trajectory
-from ludus.training.branches import Path, leaf_rewards, new_actions, paths
+from ludus.training.branches import new_actions, turn_nodes, where_any
+from ludus.training.estimates import UNKNOWN, Estimates
 from ludus.training.finite import check_estimates, check_trajectories
 from ludus.training.roles import role_tables
 from ludus.types import StopReason, Trajectory
@@ -184,59 +187,6 @@ def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> N
                 )
 
 
-@dataclass(frozen=True, slots=True)
-class Estimates:
-    """What models say of the credits that were compared, in their order, per action token `[n_i]`.
-
-    `kl` to the reference, `values` of the critic, `outcome_probs` of a critic of outcomes, `prm_logprobs` of
-    the process reward model and `ref_logprobs` beside them, `old_logprobs` and `entropies` of the policy at
-    the start of the step; `bootstrap` [one for each path] of the critic after the last action token, 0 for
-    episodes that ended by themselves; None where the algorithm asks for none.
-    """
-
-    kl: Sequence[Tensor] | None = None
-    values: Sequence[Tensor] | None = None
-    outcome_probs: Sequence[Tensor] | None = None
-    prm_logprobs: Sequence[Tensor] | None = None
-    ref_logprobs: Sequence[Tensor] | None = None
-    old_logprobs: Sequence[Tensor] | None = None
-    entropies: Sequence[Tensor] | None = None
-    bootstrap: Sequence[Tensor] | None = None
-
-    def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
-        """The same for each path of each trajectory."""
-
-        def spread(rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
-            if rows is None:
-                return None
-            return [row[list(path.places)] for row, own in zip(rows, split, strict=True) for path in own]
-
-        return Estimates(
-            kl=spread(self.kl),
-            values=spread(self.values),
-            outcome_probs=spread(self.outcome_probs),
-            prm_logprobs=spread(self.prm_logprobs),
-            ref_logprobs=spread(self.ref_logprobs),
-            old_logprobs=spread(self.old_logprobs),
-            entropies=spread(self.entropies),
-            bootstrap=None if self.bootstrap is None else [v[None] for own in self.bootstrap for v in own],
-        )
-
-    @property
-    def named(self) -> dict[str, Sequence[Tensor] | None]:
-        """What each is called in a sentence."""
-        return {
-            "KL to the reference": self.kl,
-            "value of the critic": self.values,
-            "probability of the outcome": self.outcome_probs,
-            "log-probability under the process reward model": self.prm_logprobs,
-            "log-probability under the reference": self.ref_logprobs,
-            "log-probability at the start of the step": self.old_logprobs,
-            "entropy at the start of the step": self.entropies,
-            "value of the critic at the end": self.bootstrap,
-        }
-
-
 def with_estimates(
     credits: Sequence[Credit], algorithm: Algorithm, max_length: int, estimates: Estimates
 ) -> list[Credit]:
@@ -293,13 +243,16 @@ def _of_partial_group(episode: Episode, place: int) -> Credit:
 def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -> list[Credit]:
     if not credits:
         return []
-    trajectories = [credit.episode.trajectory for credit in credits]
     kept = varied_groups(credits, algorithm)
-    whole = overlong_mask(truncated=[t.stop_reason in CUT_OFF for t in trajectories])
     found = []
-    for i, credit in enumerate(credits):
-        outcome, reason = _fate(credit.episode, kept[credit.group], bool(whole[i]), algorithm)
+    for credit in credits:
+        ends = [one.stop_reason in CUT_OFF for one in attempts(credit.episode.trajectory)]
+        whole = overlong_mask(truncated=ends)
+        outcome, reason = _fate(credit.episode, kept[credit.group], bool(whole.any()), algorithm)
         found.append(replace(credit, outcome=outcome, reason=reason))
+        if algorithm.overlong_mask and whole.any() and not whole.all():
+            trains = where_any(paths(credit.episode.trajectory), whole.tolist())
+            found[-1] = replace(found[-1], trains=trains)
     advantages = _advantages(found, algorithm, max_length)
     return [replace(credit, advantages=a) for credit, a in zip(found, advantages, strict=True)]
 
@@ -352,7 +305,7 @@ def _advantages(
     credits: Sequence[Credit],
     algorithm: Algorithm,
     max_length: int,
-    estimates: Estimates = Estimates(),
+    estimates: Estimates = UNKNOWN,
 ) -> list[tuple[float, ...]]:
     """One number per action token of each trajectory.
 
@@ -360,9 +313,9 @@ def _advantages(
     """
     split = [paths(credit.episode.trajectory) for credit in credits]
     if all(len(own) == 1 for own in split):
-        return _of_chains(credits, algorithm, max_length, estimates)
+        return _of_chains(credits, algorithm, max_length, estimates, split)
     chains = [_along(credit, path) for credit, own in zip(credits, split, strict=True) for path in own]
-    found = iter(_of_chains(chains, algorithm, max_length, estimates.along(split)))
+    found = iter(_of_chains(chains, algorithm, max_length, estimates.along(split), split))
     return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
 
 
@@ -382,9 +335,15 @@ def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tu
 
 
 def _of_chains(
-    credits: Sequence[Credit], algorithm: Algorithm, max_length: int, estimates: Estimates
+    credits: Sequence[Credit],
+    algorithm: Algorithm,
+    max_length: int,
+    estimates: Estimates,
+    split: Sequence[Sequence[Path]],
 ) -> list[tuple[float, ...]]:
     outcomes = _outcomes(credits, estimates)
+    if algorithm.advantage in BRANCH_ADVANTAGES:
+        outcomes = replace(outcomes, nodes=turn_nodes(split))
     rewards = outcomes.rewards
     punished = [_punishment(credit.episode.trajectory, algorithm, max_length) for credit in credits]
     rewards = rewards + torch.tensor(punished, dtype=torch.float64)

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ludus.algorithms.algorithm import (
     BEHAVIOUR_ADVANTAGES,
     BEHAVIOUR_LOSSES,
+    BRANCH_ADVANTAGES,
     RATIO_PARTS,
     STATE_ADVANTAGES,
     TURN_ADVANTAGES,
@@ -30,6 +31,7 @@ def inactive_parts(config: Config, world: World) -> list[str]:
         *_of_ratios(config, algorithm),
         *_of_corrections(config, algorithm),
         *_of_turns(config, algorithm, world),
+        *_of_branches(config, algorithm),
         *_of_length(config, algorithm),
     ]
 
@@ -79,6 +81,14 @@ def _of_turns(config: Config, algorithm: Algorithm, world: World) -> Iterator[st
                 f"The comparison of equal states of the advantage {algorithm.advantage} cannot act: the "
                 f"world {world.name} names no states (`Anchored`). Set algorithm.preset = 'grpo'."
             )
+
+
+def _of_branches(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    if algorithm.advantage in BRANCH_ADVANTAGES and not config.rollout.branch.branches:
+        yield (
+            f"The comparison of branches of the advantage {algorithm.advantage} cannot act: no episode "
+            "branches. Set rollout.branch.branches and rollout.branch.turns, or algorithm.preset = 'grpo'."
+        )
 
 
 def _of_length(config: Config, algorithm: Algorithm) -> Iterator[str]:

@@ -18,11 +18,13 @@ from ludus.config.algorithm import CriticConfig
 from ludus.config.schema import Config
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
+from ludus.rollout.trees import paths
 from ludus.training.batch import Row, row_of_trajectory
 from ludus.training.branches import laid, last_actions
-from ludus.training.credit import CUT_OFF, Credit, Estimates, without_masked
+from ludus.training.credit import CUT_OFF, Credit, without_masked
 from ludus.training.crew import JudgeLearns, JudgeSays
 from ludus.training.critic import Critic, CriticSettings
+from ludus.training.estimates import Estimates
 from ludus.training.learner import Learner
 from ludus.training.optimiser import OptimiserSettings
 from ludus.training.outcome_critic import OutcomeCritic, OutcomeCriticSettings
@@ -150,12 +152,16 @@ def judged(judge: Judge, credits: Sequence[Credit], rows: Sequence[Row], learner
 def bootstraps(judge: Critic, credits: Sequence[Credit], rows: Sequence[Row]) -> list[Tensor]:
     """V after the last action token of each path of each row, 0 for episodes that no token limit cut off."""
     found = [torch.zeros(len(credit.episode.trajectory.rows), dtype=torch.float64) for credit in credits]
-    cut = [i for i, c in enumerate(credits) if c.episode.trajectory.stop_reason in CUT_OFF]
-    places = {i: last_actions(credits[i].episode.trajectory) for i in cut}
-    ends = [replace(rows[i], trains=_marked(len(rows[i].tokens), places[i].values())) for i in cut]
+    places: dict[int, dict[int, int]] = {}
+    for i, trajectory in enumerate(credit.episode.trajectory for credit in credits):
+        ended = [path.trajectory.stop_reason for path in paths(trajectory)]
+        cut = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
+        if cut:
+            places[i] = cut
+    ends = [replace(rows[i], trains=_marked(len(rows[i].tokens), own.values())) for i, own in places.items()]
     with judge.optimiser.ranks.together(JudgeSays(ends, [], True)):
         said = say(judge, ends, [], True) if ends else []
-    for i, values in zip(cut, said, strict=True):
+    for i, values in zip(places, said, strict=True):
         for path, place in places[i].items():
             found[i][path] = values[place]
     return found

@@ -10,8 +10,8 @@ from ludus.errors import UserError
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord
+from ludus.rollout.trees import paths
 from ludus.training.attempts import Attempts, sample_attempts
-from ludus.training.branches import paths
 from ludus.training.credit import Credit
 from ludus.training.pairs import (
     Pair,

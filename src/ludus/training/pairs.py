@@ -18,8 +18,8 @@ import torch
 from ludus.chat.render import Renderer, render_dialogue
 from ludus.errors import UserError
 from ludus.rollout.store import RolloutRecord, read_rollouts
+from ludus.rollout.trees import paths
 from ludus.training.batch import Row, microbatches
-from ludus.training.branches import paths
 from ludus.training.data import FileLabelled, FilePair, read_pairs, read_preferences
 from ludus.training.records import load_records
 from ludus.training.scoring import Scorer

@@ -28,7 +28,8 @@ from ludus.algorithms.mismatch import mismatch
 from ludus.errors import SyncError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import Row, row_of_trajectory
-from ludus.training.credit import Credit, Estimates, with_estimates
+from ludus.training.credit import Credit, with_estimates
+from ludus.training.estimates import Estimates
 from ludus.training.judges import Judge, at_actions, judged
 from ludus.training.learner import Learner
 from ludus.types import Trajectory

@@ -20,7 +20,7 @@ from ludus.config.staleness import ReplayConfig
 from ludus.errors import ConfigError, StorageError
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
-from ludus.training.branches import leaf_rewards
+from ludus.rollout.trees import leaf_rewards
 from ludus.training.credit import Credit, assign_credit
 from ludus.training.stream_state import episode_line, read_episode
 from ludus.types import Task

@@ -216,7 +216,8 @@ class Sampler:
         config, rollout = self.session.config, self.session.config.rollout
         if config.training.mode == "async":
             rollout = rollout.model_copy(update={"reproducible": False})
-        return self._scheduler(rollout, Play("train", rollout.temperature, config.run.seed), self.ledger)
+        play = Play("train", rollout.temperature, config.run.seed, branches=True)
+        return self._scheduler(rollout, play, self.ledger)
 
     def _scheduler(self, rollout: RolloutConfig, play: Play, ledger: Ledger) -> Scheduler:
         """One whose episodes are played in this process, or elsewhere: there is no lock-step then."""
@@ -354,6 +355,35 @@ def check_partial(config: Config, world: World) -> None:
             "rollout.partial needs a sandbox with room for two sessions: one may belong to an episode that "
             "waits.",
             "Raise sandbox.sessions, or leave rollout.partial out.",
+        )
+
+
+def check_branch(config: Config) -> None:
+    """Raise ConfigError where training episodes cannot branch."""
+    rollout = config.rollout
+    if not rollout.branch.branches:
+        return
+    if rollout.partial.is_set:
+        raise ConfigError(
+            "rollout.branch cannot be combined with rollout.partial: an episode that waits has no forks yet.",
+            "Leave one of them out.",
+        )
+    if rollout.temperature == 0:
+        raise ConfigError(
+            "rollout.branch needs sampling: at rollout.temperature = 0 every branch is its trunk again.",
+            "Set rollout.temperature above 0, or leave rollout.branch out.",
+        )
+    if late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
+        raise ConfigError(
+            f"rollout.branch.turns names turn {late[0]}, and episodes have turns 0 to "
+            f"{rollout.max_turns - 1} (rollout.max_turns).",
+            "Choose an earlier turn.",
+        )
+    if config.training.learner.replay_routing:
+        raise ConfigError(
+            "rollout.branch cannot be combined with training.learner.replay_routing: the routing of a tree "
+            "is not recorded.",
+            "Leave one of them out.",
         )
 
 

@@ -11,7 +11,8 @@ from ludus.algorithms.advantages import RoleBaselines
 from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.filters import variance_top, variance_top_p
 from ludus.rollout.ledger import Outcome
-from ludus.training.credit import Credit, Estimates, compared_rewards, with_estimates
+from ludus.training.credit import Credit, compared_rewards, with_estimates
+from ludus.training.estimates import Estimates
 from ludus.training.roles import role_of
 from ludus.types import WORLD_TAG
 

@@ -72,6 +72,8 @@ def _without_old(credit: Credit, oldest: int) -> Credit:
     actions = new_actions(credit.episode.trajectory)
     versions = (v for action in actions for v in (action.versions or (oldest,) * len(action.tokens)))
     young = tuple(version >= oldest for version in versions)
+    if credit.trains is not None:
+        young = tuple(a and b for a, b in zip(young, credit.trains, strict=True))
     if all(young):
         return credit
     if not any(young):

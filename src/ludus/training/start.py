@@ -63,7 +63,7 @@ from ludus.training.rl import Reporter, RlLoop, task_order
 from ludus.training.roles import check_roles
 from ludus.training.routing import Routing
 from ludus.training.run import RunFolder, save_config
-from ludus.training.sampling import Elsewhere, Sampler, check_partial
+from ludus.training.sampling import Elsewhere, Sampler, check_branch, check_partial
 from ludus.training.scoring import Scorer, Scores
 from ludus.training.session import Session, busy_warning, make_engine, open_session
 from ludus.training.staleness import staleness_doubts
@@ -138,6 +138,7 @@ def check_settings(config: Config, world: World) -> None:
     check_replay(config, algorithm)
     check_partial(config, world)
     check_sources(config)
+    check_branch(config)
     check_observations(algorithm, config.training.mask_observations)
     check_trackers(config)
     check_cache(config)

@@ -49,7 +49,13 @@ from ludus.algorithms.advantages.running import (
     rae,
 )
 from ludus.algorithms.advantages.turn_values import step_gae, turn_gae
-from ludus.algorithms.advantages.turns import gigpo, turn_grpo, turn_return, turn_return_hybrid
+from ludus.algorithms.advantages.turns import (
+    gigpo,
+    siblings,
+    turn_grpo,
+    turn_return,
+    turn_return_hybrid,
+)
 
 __all__ = [
     "ADVANTAGES",
@@ -82,6 +88,7 @@ __all__ = [
     "retrace",
     "rloo",
     "role_groups",
+    "siblings",
     "step_gae",
     "tier_advantages",
     "token_rewards",

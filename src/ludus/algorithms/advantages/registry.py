@@ -25,7 +25,13 @@ from ludus.algorithms.advantages.off_policy import retrace, vtrace, vtrace_targe
 from ludus.algorithms.advantages.returns import coderl, gae, prime, reinforce_pp, vapo
 from ludus.algorithms.advantages.running import rae
 from ludus.algorithms.advantages.turn_values import step_gae, turn_gae
-from ludus.algorithms.advantages.turns import gigpo, turn_grpo, turn_return, turn_return_hybrid
+from ludus.algorithms.advantages.turns import (
+    gigpo,
+    siblings,
+    turn_grpo,
+    turn_return,
+    turn_return_hybrid,
+)
 from ludus.algorithms.algorithm import SCALES, Algorithm, number, word
 from ludus.algorithms.batch import Outcomes
 
@@ -93,6 +99,20 @@ def _gigpo(o: Outcomes, a: Algorithm) -> Tensor:
         turn_rewards=with_outcome(turn_rewards=turn_rewards, rewards=o.rewards, turn=turn, mask=o.mask),
         gamma=number(a.options.advantage, "gamma", 0.95),
         weight=number(a.options.advantage, "weight", 1.0),
+        scale=word(a.options.advantage, "scale", SCALES),
+        ddof=a.std_ddof,
+    )
+
+
+def _siblings(o: Outcomes, a: Algorithm) -> Tensor:
+    if o.nodes is None:
+        raise ValueError("siblings needs the actions that paths share, and the batch has none")
+    return siblings(
+        rewards=o.rewards,
+        nodes=o.nodes,
+        turn=o.turn,
+        group=o.group,
+        mask=o.mask,
         scale=word(a.options.advantage, "scale", SCALES),
         ddof=a.std_ddof,
     )
@@ -290,6 +310,7 @@ ADVANTAGES: dict[str, AdvantageFn] = {
     "rae": lambda o, a: remax(rewards=o.rewards, greedy_rewards=_baselines(o), mask=o.mask),
     "hierarchical": _hierarchical,
     "gigpo": _gigpo,
+    "siblings": _siblings,
     "prime": _prime,
     "coderl": _coderl,
     "opo": lambda o, a: opo(rewards=o.rewards, group=o.group, mask=o.mask),
@@ -337,6 +358,7 @@ FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "turn_return": turn_return,
     "turn_return_hybrid": turn_return_hybrid,
     "gigpo": gigpo,
+    "siblings": siblings,
     "maxrl": maxrl,
     "rae": rae,
     "hierarchical": hierarchical,

@@ -16,7 +16,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages.placing import Turns, rewards_of_turns
+from ludus.algorithms.advantages.placing import Turns, rewards_of_turns, turns_of
 from ludus.algorithms.advantages.rows import float_dtype, groups_to_compare
 from ludus.algorithms.advantages.scan import scan_back
 from ludus.algorithms.grouping import rounding
@@ -185,6 +185,55 @@ def gigpo(
     norm = _Normaliser(ddof, eps, scale, _noise(turn_rewards, rewards))
     local = norm.cells(returns, torch.stack([ids[:, None].expand(shape), states], -1), turns.reached)
     return _on_tokens(turns, norm.rows(outcome, ids)[:, None] + weight * local, rewards, turn_rewards)
+
+
+def siblings(
+    *,
+    rewards: Tensor,
+    nodes: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    turn: Tensor | None = None,
+    scale: Scale = "std",
+    ddof: int = 1,
+    eps: float = 1e-6,
+) -> Tensor:
+    """The value of each branch among those of its siblings, normalised.
+
+    Rows are paths of trees; `nodes` [N, K] integers, read up to a row's last turn, are equal where rows of a
+    group share a turn's action. The value of an action is the mean of `rewards` over the rows through it. Its
+    siblings are the distinct actions of the group with the same turns before them; those of first turns are
+    all first actions of the group. An action without siblings belongs to the branch of the one before it and
+    has its advantage; 0 for the only first action of a group. Without shared actions this is `grpo`.
+    """
+    outcome = _checked(rewards, group, mask)
+    turns = turns_of(turn, mask)
+    shape = turns.reached.shape
+    if nodes.ndim != 2 or nodes.shape[0] != shape[0] or nodes.shape[1] < shape[1]:
+        raise ValueError(f"nodes must be {list(shape)}, not {list(nodes.shape)}")
+    if nodes.is_floating_point():
+        raise ValueError("nodes must hold integers")
+    ids = group.to(mask.device).long()[:, None].expand(shape)
+    own = torch.stack([ids, nodes[:, : shape[1]].to(mask.device).long()], -1)
+    cells, index = torch.unique(own[turns.reached], dim=0, return_inverse=True)
+    values = outcome[:, None].expand(shape)[turns.reached]
+    empty = torch.zeros(len(cells), dtype=torch.float64, device=mask.device)
+    values = empty.scatter_add(0, index, values) / empty.scatter_add(0, index, torch.ones_like(values))
+    number = torch.full(shape, -1, device=mask.device)
+    number[turns.reached] = index
+    before = torch.cat([torch.full_like(number[:, :1], -1), number[:, :-1]], 1)
+    parents = torch.empty(len(cells), 2, dtype=torch.int64, device=mask.device)
+    parents[index] = torch.stack([ids, before], -1)[turns.reached]
+    _, fork, sizes = torch.unique(parents, dim=0, return_inverse=True, return_counts=True)
+    found = _Normaliser(ddof, eps, scale, _noise(rewards))(values, fork[:, None])
+    alone = sizes[fork] == 1
+    credit = torch.zeros(shape, dtype=torch.float64, device=mask.device)
+    for k in range(shape[1]):
+        here = turns.reached[:, k]
+        at = number[here, k]
+        above = credit[here, k - 1] if k else torch.zeros(len(at), dtype=torch.float64, device=mask.device)
+        credit[here, k] = torch.where(alone[at], above, found[at])
+    return _on_tokens(turns, credit, rewards)
 
 
 def _checked(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:

@@ -1,0 +1,179 @@
+"""Trees of attempts: the paths of a trajectory as chains, and one trajectory from chains that share a prefix.
+
+`paths` takes a tree apart, `with_chains` puts it together again after something was changed in each path, and
+`Graft` makes a tree from a chain and its forks. A chain is its own only path, and nothing here changes it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeVar
+
+from ludus.types import Leaf, Segment, Timings, Trajectory
+
+T = TypeVar("T", str, float)
+
+
+@dataclass(frozen=True, slots=True)
+class Path:
+    """A path from the root to a leaf: as a chain with the reward of its leaf, and where its action tokens are
+    among those of the whole trajectory, counted once in the order of the row."""
+
+    trajectory: Trajectory
+    places: tuple[int, ...]
+
+
+def leaf_rewards(trajectory: Trajectory) -> tuple[float, ...]:
+    """The reward of each path: those of the leaves where they are known, otherwise the trajectory's."""
+    return trajectory.leaf_rewards or (trajectory.reward,) * len(trajectory.rows)
+
+
+def paths(trajectory: Trajectory) -> list[Path]:
+    """The paths of a trajectory, each with what is known of its leaf.
+
+    The `turn_rewards` and `anchors`, one for each action, go with them.
+    """
+    if len(trajectory.rows) == 1:
+        return [Path(trajectory, tuple(range(trajectory.num_action_tokens)))]
+    places: dict[int, range] = {}
+    start = 0
+    for i in dict.fromkeys(i for path in trajectory.rows for i in path):
+        if trajectory.segments[i].kind == "action":
+            places[i] = range(start, start + len(trajectory.segments[i].tokens))
+            start = places[i].stop
+    found = []
+    for number, actions in enumerate(_actions_of_rows(trajectory)):
+        row = trajectory.rows[number]
+        chain = replace(
+            trajectory,
+            segments=tuple(replace(trajectory.segments[i], parent=None) for i in row),
+            reward=leaf_rewards(trajectory)[number],
+            leaf_rewards=(),
+            leaves=(),
+            turn_rewards=_of_actions(trajectory.turn_rewards, actions),
+            anchors=_of_actions(trajectory.anchors, actions),
+        )
+        if trajectory.leaves:
+            leaf = trajectory.leaves[number]
+            chain = replace(
+                chain,
+                messages=leaf.messages,
+                stop_reason=leaf.stop_reason,
+                outcomes=leaf.outcomes,
+                rewards=leaf.rewards,
+            )
+        found.append(Path(chain, tuple(place for i in row if i in places for place in places[i])))
+    return found
+
+
+def attempts(trajectory: Trajectory) -> list[Trajectory]:
+    """The chains of a tree whose leaves are known one by one; otherwise the trajectory itself."""
+    return [path.trajectory for path in paths(trajectory)] if trajectory.leaves else [trajectory]
+
+
+def with_chains(tree: Trajectory, chains: Sequence[Trajectory]) -> Trajectory:
+    """The tree with what `chains`, one for each of its paths, say of leaves and turns; the tokens stay.
+
+    The rewards of the tree are the means over its leaves, those of a turn the mean over the paths through it.
+    """
+    names = dict.fromkeys(name for chain in chains for name in chain.rewards)
+    first = chains[0]
+    return replace(
+        tree,
+        messages=first.messages,
+        stop_reason=first.stop_reason,
+        outcomes=first.outcomes,
+        rewards={name: _mean([chain.rewards.get(name, 0.0) for chain in chains]) for name in names},
+        reward=_mean([chain.reward for chain in chains]),
+        turn_rewards=_turn_rewards(tree, chains),
+        leaf_rewards=tuple(chain.reward for chain in chains),
+        leaves=tuple(Leaf(c.messages, c.stop_reason, c.outcomes, c.rewards) for c in chains),
+    )
+
+
+async def of_each_path(
+    trajectory: Trajectory, change: Callable[[Trajectory], Awaitable[Trajectory]]
+) -> Trajectory:
+    """The trajectory after `change` of each of its `attempts`."""
+    if not trajectory.leaves:
+        return await change(trajectory)
+    chains = [await change(replace(chain, timings=Timings())) for chain in attempts(trajectory)]
+    timings = _sum_of([trajectory.timings, *(chain.timings for chain in chains)])
+    return replace(with_chains(trajectory, chains), timings=timings)
+
+
+@dataclass(frozen=True, slots=True)
+class Graft:
+    """A chain that leaves the chain number `of` after its first `shared` segments."""
+
+    chain: Trajectory
+    of: int = 0
+    shared: int = 0
+
+
+def grafted(grafts: Sequence[Graft]) -> Trajectory:
+    """One trajectory of all chains; the first is the trunk, and each other one leaves an earlier one."""
+    segments: list[Segment] = []
+    rows: list[list[int]] = []
+    for graft in grafts:
+        row = rows[graft.of][: graft.shared] if rows else []
+        for segment in graft.chain.segments[len(row) :]:
+            segments.append(replace(segment, parent=row[-1] if row else None))
+            row.append(len(segments) - 1)
+        rows.append(row)
+    chains = [graft.chain for graft in grafts]
+    if len(chains) == 1:
+        return chains[0]
+    anchors: dict[int, str] = {}
+    for row, chain in zip(rows, chains, strict=True):
+        actions = [i for i in row if segments[i].kind == "action"]
+        for i, anchor in zip(actions, chain.anchors, strict=False):
+            anchors.setdefault(i, anchor)
+    tree = replace(
+        chains[0],
+        segments=tuple(segments),
+        anchors=tuple(anchors[i] for i in sorted(anchors)),
+        timings=_sum_of([chain.timings for chain in chains]),
+    )
+    return with_chains(tree, chains)
+
+
+def _actions_of_rows(tree: Trajectory) -> list[list[int]]:
+    """The numbers of the actions of each row, among all actions in the order of the segments."""
+    actions = [i for i, segment in enumerate(tree.segments) if segment.kind == "action"]
+    numbers = {i: number for number, i in enumerate(actions)}
+    return [[numbers[i] for i in row if i in numbers] for row in tree.rows]
+
+
+def _of_actions(values: tuple[T, ...], actions: list[int]) -> tuple[T, ...]:
+    return tuple(values[number] for number in actions if number < len(values))
+
+
+def _turn_rewards(tree: Trajectory, chains: Sequence[Trajectory]) -> tuple[float, ...]:
+    """One for each action of the tree, 0 where none was given; empty if none was given at all."""
+    if not any(chain.turn_rewards for chain in chains):
+        return ()
+    found: list[list[float]] = [[] for segment in tree.segments if segment.kind == "action"]
+    for actions, chain in zip(_actions_of_rows(tree), chains, strict=True):
+        missing = (0.0,) * (len(actions) - len(chain.turn_rewards))
+        for number, value in zip(actions, (*chain.turn_rewards, *missing), strict=False):
+            found[number].append(value)
+    return tuple(_mean(values) for values in found)
+
+
+def _mean(values: Sequence[float]) -> float:
+    """The mean, and of equal values exactly these."""
+    return values[0] if len(set(values)) == 1 else math.fsum(values) / len(values)
+
+
+def _sum_of(timings: Iterable[Timings]) -> Timings:
+    every = list(timings)
+    return Timings(
+        total_s=sum(one.total_s for one in every),
+        model_s=sum(one.model_s for one in every),
+        tools_s=sum(one.tools_s for one in every),
+        scoring_s=sum(one.scoring_s for one in every),
+        grading_s=sum(one.grading_s for one in every),
+    )

@@ -1,0 +1,67 @@
+"""What models say of the tokens of a step, before the advantages read it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from ludus.rollout.trees import Path
+
+
+@dataclass(frozen=True, slots=True)
+class Estimates:
+    """What models say of the credits that were compared, in their order, per action token `[n_i]`.
+
+    `kl` to the reference, `values` of the critic, `outcome_probs` of a critic of outcomes, `prm_logprobs` of
+    the process reward model and `ref_logprobs` beside them, `old_logprobs` and `entropies` of the policy at
+    the start of the step; `bootstrap` [one for each path] of the critic after the last action token, 0 for
+    episodes that ended by themselves; None where the algorithm asks for none.
+    """
+
+    kl: Sequence[Tensor] | None = None
+    values: Sequence[Tensor] | None = None
+    outcome_probs: Sequence[Tensor] | None = None
+    prm_logprobs: Sequence[Tensor] | None = None
+    ref_logprobs: Sequence[Tensor] | None = None
+    old_logprobs: Sequence[Tensor] | None = None
+    entropies: Sequence[Tensor] | None = None
+    bootstrap: Sequence[Tensor] | None = None
+
+    def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
+        """The same for each path of each trajectory."""
+
+        def spread(rows: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
+            if rows is None:
+                return None
+            return [row[list(path.places)] for row, own in zip(rows, split, strict=True) for path in own]
+
+        return Estimates(
+            kl=spread(self.kl),
+            values=spread(self.values),
+            outcome_probs=spread(self.outcome_probs),
+            prm_logprobs=spread(self.prm_logprobs),
+            ref_logprobs=spread(self.ref_logprobs),
+            old_logprobs=spread(self.old_logprobs),
+            entropies=spread(self.entropies),
+            bootstrap=None if self.bootstrap is None else [v[None] for own in self.bootstrap for v in own],
+        )
+
+    @property
+    def named(self) -> dict[str, Sequence[Tensor] | None]:
+        """What each is called in a sentence."""
+        return {
+            "KL to the reference": self.kl,
+            "value of the critic": self.values,
+            "probability of the outcome": self.outcome_probs,
+            "log-probability under the process reward model": self.prm_logprobs,
+            "log-probability under the reference": self.ref_logprobs,
+            "log-probability at the start of the step": self.old_logprobs,
+            "entropy at the start of the step": self.entropies,
+            "value of the critic at the end": self.bootstrap,
+        }
+
+
+UNKNOWN = Estimates()
+"""Before any model is asked."""
