@@ -29,7 +29,8 @@ from ludus.envs.variety import variety
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success
-from ludus.rewards.published import PUBLISHED, ExpectedCall, tool_correctness, toolrl
+from ludus.rewards.presets import PUBLISHED
+from ludus.rewards.published import ExpectedCall, tool_correctness, toolrl
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall

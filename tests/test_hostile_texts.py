@@ -7,7 +7,7 @@ import pytest
 
 from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import WORLDS, build_world
-from ludus.rewards import maths, published, shaping
+from ludus.rewards import composite, maths, published, shaping
 from ludus.rewards.answers import Answers, exact_match, token_f1
 from ludus.rewards.base import score
 from ludus.rewards.choices import Choice, multiple_choice
@@ -51,6 +51,8 @@ CASES = [
     *((verifier, CALLS) for verifier in (published.tool_correctness, published.right_argument_values)),
     (shaping.citation_support, None),
     (shaping.repeated_calls(), None),
+    (composite.format_score, Quantity(1.5)),
+    *((part, None) for part in (composite.think_format, composite.tool_use)),
     (shaping.language_consistency(), None),
 ]
 REPORTS = ("report", "state", "tests", "verdict")

@@ -25,6 +25,7 @@ from tiny_run import ludus, refused
 
 OPTIONS = {
     "extra_calls": {"free": 1, "limit": 3},
+    "extra_turns": {"free": 1, "limit": 3},
     "long_answer": {"free": 2, "limit": 4},
     "repeated_calls": {"cap": 2},
     "language_consistency": {"script": "LATIN"},

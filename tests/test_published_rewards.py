@@ -10,10 +10,14 @@ from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.envs.search.world import SearchSettings, SearchWorld
+from ludus.errors import ConfigError
 from ludus.rewards.answers import Answers
-from ludus.rewards.base import check_rewards, score
+from ludus.rewards.base import Reward, check_rewards, score
+from ludus.rewards.composite import format_score, think_format, tool_use
+from ludus.rewards.named import added_parts, parts_that_train
+from ludus.rewards.numbers import Quantity
+from ludus.rewards.presets import PUBLISHED, training_parts
 from ludus.rewards.published import (
-    PUBLISHED,
     ExpectedCall,
     ExpectedCalls,
     match_calls,
@@ -58,7 +62,8 @@ BUY = call("buy", item="fig")
 
 @pytest.mark.parametrize("preset", PUBLISHED)
 def test_in_every_preset_the_outcome_dominates(preset):
-    check_rewards(PUBLISHED[preset].parts())
+    own = [Reward(name, len, weight=2.0, outcome=True) for name in ("first", "second")]
+    check_rewards(training_parts(preset, own))
 
 
 def test_calls_are_compared_by_name_argument_names_and_values():
@@ -171,3 +176,126 @@ def test_a_preset_for_other_tasks_is_refused(tiny_run, tmp_path):
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     words = ("train", make_recipe(tmp_path), "--model", model, "--rewards.preset", "toolrl")
     assert "judges tasks whose truth is ExpectedCalls; here it is Answers" in refused(*words)
+
+
+UNKNOWN = ToolStatus.UNKNOWN_TOOL
+LOOK_SOUTH = call("look", item="fig", shop="south")
+DONE = Message(role="assistant", content="4")
+BOXED = Message(role="assistant", content=r"\boxed{4}")
+THOUGHT = Message(role="assistant", content="4", reasoning_content="2 + 2")
+NUMBER, SAID = Task("t", (), Quantity(4.0)), Task("t", (), Answers(("4",)))
+
+
+def transcript(*said: Message, calls=(), statuses=None, stop=StopReason.ANSWERED) -> Trajectory:
+    """One turn for each call, then what is said."""
+    statuses = [OK] * len(calls) if statuses is None else statuses
+    made = trajectory(*calls).messages[0]["tool_calls"]
+    turns = [Message(role="assistant", content="", tool_calls=[one]) for one in made]
+    outcomes = tuple(ToolOutcome(f"call_{i}_0", "x", status, "") for i, status in enumerate(statuses))
+    return Trajectory("t", 0, (), (*turns, *said), stop, outcomes=outcomes)
+
+
+@pytest.mark.parametrize(
+    ("expected", "given"),
+    [
+        (1, transcript(THOUGHT)),
+        (1, transcript({**THOUGHT, "content": "The answer is 4"}, calls=(BUY,))),
+        (1, transcript({**THOUGHT, "tool_calls": []}, DONE)),
+        (0, transcript(DONE)),
+        (0, transcript({**THOUGHT, "content": ""})),  # never closed
+        (0, transcript({**THOUGHT, "content": "<think>more</think> 4"})),
+        (0, transcript({**DONE, "content": "4 <think>2 + 2</think>"})),
+        (0, transcript({**THOUGHT, "reasoning_content": " "})),
+        (0, transcript(THOUGHT, stop=StopReason.TRUNCATED)),
+    ],
+)
+def test_the_format_of_r1_by_hand(expected, given):
+    assert think_format(SAID, given) == expected
+
+
+@pytest.mark.parametrize(
+    ("expected", "task", "given"),
+    [
+        (0.0, NUMBER, transcript(DONE)),
+        (0.3, NUMBER, transcript(THOUGHT)),
+        (0.2, NUMBER, transcript(BOXED)),
+        (0.0, SAID, transcript(BOXED)),
+        (0.0, NUMBER, transcript({**DONE, "content": r"\boxed{}"})),
+        (0.0, NUMBER, transcript({**DONE, "content": r"\boxed{4"})),
+        (0.5, NUMBER, transcript({**BOXED, "reasoning_content": "2 + 2"})),
+        (0.4, SAID, transcript(THOUGHT, calls=(BUY,))),
+        (0.3, SAID, transcript(THOUGHT, calls=(BUY, LOOK), statuses=(OK, BAD, MALFORMED))),
+        (0.0, SAID, transcript(THOUGHT, statuses=(MALFORMED, MALFORMED))),
+        (0.1, SAID, transcript(DONE, calls=(BUY,), statuses=(UNKNOWN,))),
+        (1.0, NUMBER, transcript({**BOXED, "reasoning_content": "2 + 2"}, calls=(BUY,) * 6)),
+    ],
+)
+def test_the_format_score_by_hand(expected, task, given):
+    assert format_score(task, given) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("expected", "truth", "given"),
+    [
+        (0.0, None, transcript(DONE)),
+        (0.1, None, transcript(DONE, calls=(BUY,))),
+        (0.0, None, transcript(DONE, statuses=(MALFORMED,))),
+        (-0.3, None, transcript(DONE, calls=(BUY,), statuses=(UNKNOWN,))),
+        (0.1, None, transcript(DONE, calls=(LOOK, LOOK_SOUTH, LOOK))),
+        (0.0, None, transcript(DONE, calls=(LOOK, LOOK, LOOK))),
+        (-0.25, None, transcript(DONE, calls=(LOOK, LOOK, BUY), statuses=(OK, OK, UNKNOWN))),
+        (-1.0, None, transcript(DONE, calls=(LOOK, BUY) * 2, statuses=(UNKNOWN,) * 4)),
+        (0.1, ExpectedCalls((BUY,)), transcript(DONE, calls=(BUY,))),
+        (0.0, ExpectedCalls(()), transcript(DONE, calls=(BUY,))),
+    ],
+)
+def test_the_use_of_tools_by_hand(expected, truth, given):
+    assert tool_use(Task("t", (), truth), given) == pytest.approx(expected, abs=1e-12)
+
+
+OWN = (
+    Reward("solved", lambda task, trajectory: float(trajectory.answer == "4"), weight=2.0, outcome=True),
+    Reward("form", lambda task, trajectory: 1.0, weight=0.5),
+)
+WRONG = Message(role="assistant", content="5")
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected", "given"),
+    [
+        ("r1", 1.2, transcript(THOUGHT)),
+        ("r1", 1.0, transcript(DONE)),
+        ("r1", 0.2, transcript({**THOUGHT, "content": "5"})),
+        ("composite", 1.0, transcript(DONE)),
+        ("composite", 1 + 0.2 * 0.4 + 0.1 * 0.1, transcript(THOUGHT, calls=(BUY,))),
+        ("composite", 0.2 * 0.3 + 0.1 * 0.1, transcript(WRONG, calls=(BUY, LOOK, BUY))),
+        ("composite", 1 + 0.2 * 0.5 - 0.1 * 0.1 - 0.05 * 2, transcript(DONE, calls=(BUY,) * 5)),
+        ("composite", 0.2 - 0.1 * 0.35 - 0.15, transcript(WRONG, calls=(BUY,) * 10)),
+        (
+            "composite",
+            -0.1 - 0.05,
+            transcript(WRONG, calls=(BUY, LOOK) * 2, statuses=(UNKNOWN,) * 4 + (MALFORMED,) * 4),
+        ),
+    ],
+)
+def test_r1_and_composite_by_hand(preset, expected, given):
+    """The world's outcome counts 1, whatever its weight there, and its own shaping does not train."""
+    config = Config(rewards=RewardsConfig(preset=preset))
+    parts = parts_that_train(config.rewards, OWN)
+    combined = Combiner(config.rewards, plan_parts(config, parts))
+    task = Task("t", (), None)
+    episode = Episode(RolloutKey(1, "t", 0), task, score(parts, task, given))
+    ((found,),) = combined.combine(1, [[episode]])
+    assert found.trajectory.reward == pytest.approx(expected, abs=1e-12)
+
+
+def test_a_part_by_name_replaces_that_of_composite_and_shaping_cannot_outweigh_the_outcome():
+    turns = {"extra_turns": {"weight": 0.1, "free": 1, "limit": 3}}
+    config = Config(rewards=RewardsConfig(preset="composite", parts=turns))
+    found = {part.name: part.weight for part in parts_that_train(config.rewards, OWN)}
+    assert found == {"solved": 1.0, "format_score": 0.2, "tool_use": 0.1, "extra_turns": 0.1}
+    assert [part.name for part in added_parts(config.rewards)] == ["format_score", "tool_use", "extra_turns"]
+    plan_parts(config, parts_that_train(config.rewards, OWN))
+    heavy = Config(rewards=RewardsConfig(preset="composite", weights={"tool_use": 0.2}))
+    with pytest.raises(ConfigError, match="a failure could earn as much as a success"):
+        plan_parts(heavy, parts_that_train(heavy.rewards, OWN))

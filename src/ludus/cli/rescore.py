@@ -20,7 +20,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.rewards.base import Reward, success
 from ludus.rewards.named import added_parts
-from ludus.rewards.published import training_parts
+from ludus.rewards.presets import training_parts
 from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.store import RolloutRecord, read_rollouts
 from ludus.rollout.trees import of_each_path

@@ -12,7 +12,9 @@ from ludus.errors import nearest_names
 PARTS = (
     "citation_support",
     "extra_calls",
+    "extra_turns",
     "format_kept",
+    "format_score",
     "invalid_calls",
     "json_schema",
     "json_value",
@@ -22,7 +24,9 @@ PARTS = (
     "patch_similarity",
     "repeated_calls",
     "same_state",
+    "think_format",
     "token_f1",
+    "tool_use",
     "well_formed",
 )
 """The names of `rewards.parts` (`ludus.rewards.named.NAMED`)."""
@@ -67,10 +71,10 @@ class PartConfig(Section):
     weight: float = 0.05
     """Of the part in the sum; penalties are negative by themselves and take a weight above 0."""
     free: int | None = None
-    """Of `extra_calls` and `long_answer`, which need it: calls, or words, that cost nothing; none is for
-    others."""
+    """Of `extra_calls`, `extra_turns` and `long_answer`, which need it: calls, turns or words that cost
+    nothing; none is for others."""
     limit: int | None = None
-    """Of both, which need it: from here on they cost 1; none is for others."""
+    """Of the same, which need it: from here on they cost 1; none is for others."""
     cap: int | None = None
     """Of `repeated_calls` and `invalid_calls`: as many such calls cost 1; none is 4."""
     script: str | None = None
@@ -87,12 +91,14 @@ class PartConfig(Section):
 class RewardsConfig(Section):
     """How the parts of a training episode's reward become one number. Evaluations do not read it."""
 
-    preset: Literal["toolrl", "search_r1", "retool"] | None = None
-    """The parts and weights of a published system in the place of the world's; none keeps the world's."""
+    preset: Literal["toolrl", "search_r1", "retool", "r1", "composite"] | None = None
+    """The parts and weights of a published system in the place of the world's (`r1` and `composite` keep its
+    outcome); none keeps the world's."""
     parts: dict[str, PartConfig] = Field({})
-    """Shaping parts by name that count beside the world's: citation_support, extra_calls, format_kept,
-    invalid_calls, json_schema, json_value, language_consistency, long_answer, multiple_choice,
-    patch_similarity, repeated_calls, same_state, token_f1, well_formed."""
+    """Shaping parts by name that count beside the world's: citation_support, extra_calls, extra_turns,
+    format_kept, format_score, invalid_calls, json_schema, json_value, language_consistency, long_answer,
+    multiple_choice, patch_similarity, repeated_calls, same_state, think_format, token_f1, tool_use,
+    well_formed."""
     combination: Literal["weighted_sum", "gated", "pareto"] = "weighted_sum"
     """`weighted_sum` of all parts. `gated`: parts other than the outcome count only where `gate` is full.
     `pareto`: the rank in the group by domination, without weights."""

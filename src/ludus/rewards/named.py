@@ -11,9 +11,11 @@ from ludus.errors import ConfigError, did_you_mean
 from ludus.rewards.answers import Answers, token_f1, well_formed
 from ludus.rewards.base import Reward, RewardFunction
 from ludus.rewards.choices import Choice, multiple_choice
+from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
 from ludus.rewards.evidence import final_answer, last_output
 from ludus.rewards.patches import Patch, patch_similarity
-from ludus.rewards.published import PUBLISHED, format_kept, training_parts
+from ludus.rewards.presets import PUBLISHED, training_parts
+from ludus.rewards.published import format_kept
 from ludus.rewards.shaping import (
     citation_support,
     extra_calls,
@@ -54,7 +56,9 @@ def _state_of(tool: str = "") -> RewardFunction:
 NAMED: Mapping[str, Named] = {
     "citation_support": Named(lambda: citation_support, calls=True),
     "extra_calls": Named(extra_calls, calls=True),
+    "extra_turns": Named(extra_turns),
     "format_kept": Named(lambda: format_kept),
+    "format_score": Named(lambda: format_score),
     "invalid_calls": Named(invalid_calls, calls=True),
     "json_schema": Named(lambda: json_schema, truth=Schema),
     "json_value": Named(lambda: json_value, truth=Value),
@@ -64,7 +68,9 @@ NAMED: Mapping[str, Named] = {
     "patch_similarity": Named(lambda: patch_similarity(), truth=Patch),
     "repeated_calls": Named(repeated_calls, calls=True),
     "same_state": Named(_state_of, truth=State),
+    "think_format": Named(lambda: think_format),
     "token_f1": Named(lambda: token_f1, truth=Answers),
+    "tool_use": Named(lambda: tool_use, calls=True),
     "well_formed": Named(lambda: well_formed),
 }
 
@@ -95,7 +101,14 @@ def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
 def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
     """What the section `rewards` has scored beside the parts of a world: a preset, and parts by name."""
     published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
-    return (*published, *switched_on(settings.parts))
+    return (*_not_replaced(settings, published), *switched_on(settings.parts))
+
+
+def _not_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
+    """The parts of a preset that keeps the outcome, without those that `rewards.parts` sets."""
+    if settings.preset is None or not PUBLISHED[settings.preset].keeps_outcome:
+        return parts
+    return [part for part in parts if part.outcome or part.name not in settings.parts]
 
 
 def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
@@ -103,7 +116,8 @@ def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence
 
     Raises ConfigError for a part that is no part or there already.
     """
-    first, added = training_parts(settings.preset, own), switched_on(settings.parts)
+    first = _not_replaced(settings, training_parts(settings.preset, own))
+    added = switched_on(settings.parts)
     if twice := {part.name for part in first} & {part.name for part in added}:
         name = min(twice)
         raise ConfigError(

@@ -1,17 +1,16 @@
-"""Reward functions and weights of published systems, as presets: `PUBLISHED` by name.
+"""Reward functions and weights of published systems. Each function names its source.
 
-A preset is a list of parts as a world has them. `rewards.preset` puts one in the place of a world's parts for
-training; a world may also use it as its own. Each function names its source.
+A system's rewards are a list of parts as a world has them; `ludus.rewards.presets` has them by name.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ludus.rewards.answers import Answers, exact_match, strict_match, well_formed
+from ludus.rewards.answers import exact_match, strict_match, well_formed
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.structures import same_json
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
@@ -205,26 +204,6 @@ def retool() -> tuple[Reward, ...]:
         Reward("accuracy", accuracy, weight=1.0, outcome=True, low=-1.0),
         Reward("calls_of_the_wrong", calls_of_the_wrong, weight=0.4),
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """A preset: its parts, and the truth that its functions read."""
-
-    parts: Callable[[], tuple[Reward, ...]]
-    truth: type
-
-
-PUBLISHED: Mapping[str, Published] = {
-    "toolrl": Published(toolrl, ExpectedCalls),
-    "search_r1": Published(search_r1, Answers),
-    "retool": Published(retool, Answers),
-}
-
-
-def training_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
-    """The parts that train: those of the preset, or else a world's `own`."""
-    return own if preset is None else PUBLISHED[preset].parts()
 
 
 def _match(task: Task, trajectory: Trajectory) -> CallMatch:

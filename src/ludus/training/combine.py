@@ -37,7 +37,7 @@ from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.named import MODEL_PART, added_parts, check_fed, check_names, parts_that_train
-from ludus.rewards.published import PUBLISHED
+from ludus.rewards.presets import PUBLISHED
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.scoring import ProcessScoring, waited
 from ludus.rollout.trees import attempts, of_each_path, with_chains

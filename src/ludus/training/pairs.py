@@ -175,7 +175,8 @@ def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: boo
     `labelled`: it may be of labelled dialogues instead.
     """
     pairs = []
-    for number, given in enumerate(read_preferences(path) if labelled else read_pairs(path), start=1):
+    records: Sequence[FilePair | FileLabelled] = read_preferences(path) if labelled else read_pairs(path)
+    for number, given in enumerate(records, start=1):
         if isinstance(given, FileLabelled):
             arm = _labelled(renderer, given)
             sides = (arm, NO_ARM) if given.label else (NO_ARM, arm)
