@@ -48,11 +48,18 @@ def test_every_recipe_has_settings_for_a_pretrained_model_and_a_checkpoint_of_a_
         config = load_config(recipe.name, model_settings("some/model", recipe.name))
         assert config.sft.learning_rate == 1e-4
         assert config.model.path == "some/model"
-    checkpoint = tmp_path / "checkpoints" / "step-000001"
-    checkpoint.mkdir(parents=True)
-    assert "--sft.steps" in model_settings(str(checkpoint), "search")
-    (tmp_path / "config.toml").touch()
-    assert "--sft.steps" not in model_settings(str(checkpoint), "search")
+    origins = {"scratch": "from_scratch = true", "shipped": "", "given": 'path = "some/model"', "later": ""}
+    origins["later"] = f'path = "{tmp_path}/scratch/checkpoints/step-000001"'
+    origins["grown"] = f'path = "{tmp_path}/given/checkpoints/step-000001"'
+    for name, words in origins.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.toml").write_text(f"[model]\n{words}\n")
+    pretrained = {
+        name
+        for name in origins
+        if "--sft.steps" in model_settings(f"{tmp_path}/{name}/checkpoints/step-000001", "search")
+    }
+    assert pretrained == {"given", "grown"}
     shipped = recipe_folder("search") / "cold_start"
     assert "--sft.steps" not in model_settings(str(shipped), "search")
     assert model_settings("some/model", "own.toml") == model_settings("some/model")

@@ -97,11 +97,21 @@ def model_settings(model: str | None, recipe: str | None = None) -> list[str]:
     return words + ([] if is_own_checkpoint(Path(model)) else pretrained_settings(recipe))
 
 
-def is_own_checkpoint(path: Path) -> bool:
-    """Whether a model is the checkpoint of a run, or a cold start of the package."""
-    run = path.parent.parent
-    shipped = any(recipe.folder in path.resolve().parents for recipe in list_recipes())
-    return shipped or (path.parent.name == "checkpoints" and (run / "config.toml").is_file())
+def is_own_checkpoint(model: Path) -> bool:
+    """Whether a model grew from nothing: a cold start of the package, or the checkpoint of a run that began
+    from one or from scratch."""
+    seen: set[Path] = set()
+    path: Path | None = model
+    while path is not None and path not in seen:
+        seen.add(path)
+        if any(recipe.folder in path.resolve().parents for recipe in list_recipes()):
+            return True
+        run = path.parent.parent / "config.toml"
+        if path.parent.name != "checkpoints" or not run.is_file():
+            return False
+        given = load_config(run).model.path
+        path = None if given is None else Path(given)
+    return True
 
 
 def pretrained_settings(recipe: str | None) -> list[str]:
