@@ -3,7 +3,9 @@
     python benchmarks/algorithms.py table --game guess     # ten algorithms that stand for the mechanisms
     python benchmarks/algorithms.py ladder                # GRPO, then one part of DAPO after the other
     python benchmarks/algorithms.py credit                # turn by turn against the whole trajectory
-    python benchmarks/algorithms.py stages                # as many demonstrations as RL has episodes
+    python benchmarks/algorithms.py stages                # RL, SFT, SFT then RL, and mixed_policy
+    python benchmarks/algorithms.py stages --against mixed_policy       # the same runs, other differences
+    python benchmarks/algorithms.py stages --game functions-plain       # trained on plain signatures only
     python benchmarks/algorithms.py critic --rates 2e-4 --seeds 0 1 2 3 4        # GRPO against PPO
 
 Every arm has the same cold start, tasks, steps, group size and learning rates: each rate of --rates is tried
@@ -11,6 +13,10 @@ with the first seed, and the one that does best on `validation`, which no table 
 is kept under the hash of its settings and not repeated; one that was cut off goes on. Intervals over seeds
 are of the t-distribution, those of differences are paired over tasks (bootstrap), the seeds of a task
 averaged. Each run has one compute thread.
+
+In `stages`, `more SFT` sees as many of the world's demonstrations as `grpo` plays episodes. `mixed_policy`
+and `SFT, then grpo` play the episodes of `grpo` and see as many dialogues of experts as there are groups,
+within the groups or before the first.
 """
 
 from __future__ import annotations
@@ -20,15 +26,23 @@ import hashlib
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 import learning
 from cold_start import cold_start
+from ludus.config.load import load_config
+from ludus.envs.base import ShowsTasks
+from ludus.envs.registry import build_world
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import paired_difference, t_interval
+
+T = TypeVar("T")
+Column = Callable[[Path], Evaluation]
+"""The evaluation of a run that a column of the table shows."""
 
 SEEDS = (0, 1, 2)
 RATES = ("1e-4", "2e-4", "4e-4")
@@ -38,6 +52,13 @@ LONG = (
 )
 MANY_UPDATES = ("--training.epochs", "2", "--training.minibatches", "4")
 TIGHT = ("--rollout.max_turns", "4", "--rollout.max_new_tokens", "36", *MANY_UPDATES)
+SMALL = (
+    *("--env.settings.sizes", "[5, 6, 7]", "--env.settings.composition_size", "9"),
+    *("--env.settings.num_tasks", "440", "--rollout.max_turns", "3", "--env.check", "false"),
+)
+PLAIN_SIGNATURES = ("--env.settings.changed_in_training", "false", "--rewards.preset", "none")
+FINE_TUNING = ("--sft.learning_rate", "1e-3", "--sft.warmup_steps", "0")
+"""Of SFT before RL."""
 SPLITS = ("validation", "test", "composition")
 
 
@@ -48,13 +69,16 @@ class Arm:
     name: str
     settings: tuple[str, ...]
     stage: str = "train"
+    fine_tunes: bool = False
+    """Whether SFT on the experts of training tasks comes first."""
 
 
 @dataclass(frozen=True)
 class Game:
     """What all arms of a table play: a recipe, its changes, training steps, tasks of an evaluation.
 
-    A step of training has as many `episodes`, one of SFT as many `demonstrations`.
+    A step of training has as many `episodes` in as many `groups`, one of SFT as many `demonstrations`. Tasks
+    of `test` are shown apart by their value of `tag`.
     """
 
     recipe: str
@@ -64,13 +88,27 @@ class Game:
     sft_steps: int | None = None
     episodes: int = 192
     demonstrations: int = 32
+    groups: int = 24
+    tag: str = ""
 
 
 GAMES = {
     "guess": Game("guess", 50, 90),
     "guess-long": Game("guess", 50, 180, LONG, sft_steps=4000),
-    "search": Game("search", 30, 256, episodes=96, demonstrations=24),
-    "search-tight": Game("search", 20, 256, TIGHT, episodes=96, demonstrations=24),
+    "guess-small": Game("guess", 20, 60, SMALL, sft_steps=600),
+    "search": Game("search", 30, 256, episodes=96, demonstrations=24, groups=12),
+    "search-tight": Game("search", 20, 256, TIGHT, episodes=96, demonstrations=24, groups=12),
+    "functions-plain": Game(
+        "functions",
+        80,
+        400,
+        PLAIN_SIGNATURES,
+        None,
+        episodes=96,
+        demonstrations=24,
+        groups=12,
+        tag="signature",
+    ),
 }
 
 
@@ -116,7 +154,12 @@ LADDER = (
         for i, (name, _) in enumerate(PARTS)
     ),
 )
-STAGES = (preset("grpo"), Arm("more SFT", (), "sft"))
+STAGES = (
+    preset("grpo"),
+    Arm("more SFT", (), "sft"),
+    preset("mixed_policy"),
+    Arm("SFT, then grpo", ("--algorithm.preset", "grpo"), fine_tunes=True),
+)
 CRITIC = (preset("grpo"), preset("ppo"))
 CREDIT = (preset("grpo"), preset("turn_grpo", "--algorithm.kl_coef", "0"), preset("turn_return"))
 
@@ -128,6 +171,30 @@ def start_of(name: str, folder: Path) -> tuple[str, ...]:
         return ()
     steps = ("--sft.steps", str(game.sft_steps)) if game.sft_steps else ()
     return cold_start(game.recipe, folder / f"{name}-cold-start", (*game.words, *steps))
+
+
+def experts_of(name: str, folder: Path) -> Path:
+    """A file with the experts' dialogues of a game's training tasks, made once."""
+    path, game = folder / f"{name}-experts.jsonl", GAMES[name]
+    if path.is_file():
+        return path
+    config = load_config(game.recipe, list(game.words))
+    world = build_world(config.env, config.rollout, config.sandbox)
+    assert isinstance(world, ShowsTasks)
+    shown = [(task.id, one) for task in world.tasks("train") if (one := world.expert(task)) is not None]
+    lines = [
+        json.dumps({"task": task, "messages": one.messages, "tools": [tool.schema for tool in one.tools]})
+        for task, one in shown
+    ]
+    folder.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines))
+    return path
+
+
+def newest(path: Path) -> tuple[str, ...]:
+    """The settings that begin at the last checkpoint of a run."""
+    checkpoint = sorted((path / "checkpoints").glob("step-*"))[-1]
+    return ("--model.path", str(checkpoint), "--model.from_scratch", "false")
 
 
 def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train") -> Path:
@@ -172,11 +239,17 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
         "sft": ("--sft.steps", str(steps * game.episodes // game.demonstrations)),
     }
     sections = {"train": "training", "sft": "sft"}
+    num_fine = str(max(1, steps * game.groups // game.demonstrations))
 
     def one(job: tuple[Arm, str, int]) -> Path:
         arm, rate, seed = job
         own = ("--run.seed", str(seed), f"--{sections[arm.stage]}.learning_rate", rate)
-        words = (*start, *budgets[arm.stage], *common, *arm.settings, *own)
+        begin = start
+        if arm.fine_tunes:
+            shown = ("--sft.dialogues", str(experts_of(args.game, args.folder)), "--sft.steps", num_fine)
+            words = (*start, *FINE_TUNING, *shown, *common, "--run.seed", str(seed))
+            begin = (*game.words, *newest(train(args.folder, game.recipe, words, "sft")))
+        words = (*begin, *budgets[arm.stage], *common, *arm.settings, *own)
         return train(args.folder, game.recipe, words, arm.stage)
 
     first, *others = args.seeds
@@ -198,17 +271,44 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
     }
 
 
-def table(found: dict[str, tuple[str, list[Path]]], baseline: str) -> str:
+def part(whole: Evaluation, ids: Collection[str]) -> Evaluation:
+    """An evaluation of these tasks alone."""
+    at = [i for i, task in enumerate(whole.task_ids) if task in ids]
+
+    def chosen(values: Sequence[T]) -> tuple[T, ...]:
+        return tuple(values[i] for i in at)
+
+    families, successes = chosen(whole.families), chosen(whole.successes)
+    return replace(whole, task_ids=chosen(whole.task_ids), successes=successes, families=families)
+
+
+def columns(game: Game) -> dict[str, Column]:
+    """What the table of a game shows of a run."""
+    found: dict[str, Column] = {"test": lambda path: last(path, "test")}
+    if game.tag:
+        config = load_config(game.recipe, list(game.words))
+        ids: dict[str, set[str]] = {}
+        for task in build_world(config.env, config.rollout, config.sandbox).tasks("test"):
+            ids.setdefault(task.tags[game.tag], set()).add(task.id)
+        for value, own in sorted(ids.items()):
+            found[f"{value} {game.tag}"] = lambda path, own=own: part(last(path, "test"), own)
+    return found | {"composition": lambda path: last(path, "composition")}
+
+
+def table(found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mapping[str, Column]) -> str:
     """Each arm's success in per cent with its interval over seeds, and the differences from one of them."""
+    compared = [name for name in shown if name != "composition"]
+    gaps = [f"{name}, against {baseline}, paired over tasks | over seeds" for name in compared]
     lines = [
-        f"| arm | rate | test | composition | test, against {baseline}, paired over tasks | over seeds |",
-        "|---|---|---|---|---|---|",
+        f"| {' | '.join(('arm', 'rate', *shown, *gaps))} |",
+        "|---" * (2 + len(shown) + 2 * len(gaps)) + "|",
     ]
-    plain = [last(p, "test") for p in found[baseline][1]]
     for name, (rate, paths) in found.items():
-        cells = [learning.over_seeds([last(p, split) for p in paths]) for split in ("test", "composition")]
-        gaps = " | " if name == baseline else " | ".join(differences([last(p, "test") for p in paths], plain))
-        lines.append(f"| {name} | {rate} | {' | '.join(cells)} | {gaps} |")
+        cells = [learning.over_seeds([take(p) for p in paths]) for take in shown.values()]
+        for take in (shown[one] for one in compared):
+            plain = [take(p) for p in found[baseline][1]]
+            cells += ["", ""] if name == baseline else differences([take(p) for p in paths], plain)
+        lines.append(f"| {name} | {rate} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -242,10 +342,13 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--against", help="the arm that others are compared with (default: GRPO)")
     args = parser.parse_args()
     args.game = args.game or defaults.get(args.what, "guess")
     chosen, baseline = arms[args.what]
-    print(table(run(args, chosen), baseline))
+    if args.against and args.against not in [arm.name for arm in chosen]:
+        parser.error(f"--against is one of: {', '.join(arm.name for arm in chosen)}")
+    print(table(run(args, chosen), args.against or baseline, columns(GAMES[args.game])))
 
 
 if __name__ == "__main__":

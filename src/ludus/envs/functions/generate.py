@@ -80,11 +80,15 @@ class _Draft:
 
 @dataclass(frozen=True, slots=True)
 class Maker:
-    """Makes the tasks of one split at one level. Everything follows from `rng`."""
+    """Makes the tasks of one split at one level. Everything follows from `rng`.
+
+    Without `changes` every signature is the catalogue's.
+    """
 
     rng: random.Random
     split: str
     level: int
+    changes: bool = True
 
     def task(self, number: int) -> Task | None:
         """A task, or None where this draw gave none (a function refused)."""
@@ -93,7 +97,7 @@ class Maker:
         if family == "answer" and self.split == "composition":
             family = "single"  # there is nothing new to hold out
         draft = self._draft(family)
-        is_changed = rng.random() < CHANGED[self.level]
+        is_changed = rng.random() < CHANGED[self.level] and self.changes
         scene = Scene(rng.randrange(2**32), known_in(draft.plan), self._offers(draft, is_changed))
         try:
             gold = _gold(draft.plan, scene) if draft.right == "call" else ()
@@ -221,13 +225,20 @@ class Maker:
 
 
 def make_tasks(
-    split: str, num: int, levels: Sequence[int], seed: int, taken: Set[str] = frozenset()
+    split: str,
+    num: int,
+    levels: Sequence[int],
+    seed: int,
+    taken: Set[str] = frozenset(),
+    changes: bool = True,
 ) -> tuple[Task, ...]:
     """`num` tasks of a split, its levels in turn; no request occurs twice or is taken.
 
+    Without `changes` none offers a changed signature.
+
     Raises ConfigError where there are not that many.
     """
-    makers = [Maker(random.Random(f"{split}/{level}/{seed}"), split, level) for level in levels]
+    makers = [Maker(random.Random(f"{split}/{level}/{seed}"), split, level, changes) for level in levels]
     tasks: list[Task] = []
     seen = set(taken)
     attempts = 0

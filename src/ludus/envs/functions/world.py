@@ -47,6 +47,9 @@ class FunctionsSettings(BaseModel):
     """Tasks of the splits test and composition, instead of those shares."""
     levels: tuple[int, ...] = Field((1, 2, 3, 4, 5), min_length=1)
     """Which levels, 1 to 5."""
+    changed_in_training: bool = True
+    """Whether tasks of train and validation, and demonstrations, offer changed signatures too; those of test
+    and composition always do."""
     access: Literal["tool", "none"] = "tool"
     """`none` offers no function: a baseline."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
@@ -110,7 +113,8 @@ class FunctionsWorld:
         """
         rng = random.Random(f"demonstrations/{self.settings.seed}/{seed}")
         flaws = Flaws(self.settings.habit, self.settings.mended)
-        makers = [Maker(rng, "train", level) for level in self.settings.levels]
+        changed = self.settings.changed_in_training
+        makers = [Maker(rng, "train", level, changed) for level in self.settings.levels]
         held_out = {request_of(task) for split in SPLITS[1:] for task in self.tasks(split)}
         for number in itertools.count():
             task = makers[number % len(makers)].task(number)
@@ -189,7 +193,8 @@ class FunctionsWorld:
         if settings.num_held_out is not None and split in ("test", "composition"):
             num = settings.num_held_out
         taken = {request_of(task) for other in _before(split) for task in self.tasks(other)}
-        return make_tasks(split, num, settings.levels, settings.seed, taken)
+        changed = settings.changed_in_training or split in ("test", "composition")
+        return make_tasks(split, num, settings.levels, settings.seed, taken, changed)
 
 
 def make_functions_world(settings: Mapping[str, object], limits: ToolLimits) -> FunctionsWorld:
