@@ -29,6 +29,7 @@ import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -284,15 +285,19 @@ def part(whole: Evaluation, ids: Collection[str]) -> Evaluation:
 
 def columns(game: Game) -> dict[str, Column]:
     """What the table of a game shows of a run."""
-    found: dict[str, Column] = {"test": lambda path: last(path, "test")}
+    found: dict[str, Column] = {"test": partial(last, split="test")}
     if game.tag:
         config = load_config(game.recipe, list(game.words))
         ids: dict[str, set[str]] = {}
         for task in build_world(config.env, config.rollout, config.sandbox).tasks("test"):
             ids.setdefault(task.tags[game.tag], set()).add(task.id)
-        for value, own in sorted(ids.items()):
-            found[f"{value} {game.tag}"] = lambda path, own=own: part(last(path, "test"), own)
-    return found | {"composition": lambda path: last(path, "composition")}
+        found |= {f"{value} {game.tag}": partial(last_of, ids=own) for value, own in sorted(ids.items())}
+    return found | {"composition": partial(last, split="composition")}
+
+
+def last_of(path: Path, ids: Collection[str]) -> Evaluation:
+    """The greedy evaluation of these tasks of `test` after training."""
+    return part(last(path, "test"), ids)
 
 
 def table(found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mapping[str, Column]) -> str:
@@ -342,13 +347,18 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--only", nargs="+", help="these arms")
     parser.add_argument("--against", help="the arm that others are compared with (default: GRPO)")
     args = parser.parse_args()
     args.game = args.game or defaults.get(args.what, "guess")
     chosen, baseline = arms[args.what]
-    if args.against and args.against not in [arm.name for arm in chosen]:
-        parser.error(f"--against is one of: {', '.join(arm.name for arm in chosen)}")
-    print(table(run(args, chosen), args.against or baseline, columns(GAMES[args.game])))
+    chosen, baseline = (
+        [arm for arm in chosen if not args.only or arm.name in args.only],
+        args.against or baseline,
+    )
+    if baseline not in [arm.name for arm in chosen]:
+        parser.error(f"there is no arm {baseline!r} to compare with, but {[arm.name for arm in chosen]}")
+    print(table(run(args, chosen), baseline, columns(GAMES[args.game])))
 
 
 if __name__ == "__main__":

@@ -203,6 +203,17 @@ def test_levels_and_families_are_all_there(tasks):
         assert 2 <= len(task.truth.scene.offers) <= 6
 
 
+def test_changed_signatures_can_be_held_out_of_training():
+    settings = FunctionsSettings(num_tasks=60, num_held_out=60, changed_in_training=False)
+    world = FunctionsWorld(settings)
+    changed = {s: sum(t.tags["signature"] == "changed" for t in world.tasks(s)) for s in SPLITS}
+    assert (changed["train"], changed["validation"]) == (0, 0)
+    assert min(changed["test"], changed["composition"]) > 10
+    own = {name: plain_offer(function).schema for name, function in catalogue().items()}
+    for dialogue in islice(world.demonstrations(0), 60):
+        assert [tool.schema for tool in dialogue.tools] == [own[tool.name] for tool in dialogue.tools]
+
+
 def linked_domains(task):
     """The domains of a gold call and of each call that it takes a result from."""
     domain = {name: function.domain for name, function in catalogue().items()}

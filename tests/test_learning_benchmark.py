@@ -1,13 +1,15 @@
-"""The verdict of the learning benchmark on modes of training: what its two intervals say."""
+"""The learning benchmarks: verdicts on modes of training, and the arms and tables of algorithms."""
 
 from __future__ import annotations
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
+from ludus.training.data import read_dialogues
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TASKS = tuple(f"test:{i}" for i in range(200))
@@ -41,3 +43,53 @@ def test_a_mode_is_called_no_worse_where_neither_interval_reaches_five_points_be
     assert gap.verdict == verdict
     assert gap.seeds.mean == pytest.approx(sum(found) / 6 - 80)
     assert gap.tasks.difference == pytest.approx((sum(found) / 6 - 80) / 100)
+
+
+@pytest.fixture
+def algorithms(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return importlib.import_module("algorithms")
+
+
+def test_stages_have_equal_budgets_of_episodes_and_of_dialogues(algorithms, monkeypatch, tmp_path):
+    made = []
+
+    def train(folder, recipe, words, stage="train"):
+        made.append((stage, dict(zip(words[::2], words[1::2], strict=True))))
+        (tmp_path / "run" / "checkpoints" / "step-000015").mkdir(parents=True, exist_ok=True)
+        return tmp_path / "run"
+
+    monkeypatch.setattr(algorithms, "train", train)
+    monkeypatch.setattr(algorithms, "start_of", lambda name, folder: ("--model.path", "cold"))
+    monkeypatch.setattr(algorithms, "last", lambda path, split: evaluated(100)[0])
+    asked = SimpleNamespace(
+        game="guess-small", folder=tmp_path, steps=20, seeds=(0,), rates=("4e-4",), parallel=1
+    )
+    algorithms.run(asked, algorithms.STAGES)
+    plain, more, mixed, fine, after = made
+    assert [stage for stage, _ in made] == ["train", "sft", "train", "sft", "train"]
+    assert (
+        plain[1]["--training.steps"] == mixed[1]["--training.steps"] == after[1]["--training.steps"] == "20"
+    )
+    assert int(more[1]["--sft.steps"]) * 32 == 20 * 24 * 8
+    assert int(fine[1]["--sft.steps"]) * 32 == 20 * 24
+    assert after[1]["--model.path"].endswith("run/checkpoints/step-000015")
+    shown = read_dialogues(Path(fine[1]["--sft.dialogues"]))
+    assert len({one.task for one in shown}) == len(shown) == 170
+
+
+def test_a_table_shows_tasks_of_a_tag_apart(algorithms, monkeypatch):
+    found = {"grpo": ("1e-4", [Path("a"), Path("b")]), "more SFT": ("1e-4", [Path("c"), Path("d")])}
+    rights = dict(zip("abcd", evaluated(100, 110, 50, 60), strict=True))
+    shown = {
+        "test": lambda path: rights[str(path)],
+        "changed": lambda path: algorithms.part(rights[str(path)], TASKS[50:100]),
+        "composition": lambda path: rights[str(path)],
+    }
+    head, line, plain, more = algorithms.table(found, "grpo", shown).splitlines()
+    assert head.count("|") == line.count("|") == plain.count("|") == more.count("|") == 10
+    cells = [cell.strip() for cell in more.split("|")]
+    assert cells[3].startswith("27.5 [")
+    assert cells[4].startswith("10.0 [")
+    assert cells[6].startswith("-25.0 [")
+    assert cells[8].startswith("-90.0 [")
