@@ -56,6 +56,7 @@ TIGHT = ("--rollout.max_turns", "4", "--rollout.max_new_tokens", "36", *MANY_UPD
 SMALL = (
     *("--env.settings.sizes", "[5, 6, 7]", "--env.settings.composition_size", "9"),
     *("--env.settings.num_tasks", "440", "--rollout.max_turns", "3", "--env.check", "false"),
+    *("--evaluation.tasks_during", "60"),
 )
 PLAIN_SIGNATURES = ("--env.settings.changed_in_training", "false", "--rewards.preset", "none")
 FINE_TUNING = ("--sft.learning_rate", "1e-3", "--sft.warmup_steps", "0")
