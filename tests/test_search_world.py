@@ -34,6 +34,7 @@ from ludus.rewards.answers import Answers, matches, normalise
 from ludus.rewards.base import check_rewards, success
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
+from test_turn_verifiers import calls_of, shares
 
 NO_FLAWS = Flaws(0, 0, 0, 0, 0)
 HELD_OUT_FAMILY = "/".join(HELD_OUT)
@@ -252,6 +253,14 @@ def test_a_careful_query_finds_the_passage_of_each_hop(world, questions):
     assert sum(found) / len(found) > 0.97
     late = [hop.fact.passage in world.index.search(hop.query, 5) for hop in hops]
     assert sum(late) / len(late) > 0.99
+
+
+def test_a_turn_is_paid_for_each_passage_of_a_hop_that_it_is_the_first_to_find(world, tasks):
+    task = next(t for t in tasks["validation"] if t.tags["hops"] == "2")
+    first, second = calls_of(world.expert(task))
+    assert shares(world, task, first, first, [*second, *first], second) == (0.5, 0.0, 0.5, 0.0, 0.0)
+    assert shares(world, task, [("search", {"query": "zzz"})]) == (0.0, 0.0)
+    assert SearchWorld(SearchSettings(access="once")).turn_verifier is None
 
 
 def test_a_bare_name_does_not_find_the_country_of_a_city(world):

@@ -339,7 +339,8 @@ class Trajectory:
     one per action: a hash of the environment's state before it. `leaf_rewards` are those of the `rows` of a
     tree, where they differ. Of a tree that was sampled as one, `leaves` has one entry per row; `messages`,
     `stop_reason` and `outcomes` are then those of the first, `rewards` and `reward` means over all.
-    Everything else is derived from these.
+    `turn_progress` is the share of the solution that each turn newly reached, if the world's turn verifier
+    was asked. Everything else is derived from these.
     """
 
     task_id: str
@@ -356,6 +357,7 @@ class Trajectory:
     failure: Failure | None = None
     tags: Mapping[str, str] = field(default_factory=dict)
     anchors: tuple[str, ...] = ()
+    turn_progress: tuple[float, ...] = ()
     timings: Timings = field(default=Timings(), compare=False)
 
     @property

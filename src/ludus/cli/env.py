@@ -33,7 +33,7 @@ from ludus.evaluation.check import CheckPlan, CheckReport, Row, check_world
 from ludus.evaluation.scorecard import scorecard
 from ludus.evaluation.verdicts import Verdict, problems_in, verdicts
 from ludus.recipes import list_recipes
-from ludus.rewards.named import added_parts, check_fed
+from ludus.rewards.named import added_parts, check_fed, judges_more
 from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.setup import episode_limits
 from ludus.types import Task, Trajectory
@@ -228,7 +228,7 @@ def as_trained(
     world: World, task: Task, trajectory: Trajectory, config: Config, scoring: ProcessScoring
 ) -> Trajectory:
     """With the parts that the settings add, and the sum of those that train. Raises WorldError."""
-    if not added_parts(config.rewards):
+    if not judges_more(config.rewards):
         return trajectory
     found = asyncio.run(scoring.with_added(world, task, trajectory))
     own = 0.0 if config.rewards.preset else trajectory.reward

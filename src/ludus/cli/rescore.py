@@ -19,7 +19,7 @@ from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.rewards.base import Reward, success
-from ludus.rewards.named import added_parts
+from ludus.rewards.named import judges_more
 from ludus.rewards.presets import training_parts
 from ludus.rollout.scoring import ProcessScoring
 from ludus.rollout.store import RolloutRecord, read_rollouts
@@ -178,7 +178,7 @@ async def _scores(
 ) -> dict[Path, list[Trajectory]]:
     """The known rollouts of each file with the rewards of the world, and of training steps with those that
     the settings add."""
-    scoring, adds = ProcessScoring.of(config), bool(added_parts(config.rewards))
+    scoring, adds = ProcessScoring.of(config), judges_more(config.rewards)
 
     async def one(record: RolloutRecord, trains: bool) -> Trajectory:
         task = tasks[record.group]

@@ -10,7 +10,8 @@ its other sections are not read. Settings on the command line go on top. Nothing
 go through the section `rewards`: with them only the world's own rewards can change.
 
 `calibrate` compares what happened in the turns of the saved attempts with their success. What tells the two
-apart gets a reward, positive or negative; the turns of an attempt together stay below the outcome.
+apart gets a reward, positive or negative; the turns of an attempt together stay below the outcome. A reward
+that the advantage would turn against its sign is removed, and the others are measured again.
 """
 
 from __future__ import annotations
@@ -61,7 +62,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.action == "calibrate":
         if args.config is not None or overrides:
             raise UserError("`ludus rewards calibrate` takes no settings.", "It reads those of the run.")
-        return print_calibration(args)
+        from ludus.cli.calibrate import print_calibration
+        from ludus.cli.terminal import make_console
+
+        folder = RunFolder(args.run)
+        check_run(folder)
+        saved, files = load_config(folder.config), chosen_files(args, folder)
+        print_calibration(make_console(), saved, files, args.threshold)
+        return 0
     if args.config is None and not overrides:
         raise UserError(
             "There is nothing to compare with.",
@@ -73,44 +81,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = other_config(saved, args.config, overrides)
     replay = rescore(saved, config, chosen_files(args, folder), lambda _: True)
     print_replay(replay, args.episodes, by_place=True)
-    return 0
-
-
-def print_calibration(args: argparse.Namespace) -> int:
-    """Print the events of turns, what they say of success, and the settings that reward them."""
-    from rich.table import Table
-
-    from ludus.cli.terminal import make_console, say
-    from ludus.envs.registry import build_world
-    from ludus.rewards.base import success
-    from ludus.rollout.store import read_rollouts
-    from ludus.training.combine import parts_of
-    from ludus.training.reward_terms import calibrate
-    from ludus.training.run import RunFolder
-
-    folder = RunFolder(args.run)
-    check_run(folder)
-    config = load_config(folder.config)
-    parts = parts_of(config, build_world(config.env, config.rollout, config.sandbox))
-    saved = [r.trajectory for file in chosen_files(args, folder) for r in read_rollouts(file)]
-    attempts = [(one, success(parts, one)) for one in saved if one.failure is None]
-    if not attempts:
-        raise UserError("The run has no attempt that came to an end.", "Look at it with `ludus show`.")
-    weights = [config.rewards.weights.get(p.name, p.weight) for p in parts if p.outcome]
-    found = calibrate(attempts, config.rollout.max_turns, min(w for w in weights if w > 0), args.threshold)
-    table = Table("event", "turns", "in successes", "in failures", "correlation", "reward")
-    columns = (found.found.in_success, found.found.in_failure, found.found.correlation, found.found.reward)
-    for (event, count), *row in zip(found.counts.items(), *(c.tolist() for c in columns), strict=True):
-        won, lost, correlation, reward = row
-        table.add_row(event, str(count), f"{won:.0%}", f"{lost:.0%}", f"{correlation:+.2f}", f"{reward:+.4f}")
-    console = make_console()
-    console.print(table)
-    num = sum(won for _, won in attempts)
-    say(console, f"{num} of {len(attempts)} attempts succeeded. Rewards are {found.scale:.3g} correlations.")
-    for event, reward in found.rewards.items():
-        say(console, f"--rewards.turns.{event} {reward:.4g}")
-    if not found.rewards:
-        say(console, "No event tells success from failure.")
     return 0
 
 

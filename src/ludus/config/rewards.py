@@ -32,6 +32,10 @@ PARTS = (
 """The names of `rewards.parts` (`ludus.rewards.named.NAMED`)."""
 
 
+PROGRESS = "progress"
+"""The event of a turn that reached a milestone of the world's turn verifier (`rewards.turns`)."""
+
+
 class LengthConfig(Section):
     """What the length of an episode, in action tokens, does to its reward."""
 
@@ -126,7 +130,11 @@ class RewardsConfig(Section):
     length: LengthConfig = LengthConfig()
     turns: dict[str, float] = Field({})
     """Rewards of turns by what happened in them: the tools that were called (`a+b` for two), how a call
-    failed (`raised`, `malformed`, ...), or `answer`. `ludus rewards calibrate RUN` finds them."""
+    failed (`raised`, `malformed`, ...), `progress` (the turn verifier found a new milestone), or `answer`.
+    `ludus rewards calibrate RUN` finds them."""
+    turn_verifier_weight: float = Field(0.0, ge=0)
+    """Weight of the world's turn verifier: the turn that first reaches a milestone of the task earns the
+    weight divided by the number of milestones. 0 switches it off."""
     model: str | list[str] | None = None
     """A run folder of `ludus reward-model`, or a checkpoint of it: `sigmoid(score)` becomes the part
     reward_model; none adds no part. A list is an ensemble of models of one kind, and the part is the mean of
@@ -170,6 +178,16 @@ class RewardsConfig(Section):
         if self.model is None:
             return ()
         return (self.model,) if isinstance(self.model, str) else tuple(self.model)
+
+    @property
+    def verifies_turns(self) -> bool:
+        """Whether the world's turn verifier is asked: for its own reward, or for the event `progress`."""
+        return self.turn_verifier_weight > 0 or PROGRESS in self.turns
+
+    @property
+    def rewards_turns(self) -> bool:
+        """Whether these settings add rewards of turns."""
+        return bool(self.turns) or self.turn_verifier_weight > 0
 
     @property
     def is_default(self) -> bool:

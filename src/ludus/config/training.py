@@ -58,6 +58,9 @@ class TrainingConfig(OptimiserSection):
     """Padded tokens per forward pass; the gradient does not depend on it."""
     mask_observations: bool = True
     """False trains on tool output as if the model had written it: for comparison only; it warns."""
+    transitions: bool = False
+    """Make each turn a training sample: its context and its action. Means over sequences, ratios of sequences
+    and minibatches are then those of turns (arXiv:2604.02869)."""
     report_kl: bool = True
     """Score each batch under the initial policy to report the KL, also where no KL term is used."""
     checkpoint_every: int = Field(10, ge=1)

@@ -8,6 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 from ludus.config.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
+from ludus.rewards.turns import TurnVerifier
 from ludus.sandbox.base import BoundsSessions, Sandbox
 from ludus.tasks.order import Order, TaskOrder
 from ludus.tools.base import Tool
@@ -53,6 +54,21 @@ class EmitsTurnRewards(Protocol):
 
     @property
     def emits_turn_rewards(self) -> bool: ...
+
+
+@runtime_checkable
+class VerifiesTurns(Protocol):
+    """A world that can tell which turns of an episode brought it closer to the solution."""
+
+    @property
+    def turn_verifier(self) -> TurnVerifier | None:
+        """The verifier, which reads task and trajectory alone; None if the world's settings leave none."""
+        ...
+
+
+def turn_verifier_of(world: World) -> TurnVerifier | None:
+    """Return the turn verifier of a world, None if it has none."""
+    return world.turn_verifier if isinstance(world, VerifiesTurns) else None
 
 
 @runtime_checkable

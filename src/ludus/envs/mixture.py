@@ -32,10 +32,12 @@ from ludus.envs.base import (
     UsesSandbox,
     World,
     runs_programs,
+    turn_verifier_of,
 )
 from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
+from ludus.rewards.turns import Progress, TurnVerifier
 from ludus.sandbox.base import Sandbox
 from ludus.tasks.mixture import MixtureOrder, Pool, Shares
 from ludus.tools.base import Tool
@@ -166,6 +168,19 @@ class MixedWorld:
         """Whether a member's does."""
         worlds = (member.world for member in self.members)
         return any(isinstance(one, EmitsTurnRewards) and one.emits_turn_rewards for one in worlds)
+
+    @property
+    def turn_verifier(self) -> TurnVerifier | None:
+        """That of the task's world; None if no member has one."""
+        verifies = any(turn_verifier_of(member.world) is not None for member in self.members)
+        return self._verify_turns if verifies else None
+
+    def _verify_turns(self, task: Task, trajectory: Trajectory) -> Progress:
+        member = self.member_of(task)
+        verifier = turn_verifier_of(member.world)
+        if verifier is None:
+            return Progress((), 0)
+        return verifier(member.own(task), _own_view(member, task, trajectory))
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of the worlds that have the split, in turns, until each has run out."""

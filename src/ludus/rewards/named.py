@@ -111,6 +111,11 @@ def _not_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[
     return [part for part in parts if part.outcome or part.name not in settings.parts]
 
 
+def judges_more(settings: RewardsConfig) -> bool:
+    """Whether the section `rewards` has anything judged beside the rewards of the world."""
+    return bool(added_parts(settings)) or settings.verifies_turns
+
+
 def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
     """The parts that train: those of the preset, or else a world's `own`, and those that are switched on.
 

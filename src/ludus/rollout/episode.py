@@ -24,6 +24,7 @@ from ludus.envs.base import Anchored, Environment, World
 from ludus.envs.toolbox import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
+from ludus.rewards.turns import TurnVerifier, turn_shares
 from ludus.rollout.conversation import Conversation
 from ludus.sandbox.waiting import Clock, episode_clock, under
 from ludus.types import (
@@ -179,7 +180,7 @@ def _stop_after(result: StepResult, turn: int, limits: EpisodeLimits, record: _R
     record.shown = result.messages or record.shown
     record.outcomes += result.outcomes
     record.turn_rewards.append(result.reward)
-    for outcome in result.outcomes:
+    for outcome in (one for one in result.outcomes if one.call_id):
         record.error_streak = 0 if outcome.status is ToolStatus.OK else record.error_streak + 1
     if result.done:
         return StopReason.ANSWERED
@@ -293,3 +294,18 @@ def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Tra
         raise
     except Exception as error:  # boundary: foreign code; a reward that fails is never taken for 0
         raise WorldError(f"A reward of task {task.id} raised {describe_error(error)}") from error
+
+
+def shares_of_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> tuple[float, ...]:
+    """What a turn verifier finds (`turn_shares`); empty for a trajectory that branches.
+
+    Raise WorldError with the words of what it raises.
+    """
+    if len(trajectory.rows) > 1:
+        return ()
+    try:
+        return turn_shares(verifier(task, trajectory))
+    except LudusError:
+        raise
+    except Exception as error:  # boundary: foreign code; a verifier that fails is never taken for 0
+        raise WorldError(f"The turn verifier of task {task.id} raised {describe_error(error)}") from error

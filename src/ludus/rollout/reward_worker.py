@@ -27,12 +27,13 @@ from typing import BinaryIO
 from ludus.config.rewards import RewardsConfig
 from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.config.sandbox import SandboxConfig
-from ludus.envs.base import World
+from ludus.envs.base import World, turn_verifier_of
 from ludus.envs.registry import WORLDS, build_world
 from ludus.errors import LudusError
 from ludus.rewards.base import Reward
 from ludus.rewards.named import added_parts
-from ludus.rollout.episode import scored
+from ludus.rewards.turns import TurnVerifier
+from ludus.rollout.episode import scored, shares_of_turns
 from ludus.types import Task, Trajectory
 
 HEAD = struct.Struct(">Q")
@@ -75,11 +76,15 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """The rewards of a trajectory: its parts, their weighted sum, and the seconds that they took."""
+    """The rewards of a trajectory: its parts, their weighted sum, and the seconds that they took.
+
+    `turns` is what the turn verifier found, empty if it was not asked.
+    """
 
     parts: dict[str, float]
     total: float
     seconds: float
+    turns: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,11 +152,32 @@ def answer(line: int) -> None:
 
 
 @dataclass(frozen=True, slots=True)
+class Verifiers:
+    """The functions that judge a trajectory: rewards, and the turn verifier if it is asked."""
+
+    rewards: Sequence[Reward]
+    turns: TurnVerifier | None = None
+
+    def judge(self, asked: Asked) -> Judged:
+        """Raise WorldError with the words of what one of them raises."""
+        begin = time.perf_counter()
+        found = scored(self.rewards, asked.task, asked.trajectory)
+        turns = () if self.turns is None else shares_of_turns(self.turns, asked.task, asked.trajectory)
+        return Judged(dict(found.rewards), found.reward, time.perf_counter() - begin, turns)
+
+
+def added_verifiers(settings: RewardsConfig, world: World) -> Verifiers:
+    """What the section `rewards` has judged beside the rewards of the world."""
+    turns = turn_verifier_of(world) if settings.verifies_turns else None
+    return Verifiers(added_parts(settings), turns)
+
+
+@dataclass(frozen=True, slots=True)
 class _Rewards:
     """Those of the world, and those that the settings add."""
 
-    own: Sequence[Reward]
-    added: Sequence[Reward]
+    own: Verifiers
+    added: Verifiers
 
 
 def _begin(ours: socket.socket, place: Place) -> _Rewards | None:
@@ -159,7 +185,7 @@ def _begin(ours: socket.socket, place: Place) -> _Rewards | None:
         sys.path[:] = place.path
         os.chdir(place.folder)
         world = build_world(place.env, place.rollout, place.sandbox)
-        found = _Rewards(world.rewards, added_parts(place.rewards))
+        found = _Rewards(Verifiers(world.rewards), added_verifiers(place.rewards, world))
         _send(ours, Ready(parts_of(world)))
     except Exception as error:  # boundary: whatever a world raises goes to whoever asked for it
         _send(ours, _failed(error))
@@ -175,9 +201,7 @@ def _answer(rewards: _Rewards, timeout_s: float, ours: socket.socket, said: byte
         return Unread(f"{type(error).__name__}: {error}")
     faulthandler.dump_traceback_later(timeout_s, exit=True, file=ours.fileno())
     try:
-        begin = time.perf_counter()
-        found = scored(rewards.added if asked.added else rewards.own, asked.task, asked.trajectory)
-        return Judged(dict(found.rewards), found.reward, time.perf_counter() - begin)
+        return (rewards.added if asked.added else rewards.own).judge(asked)
     except Exception as error:  # boundary: whatever a reward raises goes to whoever asked for it
         return _failed(error)
     finally:

@@ -20,7 +20,6 @@ import re
 import socket
 import subprocess
 import sys
-import time
 import weakref
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -33,8 +32,6 @@ from ludus.config.schema import Config
 from ludus.envs.base import Environment, World
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward, check_scored_elsewhere
-from ludus.rewards.named import added_parts
-from ludus.rollout.episode import scored
 from ludus.rollout.reward_worker import (
     HEAD,
     LATE,
@@ -44,6 +41,8 @@ from ludus.rollout.reward_worker import (
     Place,
     Ready,
     Unread,
+    Verifiers,
+    added_verifiers,
     parts_of,
 )
 from ludus.types import Task, Trajectory
@@ -124,12 +123,13 @@ class ThreadScoring:
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
         """As `Scoring.scored`."""
-        return _with(trajectory, await self.judged(_rewards(world, environment), Asked(task, trajectory)))
+        verifiers = Verifiers(_rewards(world, environment))
+        return _with(trajectory, await self.judged(verifiers, Asked(task, trajectory)))
 
-    async def judged(self, rewards: Sequence[Reward], asked: Asked) -> Judged:
+    async def judged(self, verifiers: Verifiers, asked: Asked) -> Judged:
         """What the rewards give. Raises as `Scoring.scored`."""
         async with self._turns.one():
-            work = asyncio.wrap_future(_on_a_thread(rewards, asked))
+            work = asyncio.wrap_future(_on_a_thread(verifiers, asked))
             await asyncio.wait({work}, timeout=self.timeout_s)
             if work.done():
                 return work.result()
@@ -167,15 +167,13 @@ def places(config: Config) -> int:
     return cluster.workers * own
 
 
-def _on_a_thread(rewards: Sequence[Reward], asked: Asked) -> Future[Judged]:
+def _on_a_thread(verifiers: Verifiers, asked: Asked) -> Future[Judged]:
     future: Future[Judged] = Future()
     future.set_running_or_notify_cancel()
 
     def work() -> None:
         try:
-            begin = time.perf_counter()
-            found = scored(rewards, asked.task, asked.trajectory)
-            future.set_result(Judged(dict(found.rewards), found.reward, time.perf_counter() - begin))
+            future.set_result(verifiers.judge(asked))
         except BaseException as error:  # boundary: it is raised where the future is waited for
             future.set_exception(error)
 
@@ -324,17 +322,18 @@ class ProcessScoring:
                 check_scored_elsewhere(world.rewards, rewards, environment)
             except ConfigError as error:
                 why = error.message
-        return _with(trajectory, await self._judged(world, rewards, Asked(task, trajectory), why))
+        return _with(trajectory, await self._judged(world, Verifiers(rewards), Asked(task, trajectory), why))
 
     async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
-        """With the parts that the section `rewards` adds (`added_parts`), whose sum takes the place of the
-        reward. Raises as `Scoring.scored`."""
-        rewards = added_parts(self.place.rewards)
-        found = await self._judged(world, rewards, Asked(task, trajectory, added=True))
-        return replace(_with(trajectory, found), rewards={**trajectory.rewards, **found.parts})
+        """With what the section `rewards` has judged (`added_verifiers`): the parts, whose sum takes the
+        place of the reward, and the progress of the turns. Raises as `Scoring.scored`."""
+        verifiers = added_verifiers(self.place.rewards, world)
+        found = await self._judged(world, verifiers, Asked(task, trajectory, added=True))
+        parts = {**trajectory.rewards, **found.parts}
+        return replace(_with(trajectory, found), rewards=parts, turn_progress=found.turns)
 
-    async def _judged(self, world: World, rewards: Sequence[Reward], asked: Asked, why: str = "") -> Judged:
-        """`why`: what keeps `rewards` in this process; empty where nothing does."""
+    async def _judged(self, world: World, verifiers: Verifiers, asked: Asked, why: str = "") -> Judged:
+        """`why`: what keeps the verifiers in this process; empty where nothing does."""
         reply = await self._reply(world, asked) if self.processes and not why else Unread(why)
         match reply:
             case Judged():
@@ -344,7 +343,7 @@ class ProcessScoring:
             case Unread() if self.processes and reply.why != self._why_here:
                 self._why_here = reply.why
                 log.warning("Rewards are computed in this process, which may hold it up: %s", reply.why)
-        return await self._here.judged(rewards, asked)
+        return await self._here.judged(verifiers, asked)
 
     async def _reply(self, world: World, question: Asked) -> Judged | Failed | Unread:
         task = question.task

@@ -215,6 +215,7 @@ def _trajectory_data(trajectory: Trajectory) -> _Data:
         "leaves": [_leaf_data(leaf) for leaf in trajectory.leaves],
         "failure": failure and {"part": failure.part, "error": failure.error, "attempts": failure.attempts},
         "anchors": list(trajectory.anchors),
+        "turn_progress": [float(value) for value in trajectory.turn_progress],
         "tags": dict(trajectory.tags),
     }
 
@@ -310,7 +311,8 @@ def _fault_of_segment(segment: Segment, number: int) -> str:
 
 
 def _trajectory(stored: _Data) -> Trajectory:
-    data: _Data = {"anchors": [], "leaf_rewards": [], "leaves": []} | _object(stored)  # older files lack them
+    lists = ("anchors", "leaf_rewards", "leaves", "turn_progress")
+    data: _Data = {name: [] for name in lists} | _object(stored)  # older files lack them
     _same_fields(data, Trajectory)
     return Trajectory(
         task_id=_str(data["task_id"]),
@@ -327,6 +329,7 @@ def _trajectory(stored: _Data) -> Trajectory:
         failure=None if data["failure"] is None else _failure(data["failure"]),
         tags={name: _str(value) for name, value in _object(data["tags"]).items()},
         anchors=tuple(_str(value) for value in data["anchors"]),
+        turn_progress=tuple(_float(value) for value in data["turn_progress"]),
     )
 
 

@@ -33,7 +33,7 @@ def leaf_rewards(trajectory: Trajectory) -> tuple[float, ...]:
 def paths(trajectory: Trajectory) -> list[Path]:
     """The paths of a trajectory, each with what is known of its leaf.
 
-    The `turn_rewards` and `anchors`, one for each action, go with them.
+    The `turn_rewards`, `anchors` and `turn_progress`, one for each action, go with them.
     """
     if len(trajectory.rows) == 1:
         return [Path(trajectory, tuple(range(trajectory.num_action_tokens)))]
@@ -54,6 +54,7 @@ def paths(trajectory: Trajectory) -> list[Path]:
             leaves=(),
             turn_rewards=_of_actions(trajectory.turn_rewards, actions),
             anchors=_of_actions(trajectory.anchors, actions),
+            turn_progress=_of_actions(trajectory.turn_progress, actions),
         )
         if trajectory.leaves:
             leaf = trajectory.leaves[number]
@@ -87,7 +88,8 @@ def with_chains(tree: Trajectory, chains: Sequence[Trajectory]) -> Trajectory:
         outcomes=first.outcomes,
         rewards={name: _mean([chain.rewards.get(name, 0.0) for chain in chains]) for name in names},
         reward=_mean([chain.reward for chain in chains]),
-        turn_rewards=_turn_rewards(tree, chains),
+        turn_rewards=_of_turns(tree, [chain.turn_rewards for chain in chains]),
+        turn_progress=_of_turns(tree, [chain.turn_progress for chain in chains]),
         leaf_rewards=tuple(chain.reward for chain in chains),
         leaves=tuple(Leaf(c.messages, c.stop_reason, c.outcomes, c.rewards) for c in chains),
     )
@@ -151,14 +153,14 @@ def _of_actions(values: tuple[T, ...], actions: list[int]) -> tuple[T, ...]:
     return tuple(values[number] for number in actions if number < len(values))
 
 
-def _turn_rewards(tree: Trajectory, chains: Sequence[Trajectory]) -> tuple[float, ...]:
+def _of_turns(tree: Trajectory, chains: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
     """One for each action of the tree, 0 where none was given; empty if none was given at all."""
-    if not any(chain.turn_rewards for chain in chains):
+    if not any(chains):
         return ()
     found: list[list[float]] = [[] for segment in tree.segments if segment.kind == "action"]
     for actions, chain in zip(_actions_of_rows(tree), chains, strict=True):
-        missing = (0.0,) * (len(actions) - len(chain.turn_rewards))
-        for number, value in zip(actions, (*chain.turn_rewards, *missing), strict=False):
+        missing = (0.0,) * (len(actions) - len(chain))
+        for number, value in zip(actions, (*chain, *missing), strict=False):
             found[number].append(value)
     return tuple(_mean(values) for values in found)
 

@@ -7,14 +7,14 @@ order of rows and their grouping do not change the gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from ludus.engines.pages import common_prefix
-from ludus.training.branches import laid, num_distinct
+from ludus.training.branches import BREAK, laid, num_distinct
 from ludus.training.forest import LEAST_SHARED
 from ludus.types import Segment, Trajectory
 
@@ -92,6 +92,55 @@ def row_of_trajectory(
     tokens = tuple(token for s, _ in parts for token in s.tokens)
     behavior = tuple(lp for s, _ in parts for lp in (s.logprobs or (0.0,) * len(s.tokens)))
     return Row(tokens, trains, sampled, behavior, advantages, observed, name=trajectory.name)
+
+
+def without_masked(row: Row, trains: Sequence[bool] | None) -> Row:
+    """The row, in which the action tokens for which `trains` is false do not train; None: all do."""
+    if trains is None:
+        return row
+    given = iter(trains)
+    tokens = zip(row.trains, row.sampled, strict=True)
+    return replace(row, trains=tuple(next(given) and own if action else own for own, action in tokens))
+
+
+def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
+    """One row for each turn of a trajectory: its context and its action, which alone trains.
+
+    Where observations train, those before an action train with it, and those after the last action of a path
+    with that. `row` is the trajectory's.
+    """
+    spans: list[tuple[int, int, int]] = []
+    path, begin, place = 0, 0, 0
+    for segment, new in laid(trajectory):
+        if segment.tokens == (BREAK,):
+            spans = _to_the_end(spans, path, place)
+            path = begin = place + 1
+        place += len(segment.tokens)
+        if new and segment.kind == "action" and segment.tokens:
+            spans.append((path, begin, place))
+            begin = place
+    return [_only(row, *span) for span in _to_the_end(spans, path, place)]
+
+
+def _to_the_end(spans: list[tuple[int, int, int]], path: int, end: int) -> list[tuple[int, int, int]]:
+    """The last span of a path reaches to its end."""
+    if not spans or spans[-1][0] != path:
+        return spans
+    return [*spans[:-1], (path, spans[-1][1], end)]
+
+
+def _only(row: Row, path: int, start: int, end: int) -> Row:
+    """The tokens from `path` to `end`, of which those from `start` on keep what makes them train."""
+    context = start - path
+    return replace(
+        row,
+        tokens=row.tokens[path:end],
+        trains=(False,) * context + row.trains[start:end],
+        sampled=(False,) * context + row.sampled[start:end],
+        behavior=(0.0,) * context + row.behavior[start:end],
+        advantages=(0.0,) * context + row.advantages[start:end],
+        observed=(False,) * context + row.observed[start:end] if row.observed else (),
+    )
 
 
 def _spread(values: Sequence[float], sampled: Sequence[bool], trains: Sequence[bool]) -> tuple[float, ...]:

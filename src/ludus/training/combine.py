@@ -33,10 +33,10 @@ from ludus.algorithms.shaping import (
 from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
 from ludus.engines.loading import load_tokenizer
-from ludus.envs.base import World
+from ludus.envs.base import World, turn_verifier_of
 from ludus.errors import ConfigError, LearnerError, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rewards.named import MODEL_PART, added_parts, check_fed, check_names, parts_that_train
+from ludus.rewards.named import MODEL_PART, check_fed, check_names, judges_more, parts_that_train
 from ludus.rewards.presets import PUBLISHED
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.scoring import ProcessScoring, waited
@@ -129,10 +129,18 @@ def check_reward_settings(config: Config, world: World) -> None:
     if settings.is_default:
         return
     plan_parts(config, parts_of(config, world))
-    if settings.turns and not reads_turns(algorithm):
+    if settings.rewards_turns and not reads_turns(algorithm):
+        name = "turns" if settings.turns else "turn_verifier_weight"
         raise ConfigError(
-            f"rewards.turns would have no effect: the advantage {algorithm.advantage} reads no turns.",
+            f"rewards.{name} would have no effect: the advantage {algorithm.advantage} reads no turns.",
             f"Take one of {', '.join(TURN_READING_ADVANTAGES)}.",
+        )
+    if settings.verifies_turns and turn_verifier_of(world) is None:
+        raise ConfigError(
+            f"The world {world.name} has no turn verifier (rewards.turn_verifier_weight, "
+            "rewards.turns.progress).",
+            "search, sql and functions have one with their tools, code and terminal with "
+            "env.settings.check_turns = true.",
         )
     check_ensemble(settings.models)
     by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
@@ -242,7 +250,7 @@ def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
     return Combiner(
         settings=settings,
         parts=plan_parts(config, parts),
-        adds=bool(added_parts(settings)),
+        adds=judges_more(settings),
         microbatch_tokens=config.training.microbatch_tokens,
         takes_turns=takes_turns,
         model=load_ensemble(models, settings.model_std_coef, config) if models else None,
@@ -304,8 +312,8 @@ class Combiner:
         trajectories = self._judged([episode.trajectory for episode in episodes], step)
         rewards = self._rewards(trajectories, torch.tensor([g for g, _ in places]), step)
         trajectories, rewards = with_length(trajectories, rewards, self.settings.length)
-        if self.settings.turns:
-            trajectories = [with_turn_rewards(t, self.settings.turns) for t in trajectories]
+        if self.settings.rewards_turns:
+            trajectories = [self._with_turns(trajectory) for trajectory in trajectories]
         if self.settings.normalise_by is not None:
             trajectories = [
                 replace(t, rewards={**t.rewards, COMBINED_PART: reward})
@@ -346,11 +354,14 @@ class Combiner:
         texts = {tuple(segment.tokens for segment in one.segments) for one in trajectories}
         if len(parts) > 1 or (self.model is not None and len(texts) > 1):
             return True
-        turns = self.settings.turns
-        if turns and len({with_turn_rewards(one, turns).turn_rewards for one in trajectories}) > 1:
+        turns = {self._with_turns(one).turn_rewards for one in trajectories}
+        if self.settings.rewards_turns and len(turns) > 1:
             return True
         rewards = torch.tensor([one.reward for one in trajectories], dtype=torch.float64)
         return len(set(with_length(trajectories, rewards, self.settings.length)[1].tolist())) > 1
+
+    def _with_turns(self, trajectory: Trajectory) -> Trajectory:
+        return with_turn_rewards(trajectory, self.settings.turns, self.settings.turn_verifier_weight)
 
     def metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
         """The weights of the step, and how many pairs of a group the combined reward puts the wrong way
@@ -492,10 +503,10 @@ def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:
     shapes_length = settings.length.kind != "none"
     if shapes_length and LENGTH_PART in names:
         raise ConfigError(f"The world has a reward of its own called {LENGTH_PART}.", "Give it another name.")
-    if settings.combination == "pareto" and (shapes_length or settings.turns):
+    if settings.combination == "pareto" and (shapes_length or settings.rewards_turns):
         raise ConfigError(
             "rewards.combination = pareto ranks parts, and nothing is added to a rank.",
-            "Leave out rewards.length and rewards.turns.",
+            "Leave out rewards.length, rewards.turns and rewards.turn_verifier_weight.",
         )
 
 

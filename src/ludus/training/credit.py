@@ -33,7 +33,7 @@ from ludus.rollout.ledger import Ledger, Outcome
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import RolloutRecord
 from ludus.rollout.trees import Path, attempts, leaf_rewards, paths
-from ludus.training.batch import Row, row_of_trajectory
+from ludus.training.batch import Row, row_of_trajectory, transitions_of, without_masked
 from ludus.training.branches import new_actions, turn_nodes, where_any
 from ludus.training.estimates import UNKNOWN, Estimates
 from ludus.training.finite import check_estimates, check_trajectories
@@ -387,7 +387,7 @@ def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
     trajectories = [credit.episode.trajectory for credit in credits]
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
     width = max(1, int(lengths.max()))
-    turns = [_turns_of_actions(t) for t in trajectories]
+    turns = [turns_of_actions(t) for t in trajectories]
     most = max((max(row, default=0) + 1 for row in turns), default=1)
     proposer, proposals = role_tables([credit.episode.task for credit in credits])
     turn = torch.zeros(len(turns), width, dtype=torch.int64)
@@ -476,7 +476,7 @@ def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
     return table
 
 
-def _turns_of_actions(trajectory: Trajectory) -> list[int]:
+def turns_of_actions(trajectory: Trajectory) -> list[int]:
     """The turn of each action token, counted from 0 without gaps."""
     of_actions = [
         t for t, action in zip(trajectory.turn_index, trajectory.action_mask, strict=True) if action
@@ -527,32 +527,26 @@ def settle(ledger: Ledger, credits: Sequence[Credit]) -> None:
             ledger.finish(credit.episode.key, credit.outcome, credit.reason)
 
 
-def without_masked(row: Row, credit: Credit) -> Row:
-    """The row of a credit, in which the action tokens that it masks do not train."""
-    if credit.trains is None:
-        return row
-    given = iter(credit.trains)
-    tokens = zip(row.trains, row.sampled, strict=True)
-    return replace(
-        row, trains=tuple(next(given) and trains if action else trains for trains, action in tokens)
-    )
-
-
 def training_rows(
-    credits: Sequence[Credit], *, mask_observations: bool, rewards: Sequence[Reward] = ()
+    credits: Sequence[Credit],
+    *,
+    mask_observations: bool,
+    rewards: Sequence[Reward] = (),
+    transitions: bool = False,
 ) -> list[Row]:
     """The rows of those that train. Positive are those with an outcome among `rewards` above 0.
 
-    Without `rewards` it is the weighted sum that counts.
+    Without `rewards` it is the weighted sum that counts. With `transitions` each turn is a row.
     """
     found = []
     for credit in credits:
         if credit.outcome is Outcome.TRAINED:
             one = credit.episode.trajectory
             row = row_of_trajectory(one, credit.advantages or (), mask_observations=mask_observations)
-            row = without_masked(row, credit)
+            row = without_masked(row, credit.trains)
             parts = [one.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
             sampled = (False,) * len(row.tokens) if credit.expert else row.sampled
             positive = max(parts, default=one.reward) > 0
-            found.append(replace(row, sampled=sampled, positive=positive, expert=credit.expert))
+            row = replace(row, sampled=sampled, positive=positive, expert=credit.expert)
+            found += transitions_of(row, one) if transitions else [row]
     return found

@@ -19,7 +19,7 @@ from ludus.algorithms.algorithm import (
 )
 from ludus.algorithms.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
-from ludus.envs.base import Anchored, EmitsTurnRewards, World
+from ludus.envs.base import Anchored, EmitsTurnRewards, World, turn_verifier_of
 
 _MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
 
@@ -68,11 +68,11 @@ def _of_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 def _of_turns(config: Config, algorithm: Algorithm, world: World) -> Iterator[str]:
     emits = isinstance(world, EmitsTurnRewards) and world.emits_turn_rewards
-    given = bool(config.rewards.turns) or config.rewards.model is not None
+    given = config.rewards.rewards_turns or config.rewards.model is not None
     if algorithm.advantage in TURN_ADVANTAGES and not emits and not given:
         yield (
             f"The turn term of the advantage {algorithm.advantage} cannot act: the world {world.name} "
-            "declares no rewards of turns. Set rewards.turns, or algorithm.preset = 'grpo'."
+            f"declares no rewards of turns. Set {_remedy(world)}rewards.turns, or algorithm.preset = 'grpo'."
         )
     if algorithm.advantage in STATE_ADVANTAGES:
         environment = world.environment(world.tasks("train")[0])
@@ -81,6 +81,10 @@ def _of_turns(config: Config, algorithm: Algorithm, world: World) -> Iterator[st
                 f"The comparison of equal states of the advantage {algorithm.advantage} cannot act: the "
                 f"world {world.name} names no states (`Anchored`). Set algorithm.preset = 'grpo'."
             )
+
+
+def _remedy(world: World) -> str:
+    return "rewards.turn_verifier_weight, " if turn_verifier_of(world) is not None else ""
 
 
 def _of_branches(config: Config, algorithm: Algorithm) -> Iterator[str]:

@@ -19,9 +19,9 @@ from ludus.config.schema import Config
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.trees import paths
-from ludus.training.batch import Row, row_of_trajectory
+from ludus.training.batch import Row, row_of_trajectory, without_masked
 from ludus.training.branches import laid, last_actions
-from ludus.training.credit import CUT_OFF, Credit, without_masked
+from ludus.training.credit import CUT_OFF, Credit
 from ludus.training.crew import JudgeLearns, JudgeSays
 from ludus.training.critic import Critic, CriticSettings
 from ludus.training.estimates import Estimates
@@ -200,7 +200,7 @@ def train_judge(judge: Judge, credits: Sequence[Credit]) -> dict[str, float]:
         if judge.settings.turns:
             trajectories = [credit.episode.trajectory for credit in trained]
             rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
-        rows = [without_masked(row, credit) for row, credit in zip(rows, trained, strict=True)]
+        rows = [without_masked(row, credit.trains) for row, credit in zip(rows, trained, strict=True)]
     solved = [] if isinstance(judge, Critic) else _solved(trained, judge.settings.success)
     given: list[list[tuple[float, ...] | None]] = []
     if isinstance(judge, Critic):

@@ -75,6 +75,7 @@ class Learning:
             found,
             mask_observations=self.session.config.training.mask_observations,
             rewards=self.session.world.rewards,
+            transitions=self.session.config.training.transitions,
         )
         return found, await work(lambda: self._train(step, found, rows))
 

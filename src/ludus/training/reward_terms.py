@@ -1,12 +1,12 @@
 """What is added to a combined reward: the length of the episode, and rewards of turns by what happened there.
 
-A turn's event is the way in which the first failed call of it failed (`raised`, `malformed`, ...), else the
-tools that it called, joined by `+` in the order of their names, else `answer`.
+A turn's event is the way in which the first failed call of it failed (`raised`, `malformed`, ...), else
+`progress` if the world's turn verifier found a new milestone, else the tools that it called, joined by `+` in
+the order of their names, else `answer`.
 """
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -16,7 +16,8 @@ from torch import Tensor
 
 from ludus.algorithms.advantages import TierCalibration, calibrate_tiers
 from ludus.algorithms.shaping import ShapingRange, length_linear, length_sigmoid
-from ludus.config.rewards import LengthConfig, RewardsConfig
+from ludus.config.rewards import PROGRESS, LengthConfig, RewardsConfig
+from ludus.rewards.turns import turn_of_call
 from ludus.types import ToolOutcome, ToolStatus, Trajectory
 
 LENGTH_PART = "length"
@@ -24,30 +25,40 @@ LENGTH_PART = "length"
 NO_CALL = "answer"
 _SAFE = 0.9
 """Share of the outcome that calibrated rewards of turns may come to."""
-_CALL = re.compile(r"call_(\d+)_\d+")
 
 
 def events_of(trajectory: Trajectory) -> list[str]:
     """The event of each turn."""
     by_turn: list[list[ToolOutcome]] = [[] for _ in range(trajectory.num_turns)]
     for outcome in trajectory.outcomes:
-        numbered = _CALL.fullmatch(outcome.call_id)
-        if numbered is not None and int(numbered[1]) < len(by_turn):
-            by_turn[int(numbered[1])].append(outcome)
-    return [_event(outcomes) for outcomes in by_turn]
+        turn = turn_of_call(outcome.call_id)
+        if turn is not None and turn < len(by_turn):
+            by_turn[turn].append(outcome)
+    progress = _padded(trajectory.turn_progress, len(by_turn))
+    return [_event(outcomes, share > 0) for outcomes, share in zip(by_turn, progress, strict=False)]
 
 
-def _event(outcomes: Sequence[ToolOutcome]) -> str:
+def _event(outcomes: Sequence[ToolOutcome], progress: bool) -> str:
     failed = [outcome.status.value for outcome in outcomes if outcome.status is not ToolStatus.OK]
-    return failed[0] if failed else "+".join(sorted({o.tool for o in outcomes})) or NO_CALL
+    if failed or progress:
+        return failed[0] if failed else PROGRESS
+    return "+".join(sorted({o.tool for o in outcomes})) or NO_CALL
 
 
-def with_turn_rewards(trajectory: Trajectory, rewards: Mapping[str, float]) -> Trajectory:
-    """The trajectory whose `turn_rewards` have those of its events as well."""
-    own = [rewards.get(event, 0.0) for event in events_of(trajectory)]
-    before = [*trajectory.turn_rewards, *[0.0] * (len(own) - len(trajectory.turn_rewards))]
-    own += [0.0] * (len(before) - len(own))
-    return replace(trajectory, turn_rewards=tuple(a + b for a, b in zip(before, own, strict=True)))
+def _padded(values: Sequence[float], length: int) -> list[float]:
+    return [*values, *[0.0] * (length - len(values))]
+
+
+def with_turn_rewards(
+    trajectory: Trajectory, rewards: Mapping[str, float], weight: float = 0.0
+) -> Trajectory:
+    """The trajectory whose `turn_rewards` have those of its events too, and its progress times `weight`."""
+    events, before = events_of(trajectory), trajectory.turn_rewards
+    most = max(len(events), len(before))
+    own = _padded([rewards.get(event, 0.0) for event in events], most)
+    progress = _padded(trajectory.turn_progress, most)
+    rows = zip(_padded(before, most), own, progress, strict=False)
+    return replace(trajectory, turn_rewards=tuple(a + b + weight * share for a, b, share in rows))
 
 
 def with_length(
@@ -81,6 +92,9 @@ def shaping_ranges(settings: RewardsConfig, max_turns: int, outcome: float) -> l
     values = [0.0, *settings.turns.values()]
     if settings.turns:
         found.append(ShapingRange("turns", max_turns * min(values), max_turns * max(values)))
+    if settings.turn_verifier_weight:
+        weight = settings.turn_verifier_weight
+        found.append(ShapingRange("rewards.turn_verifier_weight", 0.0, weight))
     if settings.length.kind == "sigmoid":
         floor = settings.length.floor
         found.append(ShapingRange(f"rewards.{LENGTH_PART}", (floor - 1) * outcome, 0.0, floor))

@@ -10,7 +10,7 @@ from ludus.algorithms.resolve import resolve
 from ludus.config.cluster import ClusterConfig
 from ludus.config.schema import Config
 from ludus.config.section import Section, changed
-from ludus.rewards.named import added_parts
+from ludus.rewards.named import judges_more
 
 _OF_ENGINES: Final = ("engines", "engine_cpus", "engine_gpus", "engine_resources")
 _OF_REWARD_WORKERS: Final = (
@@ -79,7 +79,7 @@ def _of_engine(config: Config) -> dict[str, str]:
 def _of_scoring(config: Config) -> dict[str, str]:
     """Reward workers score in the place of processes, but for experts and the parts that the settings add."""
     own, experts = config.cluster, resolve(config.algorithm).loss in EXPERT_LOSSES
-    if own.kind == "none" or not own.reward_workers or experts or added_parts(config.rewards):
+    if own.kind == "none" or not own.reward_workers or experts or judges_more(config.rewards):
         return {}
     why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
     return dict.fromkeys(_OF_SCORING, why)

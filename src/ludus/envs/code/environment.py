@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
 from ludus.envs.code.grading import CodeTruth, Judge
-from ludus.envs.code.tools import program_of
+from ludus.envs.code.tools import RUN_TESTS, program_of
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.answers import well_formed
@@ -15,6 +15,7 @@ from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.evidence import NotJson, last_output, read_json
 from ludus.rewards.shaping import only_if
 from ludus.rewards.suites import read_report, share_passed, suite_passes, thrift
+from ludus.rewards.turns import turn_report
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 
@@ -73,18 +74,20 @@ def code_rewards(outcome: Literal["all", "share"], weights: Weights) -> tuple[Re
 @dataclass
 class CodeEnv:
     """One episode. When it ends with an answer, all tests run, and their report is left as an outcome that
-    the model does not see."""
+    the model does not see. With `check_turns` so is a report of each program that `run_tests` has tried."""
 
     tools: Sequence[Tool]
     rewards: Sequence[Reward]
     judge: Judge
     limits: ToolLimits = field(default_factory=ToolLimits)
+    check_turns: bool = False
 
     def __post_init__(self) -> None:
         self._inner = ToolEnv(self.tools, self.rewards, self.limits)
         self._measured = any(part.name == "thrift" for part in self.rewards)
         self._truth: CodeTruth | None = None
         self._program: str | None = None
+        self._turns = 0
 
     async def start(self, task: Task) -> list[Message]:
         """The task's own messages."""
@@ -95,10 +98,22 @@ class CodeEnv:
     async def step(self, action: Action) -> StepResult:
         """Run the calls; where the answer is given, grade it."""
         result = await self._inner.step(action)
-        if not result.done or self._truth is None:
+        self._turns += 1
+        if self._truth is None:
             return result
+        if not result.done:
+            reports = await self._tried(action, result, self._truth) if self.check_turns else []
+            return replace(result, outcomes=(*result.outcomes, *reports))
         self._program = program_of(_answer(action))
         return replace(result, outcomes=(*result.outcomes, await self._graded(self._program, self._truth)))
+
+    async def _tried(self, action: Action, result: StepResult, truth: CodeTruth) -> list[ToolOutcome]:
+        """Reports on all tests of the programs that this turn ran the shown tests on, each program once."""
+        fine = {one.call_id for one in result.outcomes if one.status is ToolStatus.OK}
+        ran = [call for call in action.calls if call.name == RUN_TESTS and call.id in fine]
+        programs = dict.fromkeys(program_of(str(call.arguments["code"])) for call in ran)
+        gradings = [await self.judge.judge(program, truth, truth.cases) for program in programs]
+        return [turn_report(self._turns - 1, grading.report(measured=False)) for grading in gradings]
 
     async def grade_again(self) -> ToolOutcome | None:
         """The report of another run of all tests on the program that was handed in."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from ludus.envs.code.grading import Case, CodeTruth, Grading, Judge, Verdict
 from ludus.tools.base import Tool, Traits, tool
 
+RUN_TESTS: Final = "run_tests"
 _FENCE = "```"
 _LANGUAGE = re.compile(r"[ \t]*(\w*)")
 _PYTHON = ("", "python", "py", "python3")

@@ -13,7 +13,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict, Field
 
 from ludus.envs.code import records
-from ludus.envs.code.environment import CodeEnv, Weights, code_rewards
+from ludus.envs.code.environment import REPORT, CodeEnv, Weights, code_rewards
 from ludus.envs.code.generate import FAMILIES, SPLITS, Wanted, make_problems
 from ludus.envs.code.grading import LIMITS, Case, CodeTruth, Judge
 from ludus.envs.code.oracle import forget, solve
@@ -24,6 +24,7 @@ from ludus.envs.tool_world import Dialogue, check_split
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, truth_of
+from ludus.rewards.turns import TurnVerifier, suite_progress
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.tools.python import python_tool
@@ -69,6 +70,8 @@ class CodeSettings(BaseModel):
     """CPU seconds of a run."""
     habit: float = Field(0.5, ge=0, le=1)
     """Share of the demonstrations that leave a step out and hand in without a try."""
+    check_turns: bool = False
+    """Run all tests, unseen, on each program that `run_tests` is called with, for the turn verifier."""
     data: str | None = None
     """A file of tasks (JSON lines, also .gz) instead of the generated ones."""
     format: records.Format = "own"
@@ -100,6 +103,11 @@ class CodeWorld:
         )
         return code_rewards(chosen.outcome, weights)
 
+    @property
+    def turn_verifier(self) -> TurnVerifier | None:
+        """A milestone is one more test that passes; there is no verifier unless `check_turns` is on."""
+        return suite_progress(REPORT) if self.settings.check_turns and self.settings.tools else None
+
     @cached_property
     def judge(self) -> Judge:
         """Who runs the tests, in the sandbox that was given or else the default one."""
@@ -130,7 +138,7 @@ class CodeWorld:
     def environment(self, task: Task) -> CodeEnv:
         """A fresh episode."""
         tools = self.tools(truth_of(task, CodeTruth)) if self.settings.tools else ()
-        return CodeEnv(tools, self.rewards, self.judge, self.limits)
+        return CodeEnv(tools, self.rewards, self.judge, self.limits, self.settings.check_turns)
 
     def tools(self, truth: CodeTruth) -> tuple[Tool, ...]:
         """`python`, `run_tests` on the visible tests of a task, `submit`. They keep no state."""

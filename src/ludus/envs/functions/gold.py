@@ -20,6 +20,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.published import ExpectedCall, ExpectedCalls
 from ludus.rewards.shaping import either, only_if
 from ludus.rewards.suites import share_passed, suite_passes
+from ludus.rewards.turns import Progress, made_calls
 from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
 
 _MISFITS = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
@@ -158,6 +159,23 @@ def part_made(task: Task, trajectory: Trajectory) -> float:
         return float(_some_turns(task, trajectory) > 0)
     made = made_well(trajectory)
     return float(any(wanted.fits(call) for wanted in truth_of(task).gold for call in made))
+
+
+def gold_calls_made(task: Task, trajectory: Trajectory) -> Progress:
+    """A turn verifier: a milestone is a gold call that is made, after those whose results it takes."""
+    gold = truth_of(task).gold
+    reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
+    made: set[int] = set()
+    for call in made_calls(task, trajectory):
+        if call.outcome.status is not ToolStatus.OK:
+            continue
+        given = ExpectedCall(call.name, call.arguments)
+        for number, wanted in enumerate(gold):
+            if number not in made and made.issuperset(wanted.after) and wanted.fits(given):
+                made.add(number)
+                reached[call.turn].add(str(number))
+                break
+    return Progress(reached, len(gold))
 
 
 def function_rewards(well_formed_weight: float) -> tuple[Reward, ...]:

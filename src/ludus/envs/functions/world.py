@@ -15,7 +15,7 @@ from ludus.envs.functions.api_env import ApiEnv, gold_messages
 from ludus.envs.functions.apis import ApiTruth
 from ludus.envs.functions.catalogue import catalogue
 from ludus.envs.functions.generate import FAMILIES, SPLITS, SYSTEM, Maker, make_tasks, request_of
-from ludus.envs.functions.gold import Truth, function_rewards, truth_of
+from ludus.envs.functions.gold import Truth, function_rewards, gold_calls_made, truth_of
 from ludus.envs.functions.offers import Scene, SchemaTool, plain_offer
 from ludus.envs.functions.oracle import Flaws, play
 from ludus.envs.functions.other_ways import other_ways
@@ -26,6 +26,7 @@ from ludus.envs.tool_world import Dialogue, split_of
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
+from ludus.rewards.turns import TurnVerifier
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.types import JSON, DataClass, Message, Task
@@ -87,6 +88,11 @@ class FunctionsWorld:
     def rewards(self) -> tuple[Reward, ...]:
         """All or nothing, and a little for an episode without a failed call."""
         return function_rewards(self.settings.well_formed_weight)
+
+    @property
+    def turn_verifier(self) -> TurnVerifier | None:
+        """A milestone is a gold call; where no function is on offer there is no verifier."""
+        return gold_calls_made if self.settings.access == "tool" else None
 
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split, levels in turn."""

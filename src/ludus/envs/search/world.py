@@ -22,10 +22,11 @@ from ludus.errors import ConfigError
 from ludus.rewards.answers import Answers, exact_match, strict_match, token_f1, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.shaping import citation_support, either, only_if
+from ludus.rewards.turns import Progress, TurnVerifier, turn_of_call
 from ludus.tools.base import Tool
 from ludus.tools.dense import DenseIndex, FolderEncoder, HybridIndex
 from ludus.tools.search import PassageIndex, Searches, search_tool
-from ludus.types import Message, Task
+from ludus.types import Message, Task, ToolStatus, Trajectory
 
 SYSTEM = {
     "tool": "Answer the question. Search until you know.",
@@ -108,6 +109,25 @@ class SearchWorld:
             ),
         )
 
+    @property
+    def turn_verifier(self) -> TurnVerifier | None:
+        """A milestone is a passage that states the fact of a hop; without the tool there is no verifier."""
+        return self._retrieved if self.settings.access == "tool" else None
+
+    def _retrieved(self, task: Task, trajectory: Trajectory) -> Progress:
+        question = self._question(task)
+        needed = set() if question is None else {hop.fact.passage for hop in question.hops}
+        reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
+        for outcome in trajectory.outcomes:
+            turn = turn_of_call(outcome.call_id)
+            if outcome.status is ToolStatus.OK and turn is not None and turn < len(reached):
+                reached[turn] |= needed.intersection(outcome.output.split("\n"))
+        return Progress(reached, len(needed))
+
+    def _question(self, task: Task) -> Question | None:
+        split = task.tags.get("split", "")
+        return _questions_by_id(split, self.settings.seed).get(task.id) if split in SIZES else None
+
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split, families mixed by their weights, in a fixed order."""
         check_split(split, self.splits, self.name)
@@ -150,9 +170,7 @@ class SearchWorld:
 
     def expert(self, task: Task) -> Dialogue | None:
         """The expert without its flaws; None where the task has no tool or a search finds nothing."""
-        split = task.tags.get("split", "")
-        asked = _questions(split, self.settings.seed) if split in SIZES else ()
-        question = next((one for one in asked if one.id == task.id), None)
+        question = self._question(task)
         if question is None or self.settings.access != "tool":
             return None
         flawless = Flaws(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -203,6 +221,11 @@ def _dense_index(folder: str) -> DenseIndex:
 def _questions(split: str, seed: int) -> tuple[Question, ...]:
     """The questions of a split, composed once in a process."""
     return tuple(sample_questions(load_facts(), split, SIZES[split], seed))
+
+
+@cache
+def _questions_by_id(split: str, seed: int) -> Mapping[str, Question]:
+    return {question.id: question for question in _questions(split, seed)}
 
 
 def make_search_world(settings: Mapping[str, Any], limits: ToolLimits) -> SearchWorld:

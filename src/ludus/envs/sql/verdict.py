@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import islice, permutations
 
 from ludus.envs.sql.tasks import TOLERANCE, Question
 from ludus.rewards import records
@@ -13,9 +14,15 @@ from ludus.rewards.base import truth_of
 from ludus.rewards.evidence import fenced
 from ludus.rewards.numbers import Quantity
 from ludus.rewards.rows import Rows, same_rows
+from ludus.rewards.turns import Progress, made_calls
 from ludus.tools.sql import Database, Row, SqlError, SqlLimits
 from ludus.types import Task, ToolStatus, Trajectory
 
+PlainRow = tuple[int | float | str | None, ...]
+MOST_EXTRA = 2
+"""Columns beside the gold ones in a result that holds the gold rows."""
+MOST_CHOICES = 720
+"""Choices of columns that are tried for that."""
 LIMITS = SqlLimits()
 """Bounds on the query that is the answer."""
 CENT = 0.005
@@ -64,14 +71,56 @@ def gives(answer: str, image: bytes, due: Rows) -> bool:
 
     A fence around it and a semicolon behind it are taken off. Verdicts are kept: two rewards ask for one.
     """
-    query = fenced(answer).rstrip().rstrip(";")
-    enough = len(due.rows) + 1
+    rows = _rows_of(fenced(answer), image, len(due.rows) + 1)
+    return rows is not None and same_rows(rows, due)
+
+
+def _rows_of(query: str, image: bytes, enough: int) -> list[PlainRow] | None:
+    """The first rows of a query within the bounds of `LIMITS`; None where it fails or gives bytes."""
     try:
-        result = Database(image, limits=replace(LIMITS, counted=enough)).query(query, keep=enough)
+        database = Database(image, limits=replace(LIMITS, counted=enough))
+        result = database.query(query.rstrip().rstrip(";"), keep=enough)
     except SqlError:
+        return None
+    rows = [_plain(row) for row in result.rows]
+    plain = [row for row in rows if row is not None]
+    return plain if len(plain) == len(rows) else None
+
+
+def holds_gold(query: str, truth: SqlTruth) -> bool:
+    """Whether a query gives the gold rows on both databases, up to `MOST_EXTRA` other columns beside theirs.
+
+    Constants and copies of what is seen do not: the hidden database has other rows.
+    """
+    pairs = ((truth.image, truth.rows), (truth.hidden, truth.hidden_rows))
+    found = [_rows_of(query, image, len(due.rows) + 1) for image, due in pairs]
+    if any(not rows or len(rows) != len(due.rows) for rows, (_, due) in zip(found, pairs, strict=True)):
         return False
-    rows = tuple(map(_plain, result.rows))
-    return all(row is not None for row in rows) and same_rows([row for row in rows if row is not None], due)
+    tables = [rows for rows in found if rows]
+    gold, width = len(truth.rows.rows[0]), len(tables[0][0])
+    if width > gold + MOST_EXTRA:
+        return False
+    return any(
+        all(
+            same_rows([tuple(row[column] for column in columns) for row in rows], due)
+            for rows, (_, due) in zip(tables, pairs, strict=True)
+        )
+        for columns in islice(permutations(range(width), gold), MOST_CHOICES)
+    )
+
+
+def gold_rows_found(task: Task, trajectory: Trajectory) -> Progress:
+    """A turn verifier: the one milestone is a call whose query holds the gold rows (`holds_gold`)."""
+    truth = truth_of(task, SqlTruth)
+    reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
+    for call in made_calls(task, trajectory):
+        query = call.arguments.get("query")
+        if call.outcome.status is not ToolStatus.OK or not isinstance(query, str):
+            continue
+        if holds_gold(query, truth):
+            reached[call.turn].add("gold rows")
+            break
+    return Progress(reached, 1)
 
 
 def other_words(truth: SqlTruth) -> tuple[str, ...]:
@@ -90,7 +139,7 @@ def other_words(truth: SqlTruth) -> tuple[str, ...]:
     return fenced_query, f"WITH answer AS ({query}) SELECT * FROM answer"
 
 
-def _plain(row: Row) -> tuple[int | float | str | None, ...] | None:
+def _plain(row: Row) -> PlainRow | None:
     """The row, or None where it holds bytes: no question asks for them."""
     cells = tuple(cell for cell in row if not isinstance(cell, bytes))
     return cells if len(cells) == len(row) else None

@@ -15,13 +15,22 @@ from ludus.envs.sql.data import DataPair, make_pair
 from ludus.envs.sql.domains import domain
 from ludus.envs.sql.expert import Expert, Flaws
 from ludus.envs.sql.tasks import SPLITS, Question, Wanted, compose
-from ludus.envs.sql.verdict import SqlTruth, make_truth, other_words, result_set, shown_rows, was_run
+from ludus.envs.sql.verdict import (
+    SqlTruth,
+    gold_rows_found,
+    make_truth,
+    other_words,
+    result_set,
+    shown_rows,
+    was_run,
+)
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.answers import well_formed
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.shaping import citation_support, either, only_if
+from ludus.rewards.turns import TurnVerifier
 from ludus.tools.base import Tool
 from ludus.tools.sql import Database, SqlLimits, schema_tool, sql_tool
 from ludus.types import Message, Task
@@ -97,6 +106,11 @@ class SqlWorld:
                 weight=self.settings.well_formed_weight,
             ),
         )
+
+    @property
+    def turn_verifier(self) -> TurnVerifier | None:
+        """The milestone is a query that gives the gold rows; without tools there is no verifier."""
+        return gold_rows_found if self.settings.access == "tool" else None
 
     @cached_property
     def _task_lists(self) -> Mapping[str, Sequence[Task]]:

@@ -21,6 +21,7 @@ from ludus.errors import WorldError
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.evidence import last_output
 from ludus.rewards.suites import Suite, read_report
+from ludus.rewards.turns import turn_report
 from ludus.sandbox.base import Sandbox, Snapshot
 from ludus.tools.base import Tool, ToolError
 from ludus.tools.workspace import Workspace
@@ -42,10 +43,18 @@ _MOMENT_S: Final = 0.5
 
 
 class TerminalEpisode:
-    """See the module. `job` has the files, the services, and what is asked of them."""
+    """See the module. `job` has the files, the services, and what is asked of them.
+
+    With `check_turns` a report after each turn with calls is left as an outcome that the model does not see.
+    """
 
     def __init__(
-        self, plain: ToolEnv, workspace: Workspace | None, job: Assignment, sandbox: Sandbox
+        self,
+        plain: ToolEnv,
+        workspace: Workspace | None,
+        job: Assignment,
+        sandbox: Sandbox,
+        check_turns: bool = False,
     ) -> None:
         self._plain = plain
         self._workspace = workspace
@@ -53,6 +62,8 @@ class TerminalEpisode:
         self._sandbox = sandbox
         self._began: Mapping[str, Identity] = {}
         self._left: tuple[Snapshot, Running] | None = None
+        self._check_turns = check_turns
+        self._turns = 0
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -79,8 +90,9 @@ class TerminalEpisode:
     async def step(self, action: Action) -> StepResult:
         """Run the calls; at the end judge the files."""
         result = await self._plain.step(action)
+        self._turns += 1
         if not result.done:
-            return result
+            return replace(result, outcomes=(*result.outcomes, *await self._report_of_turn(action)))
         return replace(result, outcomes=(*result.outcomes, _verdict(await self._report())))
 
     async def grade_again(self) -> ToolOutcome | None:
@@ -90,6 +102,16 @@ class TerminalEpisode:
     async def close(self) -> None:
         """End the session."""
         await self._plain.close()
+
+    async def _report_of_turn(self, action: Action) -> list[ToolOutcome]:
+        """What holds after this turn; nothing where that is not asked, or the session does not tell."""
+        if not self._check_turns or self._workspace is None or not action.calls:
+            return []
+        try:
+            now = await self._take(self._workspace)
+        except ToolError:
+            return []
+        return [turn_report(self._turns - 1, _text(await self._judged(*now)))]
 
     async def _report(self) -> Mapping[str, bool]:
         """What holds. A session whose files cannot be had, lost or too full, leaves nothing that holds."""
@@ -117,4 +139,8 @@ class TerminalEpisode:
 
 
 def _verdict(report: Mapping[str, bool]) -> ToolOutcome:
-    return ToolOutcome("", VERDICT, ToolStatus.OK, json.dumps(dict(report), sort_keys=True))
+    return ToolOutcome("", VERDICT, ToolStatus.OK, _text(report))
+
+
+def _text(report: Mapping[str, bool]) -> str:
+    return json.dumps(dict(report), sort_keys=True)

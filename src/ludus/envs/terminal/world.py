@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ludus.envs.base import room_of
 from ludus.envs.settings import read_settings
 from ludus.envs.terminal.bench import BenchTask, load_bench
-from ludus.envs.terminal.episode import TerminalEpisode, mended, read_verdict
+from ludus.envs.terminal.episode import VERDICT, TerminalEpisode, mended, read_verdict
 from ludus.envs.terminal.generate import LEVELS, SPLITS, TOPICS, homes_of_makers, make_job, splits_of
 from ludus.envs.terminal.job import Assignment, Job
 from ludus.envs.terminal.oracle import fall_short, played, solve
@@ -29,6 +29,7 @@ from ludus.rewards.answers import well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.shaping import only_if
 from ludus.rewards.suites import share_passed, suite_passes
+from ludus.rewards.turns import TurnVerifier, suite_progress
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.tools.files import files_tools
@@ -67,6 +68,8 @@ class TerminalSettings(BaseModel):
     """Share of the demonstrations that only look, or leave the last command out."""
     well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
     """Of an episode without a failed call that mended something and broke nothing; a solved task weighs 1."""
+    check_turns: bool = False
+    """Judge the files after each turn with calls, unseen, for the turn verifier."""
     bench: str | None = None
     """A folder with tasks in the layout of Terminal-Bench, which become the split `bench`."""
     bench_workdir: str = "/app"
@@ -106,6 +109,13 @@ class TerminalWorld:
             ),
         )
 
+    @property
+    def turn_verifier(self) -> TurnVerifier | None:
+        """A milestone is one more check that holds; there is no verifier unless `check_turns` is on."""
+        return (
+            suite_progress(VERDICT) if self.settings.check_turns and self.settings.tools != "none" else None
+        )
+
     def tasks(self, split: str) -> Sequence[Task]:
         """The tasks of a split, levels and topics mixed, in a fixed order."""
         check_split(split, self.splits, self.name)
@@ -124,7 +134,7 @@ class TerminalWorld:
             self.sandbox, "shell", job.start.files, replace(LIMITS, wall_s=self._wall_s, cpu_s=self._wall_s)
         )
         plain = ToolEnv(self.tools(workspace), self.rewards, self.limits, resources=[workspace])
-        return TerminalEpisode(plain, workspace, job, self.sandbox)
+        return TerminalEpisode(plain, workspace, job, self.sandbox, self.settings.check_turns)
 
     def tools(self, workspace: Workspace) -> tuple[Tool, ...]:
         """The tools of an episode."""
