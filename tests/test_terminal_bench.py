@@ -7,6 +7,7 @@ import sys
 import pytest
 
 from ludus.envs.terminal.bench import load_bench, named_tests
+from ludus.envs.terminal.bench_tests import is_full
 from ludus.envs.terminal.world import make_terminal_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
@@ -142,7 +143,7 @@ def test_a_script_judges_where_there_are_no_tests_of_pytest(folder):
     with pytest.raises(ConfigError, match="has no tests"):
         load_bench(folder, "/app", "refuse")
     (place / "run-tests.sh").write_text('cd /app\n[ "$(cat squares.txt)" = 1 ]\n')
-    with pytest.raises(ConfigError, match=r"exit code of run-tests\.sh"):
+    with pytest.raises(ConfigError, match=r"what run-tests\.sh says"):
         load_bench(folder, "/app", "refuse")
     (task,) = load_bench(folder, "/app", "refuse", "trust")
     right, wrong, none = judged(task, {"squares.txt": b"1\n"}, {"run-tests.sh": b"exit 0\n"}, {})
@@ -202,3 +203,117 @@ def test_the_world_has_a_split_of_them_with_their_solutions(folder):
     (task,) = world.tasks("bench")
     assert task.tags["kind"] == "squares"
     assert "awk" in world.expert(task).messages[2]["tool_calls"][0]["function"]["arguments"]
+
+
+TOML = """version = "1.0"
+[metadata]
+difficulty = "hard"
+category = "files"
+[verifier]
+timeout_sec = 40.0
+[agent]
+timeout_sec = 900.0
+[environment]
+build_timeout_sec = 600.0
+docker_image = "someone/squares:1"
+"""
+PYTEST_SH = """#!/bin/bash
+curl -LsSf https://example.org/uv/install.sh | sh
+uvx -w pytest==8.4.1 pytest --ctrf /logs/verifier/ctrf.json /tests/test_outputs.py -rA
+if [ $? -eq 0 ]; then echo 1 > /logs/verifier/reward.txt; else echo 0 > /logs/verifier/reward.txt; fi
+"""
+SCORED_SH = """#!/bin/bash
+if cmp -s /app/squares.txt /tests/due.txt; then echo 1.0 > /logs/verifier/reward.txt; exit 0; fi
+echo '{"reward": 0.5}' > /logs/verifier/reward.json
+exit 1
+"""
+
+
+@pytest.fixture
+def harbor(folder):
+    """The same task in Harbor's layout."""
+    place = folder / "squares"
+    for name in ("task.yaml", "solution.sh"):
+        (place / name).unlink()
+    (place / "environment").mkdir()
+    (place / "solution").mkdir()
+    for name in ("Dockerfile", "numbers.txt", "data"):
+        (place / name).rename(place / "environment" / name)
+    (place / "task.toml").write_text(TOML)
+    (place / "instruction.md").write_text("Write the squares of /app/numbers.txt to /app/squares.txt.\n")
+    (place / "solution/solve.sh").write_text("#!/bin/bash\nprintf '1\\n4\\n9\\n' > /app/squares.txt\n")
+    (place / "tests/due.txt").write_text("1\n4\n9\n")
+    (place / "tests/test.sh").write_text(PYTEST_SH)
+    due = 'def test_squares():\n    assert Path("/tests/due.txt").is_file()\n'
+    (place / "tests/test_outputs.py").write_text(TESTS.replace("def test_squares():\n", due))
+    return place
+
+
+def test_harbors_layout_is_read_and_judged_by_its_tests(harbor):
+    (task,) = load_bench(harbor.parent, "/app", "refuse")
+    assert task.text == "Write the squares of /box/numbers.txt to /box/squares.txt."
+    assert (task.level, task.topic, task.timeout_s, task.suite.fail_to_pass) == (4, "files", 40.0, NAMES)
+    assert sorted(task.start.files) == ["data/run.sh", "numbers.txt"]
+    assert "> /box/squares.txt" in task.solution
+    right, idle = judged(task, {"squares.txt": b"1\n4\n9\n"}, {})
+    assert right == dict.fromkeys(NAMES, True)
+    assert idle == {**right, NAMES[0]: False}
+
+
+def test_a_script_of_harbor_judges_by_its_reward_file_if_trusted(harbor):
+    (harbor / "tests/test.sh").write_text(SCORED_SH)
+    with pytest.raises(ConfigError, match=r"what tests/test\.sh says"):
+        load_bench(harbor.parent, "/app", "refuse")
+    (task,) = load_bench(harbor.parent, "/app", "refuse", "trust")
+    forged = {"logs/verifier/reward.txt": b"1", "tests/test.sh": b"echo 1 > /logs/verifier/reward.txt"}
+    right, half = judged(task, {"squares.txt": b"1\n4\n9\n"}, forged)
+    assert (right, half) == ({"tests/test.sh": True}, {"tests/test.sh": False})
+
+
+@pytest.mark.parametrize(
+    ("text", "full"),
+    [
+        *(("1\n", True), ("1.0", True), ("0.99", False), ("true", False), ("", False), ("nan", False)),
+        *(('{"reward": 1}', True), ('{"accuracy": 1.0}', True), ('{"a": 1, "b": 1}', False)),
+    ],
+)
+def test_only_a_full_reward_counts(text, full):
+    assert is_full(text) is full
+
+
+NEEDS = {
+    "environment/docker-compose.yaml": ("services: {}\n", r"squares: environment/docker-compose\.yaml"),
+    "environment/Dockerfile": (
+        "FROM x\nRUN pip install 'numpy\n",
+        r"squares/environment/Dockerfile, line 2: RUN",
+    ),
+    "task.toml": (TOML + "gpus = 1\n", r"squares: environment\.gpus: a GPU"),
+}
+
+
+@pytest.mark.parametrize("path", NEEDS)
+def test_tasks_of_harbor_that_need_a_container_are_refused_with_their_reason_or_skipped(harbor, path, caplog):
+    text, reason = NEEDS[path]
+    shutil.copytree(harbor, harbor.parent / "other")
+    (harbor / path).write_text(text)
+    with pytest.raises(ConfigError, match=f"1 of 2 tasks .*{reason}"):
+        load_bench(harbor.parent, "/app", "refuse")
+    (task,) = load_bench(harbor.parent, "/app", "skip")
+    assert task.name == "other"
+    assert "The task squares" in caplog.text
+
+
+def test_an_image_without_dockerfile_and_steps_are_named(harbor):
+    (harbor / "environment/Dockerfile").unlink()
+    with pytest.raises(ConfigError, match=r"squares: environment\.docker_image: the image someone/squares:1"):
+        load_bench(harbor.parent, "/app", "refuse")
+    (harbor / "task.toml").write_text(TOML + '[[steps]]\nname = "a"\n')
+    (harbor / "instruction.md").unlink()
+    with pytest.raises(ConfigError, match="squares: it has several steps"):
+        load_bench(harbor.parent, "/app", "refuse")
+    (harbor / "task.toml").write_text("[verifier]\ntimeout_sec = -1\n")
+    with pytest.raises(ConfigError, match=r"verifier\.timeout_sec is -1"):
+        load_bench(harbor.parent, "/app", "refuse")
+    (harbor / "task.toml").write_text("version = ")
+    with pytest.raises(ConfigError, match=r"task\.toml cannot be read"):
+        load_bench(harbor.parent, "/app", "refuse")

@@ -1,21 +1,20 @@
 """Tasks in the layout of Terminal-Bench: a folder for each, read from a folder of the user's.
 
-    NAME/task.yaml       `instruction` (or `descriptions`), `difficulty`, `category`
-    NAME/tests/*.py      tests for pytest, run over the final files (`ludus.envs.terminal.bench_tests`)
-    NAME/run-tests.sh    where there are no such tests, and the settings trust scripts: its exit code decides
-    NAME/solution.sh     the oracle, if there is one
-    NAME/Dockerfile      FROM, WORKDIR and COPY are understood; no image is built
+    its text and settings   `ludus.envs.terminal.bench_layouts` reads both layouts
+    tests/*.py              tests for pytest, run over the final files (`ludus.envs.terminal.bench_tests`)
+    its script              judges if there are no such tests, and the settings trust scripts
+    its solution            the oracle, if there is one
+    its Dockerfile          FROM, WORKDIR and COPY are understood; no image is built
 
-The folder that the tasks speak of becomes /box, in their texts, scripts, tests and files. Source of the
-layout: the repository laude-institute/terminal-bench.
+The folder that the tasks speak of becomes /box, in their texts, scripts, tests and files. Sources of the
+layouts: the repository laude-institute/terminal-bench, and the documentation of Harbor.
 """
 
 from __future__ import annotations
 
 import ast
-import importlib
 import json
-import re
+import logging
 import shlex
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from functools import cached_property
 from pathlib import Path, PurePosixPath
 from typing import Final, Literal
 
-from ludus.envs.terminal.bench_tests import judge_tests
+from ludus.envs.terminal.bench_layouts import Layout, read_layout
+from ludus.envs.terminal.bench_tests import judge_tests, moved
 from ludus.envs.terminal.services import NOTHING_RUNS, Running, Service
 from ludus.errors import ConfigError
 from ludus.rewards.suites import Suite
@@ -32,7 +32,8 @@ from ludus.types import FunctionCall, Message, MessageToolCall
 
 Dockerfiles = Literal["refuse", "skip", "ignore"]
 Scripts = Literal["refuse", "trust"]
-SCRIPT: Final = "run-tests.sh"
+_LOG: Final = logging.getLogger(__name__)
+_MOST_NAMED: Final = 20
 _LEVELS: Final = {"easy": 1, "medium": 2, "hard": 4}
 _HARMLESS: Final = ("from", "workdir", "copy", "cmd", "entrypoint", "label", "expose", "maintainer", "user")
 _MOST_BYTES: Final = 16 * 2**20
@@ -40,7 +41,10 @@ _MOST_BYTES: Final = 16 * 2**20
 
 @dataclass(frozen=True)
 class BenchTask:
-    """A task of such a folder. `tests` are the files of its tests; where it has none, `script` is run."""
+    """A task of such a folder. `tests` are the files of its tests; if `script` is set, it is run instead.
+
+    A script at `tests/test.sh` writes a reward file, any other one judges by its exit code.
+    """
 
     name: str
     text: str
@@ -50,6 +54,7 @@ class BenchTask:
     tests: Mapping[str, bytes] = field(repr=False)
     script: str = field(default="", repr=False)
     solution: str = field(default="", repr=False)
+    timeout_s: float = 120.0
 
     @property
     def id(self) -> str:
@@ -65,7 +70,7 @@ class BenchTask:
     def suite(self) -> Suite:
         """The tests that have to pass: those that the files define, whatever a run of them says."""
         found = tuple(name for path, data in sorted(self.tests.items()) for name in named_tests(path, data))
-        return Suite(found or (SCRIPT,))
+        return Suite((self.script,) if self.script else found)
 
     @property
     def services(self) -> tuple[Service, ...]:
@@ -81,7 +86,9 @@ class BenchTask:
         self, state: Snapshot, sandbox: Sandbox, running: Running = NOTHING_RUNS
     ) -> Mapping[str, bool]:
         """Which tests pass over the final files, in a fresh run. Raises UserError and WorldError."""
-        return await judge_tests(self.suite.fail_to_pass, self.tests, self.script, state, sandbox)
+        return await judge_tests(
+            self.suite.fail_to_pass, self.tests, self.script, state, sandbox, self.timeout_s
+        )
 
     def solve(self) -> list[Message]:
         """Its solution in one call, whose output is not known here; none where it brings none."""
@@ -102,36 +109,40 @@ def load_bench(
     """The tasks of a folder, in the order of their names.
 
     Raises ConfigError for a folder without any, for a broken task, for one that a script judges, unless
-    scripts are trusted, and for a Dockerfile that does more than copy files, unless such tasks are to be
-    skipped or that is to be ignored.
+    scripts are trusted, and, with the reason for each, for tasks that cannot run without a container. If
+    `dockerfiles` is `skip`, these are logged and left out; if it is `ignore`, they are played as they are.
     """
-    places = sorted(path.parent for path in folder.glob("*/task.yaml"))
+    places = sorted({path.parent for name in ("task.yaml", "task.toml") for path in folder.glob(f"*/{name}")})
     if not places:
         raise ConfigError(
             f"There is no task in {folder}.",
-            "env.settings.bench takes a folder whose folders have a task.yaml.",
+            "env.settings.bench takes a folder whose folders have a task.yaml or a task.toml.",
         )
     found, refused = [], []
     for place in places:
-        odd = _odd_lines(place)
-        if odd and dockerfiles != "ignore":
-            refused.append(f"{place.name}/Dockerfile, line {odd[0][0]}: {odd[0][1]}")
-            if dockerfiles == "skip":
+        layout = read_layout(place)
+        reasons = [f": {need}" for need in layout.needs]
+        if reasons := [*reasons, *(f"/{line}" for line in _image(place, layout, workdir))]:
+            refused.append(f"{place.name}{reasons[0]}")
+            if dockerfiles != "ignore":
                 continue
-        task = _load(place, workdir)
+        task = _load(place, layout, workdir)
         if task.script and scripts == "refuse":
             raise ConfigError(
-                f"{place.name} is judged by the exit code of {SCRIPT}, in the folder that the policy made.",
-                "Programs of the policy that the script runs may choose that code: give the task tests/*.py, "
+                f"{place.name} is judged by what {task.script} says, in the folder that the policy made.",
+                "Programs of the policy that the script runs may choose that: give the task tests/*.py, "
                 "or set env.settings.bench_scripts = 'trust'.",
             )
         found.append(task)
     if refused and (dockerfiles == "refuse" or not found):
+        more = f"; and {len(refused) - _MOST_NAMED} more" if len(refused) > _MOST_NAMED else ""
         raise ConfigError(
-            f"{len(refused)} of {len(places)} tasks need an image that is built, and none is. "
-            f"The first: {refused[0]}",
+            f"{len(refused)} of {len(places)} tasks need an image that is built, and none is: "
+            f"{'; '.join(refused[:_MOST_NAMED])}{more}.",
             "env.settings.bench_dockerfile = 'skip' leaves such tasks out, 'ignore' plays them without it.",
         )
+    for reason in refused if dockerfiles == "skip" else ():
+        _LOG.warning("The task %s is left out: it needs a container.", reason)
     return tuple(found)
 
 
@@ -151,64 +162,58 @@ def named_tests(path: str, data: bytes) -> Iterator[str]:
                     yield f"{path}::{node.name}::{inner.name}"
 
 
-def _load(place: Path, workdir: str) -> BenchTask:
-    said = _read_yaml(place / "task.yaml")
-    text = said.get("instruction") or _described(said.get("descriptions"))
-    if not isinstance(text, str) or not text.strip():
-        raise ConfigError(f"{place / 'task.yaml'} has no instruction.", "Give it one.")
+def _load(place: Path, layout: Layout, workdir: str) -> BenchTask:
+    if not layout.text.strip():
+        raise ConfigError(
+            f"{place} has no instruction.", "Add instruction.md, or `instruction` in task.yaml."
+        )
     tests = {
-        path.relative_to(place / "tests").as_posix(): _moved(path.read_bytes(), workdir)
+        path.relative_to(place / "tests").as_posix(): _boxed(path.read_bytes(), workdir)
         for path in sorted((place / "tests").rglob("*"))
         if path.is_file() and path.suffix != ".pyc"
     }
-    script = "" if any(path.endswith(".py") for path in tests) else _text(place / SCRIPT, workdir)
-    if not script and not any(name for path, data in tests.items() for name in named_tests(path, data)):
-        raise ConfigError(f"{place} has no tests.", f"Give it tests/test_*.py, or {SCRIPT}.")
+    told = _text(layout.script, workdir)
+    named = any(name for path, data in tests.items() for name in named_tests(path, data))
+    script = ""
+    if not named or (layout.rewards and "pytest" not in told):
+        if not told or (not layout.rewards and any(path.endswith(".py") for path in tests)):
+            raise ConfigError(f"{place} has no tests.", f"Give it tests/test_*.py, or {layout.script.name}.")
+        script = layout.script.relative_to(place).as_posix()
+        tests |= {} if layout.rewards else {layout.script.name: told.encode()}
+    solution = _text(layout.solution, workdir)
     return BenchTask(
         place.name,
-        _moved(text.strip().encode(), workdir).decode(),
-        str(said.get("category") or "bench"),
-        _LEVELS.get(str(said.get("difficulty")), 3),
-        Snapshot(dict(_copied(place, workdir)), frozenset(_executable(place, workdir))),
+        _boxed(layout.text.strip().encode(), workdir).decode(),
+        layout.category,
+        _LEVELS.get(layout.difficulty, 3),
+        Snapshot(dict(_copied(layout, workdir)), frozenset(_executable(layout, workdir))),
         tests,
         script,
-        _text(place / "solution.sh", workdir),
+        "" if "/solution/" in solution else solution,
+        layout.timeout_s,
     )
-
-
-def _read_yaml(path: Path) -> Mapping[str, object]:
-    yaml = importlib.import_module("yaml")
-    try:
-        said = yaml.safe_load(path.read_text("utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.", "Mend the file.") from error
-    if not isinstance(said, dict):
-        raise ConfigError(f"{path} is no mapping.", "Mend the file.")
-    return said
-
-
-def _described(said: object) -> object:
-    """The description with the key `base`, or the first one."""
-    if not isinstance(said, list):
-        return None
-    found = {str(one.get("key")): one.get("description") for one in said if isinstance(one, dict)}
-    return found.get("base") or next(iter(found.values()), None)
 
 
 def _text(path: Path, workdir: str) -> str:
     if not path.is_file():
         return ""
-    return _moved(path.read_bytes(), workdir).decode("utf-8", "replace")
+    return _boxed(path.read_bytes(), workdir).decode("utf-8", "replace")
 
 
-def _moved(data: bytes, workdir: str) -> bytes:
-    """The data with /box in the place of the folder that the task speaks of; what is no text stays."""
-    try:
-        text = data.decode("utf-8")
-    except UnicodeDecodeError:
-        return data
-    pattern = rf"(?<![\w./-]){re.escape(workdir.rstrip('/'))}(?![\w-])(?!\.\w)"
-    return re.sub(pattern, "/box", text).encode()
+def _boxed(data: bytes, workdir: str) -> bytes:
+    """The data with /box in the place of the folder that the task speaks of."""
+    return moved(data, workdir.rstrip("/"), "/box")
+
+
+def _image(place: Path, layout: Layout, workdir: str) -> Iterator[str]:
+    """What a Dockerfile does besides copying files of the task into the folder it works in."""
+    name = (layout.context / "Dockerfile").relative_to(place).as_posix()
+    for number, line in _lines(layout.context):
+        if line.partition(" ")[0].lower() not in _HARMLESS or "--from" in line:
+            yield f"{name}, line {number}: {line}"
+    for number, _, target in _targets(layout.context, workdir):
+        if not target.is_relative_to(workdir):
+            yield f"{name}, line {number} copies to {target}, outside of {workdir}"
 
 
 def _lines(place: Path) -> Iterator[tuple[int, str]]:
@@ -226,33 +231,26 @@ def _lines(place: Path) -> Iterator[tuple[int, str]]:
             begin, held = 0, ""
 
 
-def _odd_lines(place: Path) -> list[tuple[int, str]]:
-    """What a Dockerfile does besides copying files of the task into the folder it works in."""
-    return [
-        (number, line)
-        for number, line in _lines(place)
-        if line.partition(" ")[0].lower() not in _HARMLESS or "--from" in line
-    ]
-
-
-def _copies(place: Path, workdir: str) -> Iterator[tuple[Path, str]]:
-    """The files that a Dockerfile copies, and where they lie in /box. Raises ConfigError for other places."""
+def _targets(context: Path, workdir: str) -> Iterator[tuple[int, list[str], PurePosixPath]]:
+    """The COPY lines of a Dockerfile: number, words, and the place that is copied to."""
     folder = PurePosixPath(workdir)
-    for number, line in _lines(place):
-        words = [word for word in shlex.split(line) if not word.startswith("--")]
-        if words[0].lower() == "workdir":
-            folder = folder / words[1]
-        if words[0].lower() != "copy" or "--from" in line:
+    for number, line in _lines(context):
+        kind = line.partition(" ")[0].lower()
+        if kind not in ("workdir", "copy"):
             continue
-        target = folder / words[-1]
-        if not target.is_relative_to(workdir):
-            raise ConfigError(
-                f"{place.name}/Dockerfile, line {number} copies to {target}, outside of {workdir}.",
-                "Name that folder by env.settings.bench_workdir, or leave the task out.",
-            )
-        inside = target.relative_to(workdir)
-        is_folder = words[-1].endswith(("/", ".")) or len(words) > 3
-        yield from _sources(place, words[1:-1], inside, is_folder)
+        words = [word for word in shlex.split(line) if not word.startswith("--")]
+        if kind == "workdir":
+            folder = folder / words[-1]
+        elif "--from" not in line:
+            yield number, words, folder / words[-1]
+
+
+def _copies(context: Path, workdir: str) -> Iterator[tuple[Path, str]]:
+    """The files that a Dockerfile copies, and where they lie in /box; those for other places are left out."""
+    for _, words, target in _targets(context, workdir):
+        if target.is_relative_to(workdir):
+            is_folder = words[-1].endswith(("/", ".")) or len(words) > 3
+            yield from _sources(context, words[1:-1], target.relative_to(workdir), is_folder)
 
 
 def _sources(
@@ -269,19 +267,20 @@ def _sources(
                 yield source, (inside / source.name if is_folder else inside).as_posix()
 
 
-def _copied(place: Path, workdir: str) -> Iterator[tuple[str, bytes]]:
+def _copied(layout: Layout, workdir: str) -> Iterator[tuple[str, bytes]]:
     """Files of the beginning. Tests and solution never are among them."""
     total = 0
-    for source, path in _copies(place, workdir):
-        own = source.relative_to(place)
-        if own.parts[0] in ("tests", "solution.sh", "solution.yaml", SCRIPT, "task.yaml", "Dockerfile"):
+    for source, path in _copies(layout.context, workdir):
+        if source.relative_to(layout.context).parts[0] in layout.apart:
             continue
-        data = _moved(source.read_bytes(), workdir)
+        data = _boxed(source.read_bytes(), workdir)
         total += len(data)
         if total > _MOST_BYTES:
-            raise ConfigError(f"{place} has more than {_MOST_BYTES} bytes of files.", "Leave the task out.")
+            raise ConfigError(
+                f"{layout.context} has more than {_MOST_BYTES} bytes of files.", "Leave the task out."
+            )
         yield path, data
 
 
-def _executable(place: Path, workdir: str) -> Iterator[str]:
-    return (path for source, path in _copies(place, workdir) if source.stat().st_mode & 0o100)
+def _executable(layout: Layout, workdir: str) -> Iterator[str]:
+    return (path for source, path in _copies(layout.context, workdir) if source.stat().st_mode & 0o100)

@@ -12,9 +12,11 @@ from __future__ import annotations
 import importlib.util
 import io
 import json
+import re
 import secrets
 import zipfile
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Final
@@ -77,26 +79,72 @@ def _scripted(script: str, state: Snapshot) -> str:
     return _SCRIPTED.format(executable=sorted(state.executable), script=script)
 
 
+_REWARDED: Final = """
+exec 3>&1 1>&2
+mkdir -p {place}/logs/verifier
+bash {place}/tests/test.sh 3>&-
+cat {place}/logs/verifier/reward.txt >&3 || cat {place}/logs/verifier/reward.json >&3
+"""
+"""Only the reward file gets to stdout; without one, the run fails."""
+
+
+def is_full(reward: str) -> bool:
+    """Return whether a reward file holds the full reward: the number 1, or an object with it as `reward`."""
+    try:
+        value = read_json(reward.strip())
+    except NotJson:
+        return False
+    if isinstance(value, dict):
+        value = value.get("reward", next(iter(value.values())) if len(value) == 1 else None)
+    return isinstance(value, int | float) and not isinstance(value, bool) and value >= 1
+
+
+def moved(data: bytes, old: str, new: str) -> bytes:
+    """Return the data with another folder in the place of an absolute one; data that is not text stays."""
+    try:
+        text = data.decode("utf-8")
+    except UnicodeDecodeError:
+        return data
+    return re.sub(rf"(?<![\w./-]){re.escape(old)}(?![\w-])(?!\.\w)", lambda _: new, text).encode()
+
+
 async def judge_tests(
-    names: Sequence[str], tests: Mapping[str, bytes], script: str, state: Snapshot, sandbox: Sandbox
+    names: Sequence[str],
+    tests: Mapping[str, bytes],
+    script: str,
+    state: Snapshot,
+    sandbox: Sandbox,
+    timeout_s: float,
 ) -> dict[str, bool]:
     """Which of the tests pass over these files; a script stands for all where it is given.
 
     Raises WorldError where the sandbox breaks, UserError where pytest is not installed.
     """
-    if script:
-        outcome = await sandbox.run(_scripted(script, state), files=state.files, limits=LIMITS)
-        return dict.fromkeys(names, outcome.ok)
+    limits = replace(LIMITS, wall_s=timeout_s, cpu_s=timeout_s)
     place, word, canary = f".{secrets.token_hex(8)}", secrets.token_hex(16), secrets.token_hex(8)
+    placed = {
+        f"{place}/tests/{path}": moved(
+            moved(data, "/tests", f"/box/{place}/tests"), "/logs/verifier", f"/box/{place}/logs/verifier"
+        )
+        for path, data in tests.items()
+    }
+    if script == "tests/test.sh":
+        program = _scripted(_REWARDED.format(place=f"/box/{place}"), state)
+        outcome = await sandbox.run(program, files={**state.files, **placed}, limits=limits)
+        return dict.fromkeys(names, outcome.ok and is_full(outcome.text))
+    if script:
+        program = _scripted(tests[script].decode(), state)
+        outcome = await sandbox.run(program, files=state.files, limits=limits)
+        return dict.fromkeys(names, outcome.ok)
     files = {
         **state.files,
         f"{place}/pytest.zip": pytest_archive(),
         f"{place}/pytest.ini": b"[pytest]\n",
         f"{place}/tests/test_{canary}.py": _CANARY.encode(),
-        **{f"{place}/tests/{path}": data for path, data in tests.items()},
+        **placed,
     }
     order = {"place": place, "word": word, "executable": sorted(state.executable)}
-    outcome = await sandbox.run(_DRIVER, files=files, stdin=json.dumps(order).encode() + b"\n", limits=LIMITS)
+    outcome = await sandbox.run(_DRIVER, files=files, stdin=json.dumps(order).encode() + b"\n", limits=limits)
     seen = _reports(outcome.text, word)
     passed = _passed(seen)
     if passed.get(f"test_{canary}.py::test_must_fail", True):

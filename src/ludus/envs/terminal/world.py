@@ -71,13 +71,13 @@ class TerminalSettings(BaseModel):
     check_turns: bool = False
     """Judge the files after each turn with calls, unseen, for the turn verifier."""
     bench: str | None = None
-    """A folder with tasks in the layout of Terminal-Bench, which become the split `bench`."""
+    """A folder with tasks in the layout of Terminal-Bench or Harbor, which become the split `bench`."""
     bench_workdir: str = "/app"
     """The folder that those tasks speak of; it becomes /box."""
     bench_scripts: Literal["refuse", "trust"] = "refuse"
-    """Tasks judged by the exit code of `run-tests.sh`: programs of the policy that it runs may choose it."""
+    """Tasks judged by `run-tests.sh` or `test.sh`: programs of the policy that it runs may decide that."""
     bench_dockerfile: Literal["refuse", "skip", "ignore"] = "refuse"
-    """What to do with a task whose Dockerfile does more than copy files."""
+    """What to do with a task that needs a container, as its Dockerfile does more than copy files."""
     seed: int = 0
     """Of all that is drawn."""
 
