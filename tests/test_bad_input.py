@@ -65,11 +65,6 @@ def test_a_split_that_does_not_exist_is_refused(tmp_path, capsys):
     assert "test" in refused(capsys, "train", "search", *settings)
 
 
-def test_more_tasks_than_the_split_has_are_refused(tmp_path, capsys):
-    said = refused(capsys, "train", "search", *words(tmp_path / "r", evaluation__tasks="100000"))
-    assert "evaluation.tasks" in said
-
-
 def test_an_unknown_recipe_world_tracker_preset_is_refused(tmp_path, capsys):
     assert "search" in refused(capsys, "train", "serach")
     for key, value, near in (

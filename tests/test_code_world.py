@@ -757,7 +757,7 @@ def test_the_recipe_has_its_tasks():
     world = build_world(config.env, config.rollout, config.sandbox)
     assert isinstance(world, UsesSandbox)
     assert len(world.tasks("train")) >= config.training.tasks_per_step
-    assert len(world.tasks("test")) >= config.evaluation.tasks
+    assert len(world.tasks("test")) == 45  # all that there are of level 1
     assert len(world.tasks("validation")) >= config.evaluation.tasks_during
     assert {tool.name for tool in world.environment(world.tasks("train")[0]).tools} == {
         "python",

@@ -414,7 +414,9 @@ def test_every_setting_that_is_none_says_what_none_means():
     assert "Left out, it is the preset's." in describe("algorithm.correction").doc
 
 
-@pytest.mark.parametrize("recipe", ["functions", "math", "search"])
+@pytest.mark.parametrize(
+    "recipe", ["code", "functions", "guess", "math", "mixed", "search", "sql", "terminal"]
+)
 def test_recipes_whose_tasks_are_generated_evaluate_a_thousand(recipe):
     config = load_config(recipe, [])
     assert config.evaluation.tasks >= 1_000

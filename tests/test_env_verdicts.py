@@ -10,7 +10,7 @@ from ludus.evaluation.agents import cheats
 from ludus.evaluation.cheats import TEXTS
 from ludus.evaluation.check import CheckPlan, CheckReport, check_world, play_all, some_tasks, vocabulary
 from ludus.evaluation.perturb import other, same
-from ludus.evaluation.scorecard import Share, perturbed, scorecard
+from ludus.evaluation.scorecard import Scorecard, Share, perturbed, scorecard
 from ludus.evaluation.verdicts import problems_in, refuses_wrong, verdicts
 from ludus.rewards.answers import Answers, exact_match, normalise
 from ludus.rewards.base import Reward
@@ -118,6 +118,16 @@ def test_a_verifier_that_refuses_the_answer_in_every_other_writing_is_caught():
     found, said = failing(planted(lambda task, text: text == task.truth))
     assert found == {"other writings"}
     assert re.search(r"refuses \d+ of \d+ right answers in other case", said[0])
+
+
+def test_the_report_counts_what_is_refused_though_right_and_paid_though_wrong():
+    same = (Share(0, 4),) * 2
+    card = Scorecard(
+        {"str": 4}, 0.1, 9.0, 9.0, 8, *same, Share(3, 4), Share(15, 16), Share(1, 40), (0.0, 1.0),
+        *same
+    )  # fmt: skip
+    (row,) = (row for row in verdicts(card) if row.what == "errors")
+    assert row.found == "refused though right 2 of 20 [2.8%, 30.1%]; paid though wrong 1 of 40 [0.4%, 12.9%]"
 
 
 class Wordy(Planted):

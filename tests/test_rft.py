@@ -142,7 +142,6 @@ def test_bad_input_is_one_sentence_and_nothing_is_written(model, finished, tmp_p
     base = ("rft", make_recipe(tmp_path), "--model", model, *WORDS, "--run.folder", tmp_path / "run")
     assert "A round needs 99 tasks" in refused(*base, "--rft.tasks_per_round", "99")
     assert "rft.rounds" in refused(*base, "--rft.rounds", "0")
-    assert "evaluation.tasks" in refused(*base, "--evaluation.tasks", "99")
     assert "ludus sft" in refused("rft", make_recipe(tmp_path), "--model.from_scratch", "true")
     assert not (tmp_path / "run").exists()
     assert "rft.rounds is 1, and 2 rounds" in refused("rft", "--resume", finished, "--rft.rounds", "1")

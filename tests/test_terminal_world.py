@@ -122,6 +122,11 @@ def test_splits_share_no_maker_or_else_no_task(splits):
     pairs = [frozenset(job.parts) for job in splits["composition"] if len(job.parts) == 2]
     assert len(set(pairs)) == len(pairs) == 24
     dealt = splits_of((1,), ("text",), 10, 0, by_shape=False)
+    more = splits_of((1,), ("text",), 10, 0, by_shape=False, held_out=60)
+    assert len(more["test"]) == 60
+    assert {job.id for job in dealt["test"]} < {job.id for job in more["test"]}
+    assert more["train"] == dealt["train"]
+    assert not {job.text for job in more["train"]} & {job.text for job in more["test"] if job.number >= 10}
     assert {p for j in dealt["train"] for p in j.parts} == {p for j in dealt["test"] for p in j.parts}
     assert len({job.id for jobs in dealt.values() for job in jobs}) == sum(map(len, dealt.values()))
 

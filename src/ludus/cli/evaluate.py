@@ -110,14 +110,14 @@ def job_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
 
 
 def check_world(config: Config, baseline: str | None) -> World:
-    """The world. Raises UserError for a baseline that the world does not have, and too few tasks; as
+    """The world. Raises UserError for a baseline that the world does not have, and an empty split; as
     `check_sandbox` where its sandbox does not answer."""
     from ludus.envs.registry import build_world, check_sandbox
-    from ludus.evaluation.evaluate import check_size
+    from ludus.evaluation.evaluate import check_split
 
     world = build_world(config.env, config.rollout, config.sandbox)
     for split in config.evaluation.splits:
-        check_size(world, split, config.evaluation.tasks)
+        check_split(world, split)
         if baseline and world.environment(world.tasks(split)[0]).tools:
             raise UserError(
                 f"The world {world.name!r} keeps its tools with env.settings.access = {baseline!r}.",
@@ -236,15 +236,17 @@ def result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
 async def play(player: Player, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
     """One evaluation under a progress bar."""
     from ludus.cli.tables import how_sampled
-    from ludus.cli.terminal import bars
-    from ludus.evaluation.evaluate import evaluate
+    from ludus.cli.terminal import bars, say
+    from ludus.evaluation.evaluate import evaluate, short_split
     from ludus.rollout.setup import Play
 
     scheduler = player.scheduler(Play("evaluate", plan.temperature, plan.seed))
     with bars(console) as progress:
         name = f"episodes of {plan.split}, {how_sampled(plan)}"
-        task = progress.add_task(name, total=plan.num_tasks * plan.samples, numbers="")
         tasks = player.world.tasks(plan.split)
+        if said := short_split(player.world, plan.split, plan.num_tasks):
+            say(console, said)
+        task = progress.add_task(name, total=plan.episodes_of(tasks), numbers="")
         return await evaluate(scheduler, tasks, plan, lambda _: progress.advance(task))
 
 

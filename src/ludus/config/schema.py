@@ -38,7 +38,7 @@ class EvaluationConfig(Section):
     temperatures: list[float] = Field([0.0, 1.0])
     """Each split is played once with each of these; 0 is greedy."""
     tasks: int = Field(512, ge=1)
-    """Tasks of each split, the first of them."""
+    """Tasks of each split at most, the first of them."""
     samples: int = Field(1, ge=1)
     """Attempts per task; pass@k needs k of them."""
     every: int = Field(10, ge=1)
@@ -46,7 +46,7 @@ class EvaluationConfig(Section):
     split_during: str = "validation"
     """The split of evaluations during training."""
     tasks_during: int = Field(96, ge=1)
-    """Tasks of an evaluation during training (the same ones each time)."""
+    """Tasks of an evaluation during training at most (the same ones each time)."""
 
 
 class RunConfig(Section):

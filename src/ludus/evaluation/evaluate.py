@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -79,6 +80,9 @@ def _world_settings(env: EnvConfig) -> Mapping[str, object]:
     return {name: one.model_dump(exclude=trained, exclude_none=True) for name, one in env.mixture.items()}
 
 
+log = logging.getLogger("ludus.evaluation")
+
+
 @dataclass(frozen=True, slots=True)
 class WorldResult:
     """Held-out success in one world of a mixture."""
@@ -90,7 +94,7 @@ class WorldResult:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationPlan:
-    """What is evaluated and how it is sampled; saved with the result.
+    """What is evaluated and how it is sampled; saved with the result. `num_tasks` at most are taken.
 
     `step` is the training step of the weights; `policy` names who played (empty: the run's own weights).
     `conditions` is None where they are not known.
@@ -104,6 +108,10 @@ class EvaluationPlan:
     step: int = 0
     policy: str = ""
     conditions: Conditions | None = None
+
+    def episodes_of(self, tasks: Sequence[Task]) -> int:
+        """The number of episodes on these tasks of the split."""
+        return min(self.num_tasks, len(tasks)) * self.samples
 
     @property
     def name(self) -> str:
@@ -238,24 +246,36 @@ def name_in_run(plan: EvaluationPlan, config: Config) -> str:
 
 
 def check_evaluation(config: Config, world: World) -> None:
-    """Raise UserError where a run's evaluations ask for more tasks than there are, or an id stands twice."""
+    """Raise UserError for an empty split of a run's evaluations or an id that stands twice; log which splits
+    have fewer tasks than `evaluation.tasks`."""
     settings = config.evaluation
     for split in settings.splits:
-        check_size(world, split, settings.tasks)
-    check_size(world, settings.split_during, settings.tasks_during, "evaluation.tasks_during")
+        check_split(world, split)
+        if said := short_split(world, split, settings.tasks):
+            log.info(said)
+    check_split(world, settings.split_during)
     check_tasks("train", world.tasks("train"))
 
 
-def check_size(world: World, split: str, num: int, key: str = "evaluation.tasks") -> None:
-    """Raise UserError where a split has fewer tasks than the setting `key` asks for, or an id twice."""
+def check_split(world: World, split: str) -> None:
+    """Raise UserError for a split without tasks, or with an id twice."""
     tasks = world.tasks(split)
     check_tasks(split, tasks)
-    if len(tasks) < num:
+    if not tasks:
         sizes = ", ".join(f"{name} {len(world.tasks(name))}" for name in world.splits)
-        raise UserError(
-            f"The split {split!r} has {len(tasks)} tasks, and {num} are asked for. Tasks by split: {sizes}.",
-            f"Write --{key} {len(tasks)}, or less." if tasks else "Choose another split.",
-        )
+        raise UserError(f"The split {split!r} is empty. Tasks by split: {sizes}.", "Choose another split.")
+
+
+def short_split(world: World, split: str, num: int) -> str:
+    """Return a sentence on a split of fewer than `num` tasks; empty if it has them."""
+    size = len(world.tasks(split))
+    if size >= num:
+        return ""
+    points = 100 * detectable_difference(0.5, size)  # 2 p (1 - p) at p = 0.5
+    return (
+        f"The split {split!r} has {size} tasks, fewer than evaluation.tasks = {num}: all are evaluated. The "
+        f"smallest difference that they can show is {points:.1f} points, at 50 % success."
+    )
 
 
 async def evaluate(
@@ -268,7 +288,7 @@ async def evaluate(
 
     An episode that the infrastructure failed for good counts as no success, and in `failed`.
     """
-    check_size(scheduler.world, plan.split, plan.num_tasks)
+    check_split(scheduler.world, plan.split)
     chosen = tasks[: plan.num_tasks]
     jobs = [
         Job(RolloutKey(plan.step, task.id, sample), task) for task in chosen for sample in range(plan.samples)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from ludus.evaluation.check import Mark
 from ludus.evaluation.scorecard import Scorecard, Share
+from ludus.evaluation.stats import wilson
 
 LEAST_TRIED = 4
 """With fewer tries than this a share decides nothing."""
@@ -50,10 +51,29 @@ def verdicts(card: Scorecard) -> list[Verdict]:
             "other writings", card.rewritten, "nothing to rewrite", "answers in other case, with blanks"
         ),
         refuses_wrong(card.spoilt),
+        _errors(card),
         Verdict("outcome", graded),
         _distinct(card.distinct),
         _saturation(card.saturated),
     ]
+
+
+def _errors(card: Scorecard) -> Verdict:
+    """The row of false refusals and false payments, with 95 % intervals."""
+    right = card.paraphrased.whole + card.rewritten.whole
+    refused = right - card.paraphrased.part - card.rewritten.part
+    told = [
+        ("refused though right", refused, right),
+        ("paid though wrong", card.spoilt.part, card.spoilt.whole),
+    ]
+    return Verdict("errors", "; ".join(f"{name} {_rate(part, whole)}" for name, part, whole in told))
+
+
+def _rate(part: int, whole: int) -> str:
+    if not whole:
+        return "0 of 0"
+    interval = wilson(part, whole)
+    return f"{part} of {whole} [{interval.low:.1%}, {interval.high:.1%}]"
 
 
 def problems_in(rows: Sequence[Verdict]) -> list[str]:

@@ -176,8 +176,8 @@ class RftLoop:
         play = Play("evaluate", plan.temperature, plan.seed)
         scheduler = session_scheduler(session, self.engine, play, Ledger())
         name = f"round {plan.step}: evaluation episodes, {plan.split}"
-        self.reporter.phase(name, plan.num_tasks * plan.samples, self.engine)
         tasks = session.world.tasks(plan.split)
+        self.reporter.phase(name, plan.episodes_of(tasks), self.engine)
         result, episodes = await evaluate(scheduler, tasks, plan, self.reporter.episode)
         save_evaluation(self.folder.evaluations, result, episodes, name_in_run(plan, session.config))
         return result

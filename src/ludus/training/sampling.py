@@ -314,9 +314,10 @@ class Sampler:
         if self.partial is not None and (room := room_for_sessions(session.world)) is not None:
             left = min(scheduler.limits.concurrency, room - self.partial.num_open)
             scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=left))
-        total = plan.num_tasks * plan.samples
-        self.reporter.phase(f"step {plan.step}: evaluation episodes, {plan.split}", total, self.engine)
-        return await evaluate(scheduler, session.world.tasks(plan.split), plan, self.reporter.episode)
+        tasks = session.world.tasks(plan.split)
+        name = f"step {plan.step}: evaluation episodes, {plan.split}"
+        self.reporter.phase(name, plan.episodes_of(tasks), self.engine)
+        return await evaluate(scheduler, tasks, plan, self.reporter.episode)
 
 
 def room_for_sessions(world: World) -> int | None:

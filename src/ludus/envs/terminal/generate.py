@@ -45,11 +45,12 @@ _MOST_DRAWS: Final = 200
 
 
 def splits_of(
-    levels: Sequence[int], topics: Sequence[str], per_shape: int, seed: int, by_shape: bool
+    levels: Sequence[int], topics: Sequence[str], per_shape: int, seed: int, by_shape: bool, held_out: int = 0
 ) -> dict[str, tuple[Job, ...]]:
     """The tasks of each split, in an order that mixes levels and topics.
 
-    `by_shape` keeps all tasks of a maker in one split; otherwise those of each maker are dealt out.
+    `by_shape` keeps all tasks of a maker in one split; otherwise those of each maker are dealt out, and
+    `test` has more of each until there are `held_out`.
     `composition` has the makers that are held out, and pairs of those in training, of the levels asked for.
     """
     found: dict[str, list[Job]] = {split: [] for split in SPLITS}
@@ -63,8 +64,33 @@ def splits_of(
                 dealt = maker.held_out or by_shape
                 split = homes[maker.name] if dealt else _TENTHS[number % len(_TENTHS)]
                 found[split].append(make_job(topic, maker, number, seed))
+    if not by_shape:
+        dealt_out = [
+            (topic, maker)
+            for topic, makers in chosen.items()
+            for maker in makers
+            if maker.level in levels and not maker.held_out
+        ]
+        found["test"] += _more(dealt_out, per_shape, seed, found, held_out - len(found["test"]))
     found["composition"] += _pairs(chosen, levels, per_shape * NUM_PAIRS, seed)
     return {split: tuple(sorted(jobs, key=lambda job: _digest(job.id))) for split, jobs in found.items()}
+
+
+def _more(
+    makers: Sequence[tuple[str, Maker]], first: int, seed: int, found: Mapping[str, Sequence[Job]], num: int
+) -> list[Job]:
+    """At most `num` tasks of these makers, numbered from `first`, whose texts no task found so far has."""
+    seen = {job.text for jobs in found.values() for job in jobs}
+    more: list[Job] = []
+    for number in range(first, first + _MOST_DRAWS):
+        for topic, maker in makers:
+            if len(more) >= num:
+                return more
+            job = make_job(topic, maker, number, seed)
+            if job.text not in seen:
+                seen.add(job.text)
+                more.append(job)
+    return more
 
 
 def make_job(topic: str, maker: Maker, number: int, seed: int) -> Job:

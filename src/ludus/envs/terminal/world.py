@@ -58,6 +58,8 @@ class TerminalSettings(BaseModel):
     """What tasks are about."""
     per_shape: int = Field(1, ge=1)
     """Tasks that differ in names and numbers alone."""
+    num_held_out: int = Field(0, ge=0)
+    """With `unseen = "names"` the split `test` has so many tasks at least, as far as their texts differ."""
     unseen: Literal["shapes", "names"] = "shapes"
     """What validation and test do not share with training: ways to do it, or names and numbers alone."""
     tools: Literal["all", "shell", "none"] = "all"
@@ -246,7 +248,14 @@ def _made(settings: TerminalSettings) -> Mapping[str, Sequence[Assignment]]:
     """The tasks of each split, made once in a process."""
     by_shape = settings.unseen == "shapes"
     found: dict[str, Sequence[Assignment]] = {
-        **splits_of(settings.levels, settings.topics, settings.per_shape, settings.seed, by_shape)
+        **splits_of(
+            settings.levels,
+            settings.topics,
+            settings.per_shape,
+            settings.seed,
+            by_shape,
+            settings.num_held_out,
+        )
     }
     if settings.bench is not None:
         found[BENCH_SPLIT] = load_bench(
