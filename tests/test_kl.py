@@ -13,6 +13,7 @@ from ludus.algorithms import kl
 from ludus.algorithms.aggregate import aggregate
 from ludus.algorithms.kl_control import PIDKL, AdaptiveKL, KLGuard
 from ludus.algorithms.schedules import Schedule
+from tables.kl_series import SERIES
 
 quick = settings(max_examples=20, deadline=None, derandomize=True)
 LOGITS = st.lists(st.tuples(st.floats(-8, 8), st.floats(-8, 8)), min_size=1, max_size=6)
@@ -164,12 +165,7 @@ def test_controllers_refuse_what_is_not_finite():
         AdaptiveKL(coef=0.1, target=0.0)
 
 
-HEALTHY = (
-    *(0.0, 0.0008, 0.0015, 0.0041, 0.0059, 0.0084, 0.0102, 0.009, 0.0209, 0.0203, 0.008, 0.0424, 0.0272),
-    *(0.0182, 0.0291, 0.0192, 0.0176, 0.0216, 0.0328, 0.0392, 0.0507, 0.0207, 0.0186, 0.023, 0.0317, 0.0258),
-    *(0.0439, 0.0446, 0.0315, 0.0165),
-)
-"""`policy/kl_reference` of the first 30 steps of the recipe search with grpo, seed 0."""
+HEALTHY = SERIES["search, seed 0"]
 
 
 def pauses_in(series, guard):
@@ -181,14 +177,32 @@ def pauses_in(series, guard):
     return found
 
 
-def test_a_guard_that_learns_lets_a_healthy_run_go_on_and_stops_one_that_runs_away():
-    guard = KLGuard(expected=None, decay=0.9)
-    assert pauses_in(HEALTHY, guard) == []
-    assert pauses_in([0.001 * step for step in range(80)], guard) == []
-    runaway = [*HEALTHY, *(0.02 * 1.6**step for step in range(12))]
-    assert 33 <= pauses_in(runaway, guard)[0] <= 37
+GUARD = KLGuard(expected=None, decay=0.9)
+
+
+@pytest.mark.parametrize("name", SERIES)
+def test_a_guard_that_learns_pauses_no_recorded_run(name):
+    assert pauses_in(SERIES[name], GUARD) == []
+
+
+@pytest.mark.parametrize("name", SERIES)
+@pytest.mark.parametrize(
+    "planted",
+    [lambda n: 1 + 3 * min(1.0, n / 5), lambda n: 4.0, lambda n: 1.3**n, lambda n: 1.6**n],
+    ids=["ramp to 4", "jump to 4", "times 1.3", "times 1.6"],
+)
+def test_a_guard_that_learns_pauses_a_run_that_jumps_or_runs_away_within_ten_steps(name, planted):
+    for begin in (25, 30):
+        known = SERIES[name][:begin]
+        level = math.fsum(known[-10:]) / 10
+        series = [*known, *(level * planted(n) for n in range(1, 20))]
+        assert begin < pauses_in(series, GUARD)[0] <= begin + 10
+
+
+def test_a_guard_that_learns_follows_a_steady_growth_and_a_new_level():
+    assert pauses_in([0.001 * step for step in range(80)], GUARD) == []
     level = [*HEALTHY, *[0.2] * 40]
-    assert pauses_in(level, guard)[-1] < 50  # resumed after each pause, it learns the new level
+    assert pauses_in(level, GUARD)[-1] < 40  # resumed after each pause, it learns the new level
 
 
 def test_the_guard_pauses_beyond_twice_the_expected_value():
@@ -197,16 +211,17 @@ def test_the_guard_pauses_beyond_twice_the_expected_value():
     assert fixed.pauses(0.2001)
     assert fixed.pauses(math.nan)
     assert fixed.update(0.15) == fixed
-    learning = KLGuard(expected=None, decay=0.5, warmup=3)
-    for value in (0.0, 0.001, 0.002):
-        assert not learning.pauses(value)
+    learning = KLGuard(expected=None, decay=0.5, warmup=7)
+    for value in (0.01, 0.02, 0.03, 0.04, 0.05, 0.06, 0.07):
+        assert not learning.pauses(9.0)
         learning = KLGuard(**asdict(learning.update(value)))
-    assert learning.expected == pytest.approx(0.00125)
-    recent = 0.7 * (0.7 * 0.0 + 0.3 * 0.001) + 0.3 * 0.002
-    assert learning.recent == pytest.approx(recent)
-    assert not learning.pauses((0.0025 - 0.7 * recent) / 0.3 - 1e-9)
-    assert learning.pauses((0.0025 - 0.7 * recent) / 0.3 + 1e-9)
-    assert learning.update(0.5).expected == pytest.approx(0.5 * 0.00125 + 0.25)
+    # Steps 1 and 2 have left the window of the last five: 0.015 on average, at step 1.5.
+    assert (learning.expected, learning.expected_step) == pytest.approx((0.015, 1.5))
+    # Step 8: the window is of the steps 4 to 8, the middle one is 6.
+    assert learning.predicted == pytest.approx(0.015 * 6 / 1.5)
+    edge = 5 * 2 * learning.predicted - (0.04 + 0.05 + 0.06 + 0.07)
+    assert not learning.pauses(edge - 1e-9)
+    assert learning.pauses(edge + 1e-9)
     assert learning.update(math.inf) == learning
     with pytest.raises(ValueError, match="decay"):
         KLGuard(expected=None)

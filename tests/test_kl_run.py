@@ -71,12 +71,15 @@ def test_controllers_answer_the_kl_and_come_back_from_a_checkpoint():
 
 
 def test_the_guard_follows_the_run_unless_it_is_told_what_to_expect():
-    free = control(guard_factor=2.0, guard_warmup=1).update(0.01, 8)
-    assert free.verdict(0.04) == ""
-    said = free.verdict(0.05)
-    assert "0.022 nats per token over the last steps, more than 2 times the 0.01" in said
-    assert free.update(0.05, 8).guard.expected == pytest.approx(0.9 * 0.01 + 0.1 * 0.05)
-    assert control(guard_factor=2.0, guard_warmup=1).restored(free.state) == free
+    free = control(guard_factor=2.0, guard_warmup=6)
+    for _ in range(6):
+        assert free.verdict(9.0) == ""
+        free = free.update(0.01, 8)
+    assert free.verdict(0.35) == ""  # step 1 alone is older than the window, whose middle is step 5
+    said = free.verdict(0.5)
+    assert "0.108 nats per token over the last steps, more than 2 times the 0.05" in said
+    stored = KlState(**json.loads(json.dumps(asdict(free.state))))
+    assert control(guard_factor=2.0, guard_warmup=6).restored(stored) == free
     assert control(guard_factor=2.0).update(0.01, 8).verdict(9.0) == ""
     told = control(guard_factor=2.0, guard_expected=0.5)
     assert told.verdict(0.9) == ""

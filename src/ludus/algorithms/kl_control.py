@@ -71,19 +71,20 @@ class PIDKL:
         return replace(self, integral=integral, previous=error, coef=min(max(raw, 0.0), self.most))
 
 
-RECENT_DECAY = 0.7
-"""Of the average of the last steps' KL, which a guard with a learned expectation looks at."""
+WINDOW = 5
+"""Steps whose mean a guard compares that learns what to expect."""
 
 
 @dataclass(frozen=True, slots=True)
 class KLGuard:
     """Pauses a run whose `kl` exceeds `factor` times its expected value, or is not finite.
 
-    `expected` is given, or follows the run: with `decay` d, `expected = d expected + (1 - d) kl` over all
-    steps, those that pause too, the first one setting it where it is None. Then the average of the last steps
-    (`recent`, decay 0.7) is compared in the place of the noisy KL of one, after `warmup` steps (`seen` are
-    counted), in which a run leaves its reference. Without `decay` the expected value stays, and each step is
-    compared. An expected value below `least` counts as `least`.
+    Without `decay` the expected value is given and stays, and each step is compared. With it the mean of the
+    last `WINDOW` steps (`recent`) is compared with what the steps before them predict: `expected` is their
+    average, `expected = d expected + (1 - d) kl`, those that paused included, at the step `expected_step`,
+    which is the average of their numbers. A run leaves its reference, at most in proportion to its steps, so
+    that `expected` times the ratio of the steps is predicted. The first `warmup` steps (`seen`) never pause.
+    An expected value below `least` counts as `least`.
     """
 
     expected: float | None
@@ -91,8 +92,9 @@ class KLGuard:
     decay: float | None = None
     least: float = 1e-3
     warmup: int = 20
-    recent: float | None = None
+    recent: tuple[float, ...] = ()
     seen: int = 0
+    expected_step: float = 1.0
 
     def __post_init__(self) -> None:
         if self.expected is None and self.decay is None:
@@ -101,10 +103,18 @@ class KLGuard:
             raise ValueError("factor must be above 0, decay at least 0 and below 1")
 
     def compared(self, kl: float) -> float:
-        """What is compared with the expected value in a step with a mean of `kl`."""
-        if self.decay is None or self.recent is None:
-            return kl
-        return RECENT_DECAY * self.recent + (1 - RECENT_DECAY) * kl
+        """What is compared with the predicted value in a step with a mean of `kl`."""
+        return kl if self.decay is None else math.fsum(self._window(kl)) / len(self._window(kl))
+
+    @property
+    def predicted(self) -> float:
+        """The value that the next step is expected to have."""
+        if self.expected is None:
+            return self.least
+        growth = 1.0
+        if self.decay is not None:
+            growth = max(1.0, (self.seen + 1 - (len(self._window(0.0)) - 1) / 2) / self.expected_step)
+        return max(self.expected * growth, self.least)
 
     def pauses(self, kl: float) -> bool:
         """Whether a step with a mean of `kl` pauses the run."""
@@ -112,15 +122,24 @@ class KLGuard:
             return True
         if self.expected is None or (self.decay is not None and self.seen < self.warmup):
             return False
-        return self.compared(kl) > self.factor * max(self.expected, self.least)
+        return self.compared(kl) > self.factor * self.predicted
 
     def update(self, kl: float) -> KLGuard:
         """The state after a step; unchanged by a KL that is not finite."""
         if self.decay is None or not math.isfinite(kl):
             return self
-        old = kl if self.expected is None else self.expected
-        expected = self.decay * old + (1 - self.decay) * kl
-        return replace(self, expected=expected, recent=self.compared(kl), seen=self.seen + 1)
+        found = replace(self, recent=self._window(kl), seen=self.seen + 1)
+        if len(self.recent) < WINDOW:
+            return found
+        before, step = self.recent[0], float(found.seen - WINDOW)
+        if self.expected is None:
+            return replace(found, expected=before, expected_step=step)
+        kept, new = self.decay, 1 - self.decay
+        expected, at = kept * self.expected + new * before, kept * self.expected_step + new * step
+        return replace(found, expected=expected, expected_step=at)
+
+    def _window(self, kl: float) -> tuple[float, ...]:
+        return (*self.recent, kl)[-WINDOW:]
 
 
 def _finite(kl: float) -> float:

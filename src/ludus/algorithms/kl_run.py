@@ -40,8 +40,9 @@ class KlState:
     integral: float = 0.0
     previous: float | None = None
     expected: float | None = None
-    recent: float | None = None
+    recent: tuple[float, ...] = ()
     seen: int = 0
+    expected_step: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,11 +92,10 @@ class KlControl:
         guard = self.guard
         if guard is None or not guard.pauses(kl):
             return ""
-        expected = max(guard.expected or 0.0, guard.least)
         averaged = "" if guard.decay is None else " over the last steps"
         return (
             f"The KL to the reference is {guard.compared(kl):.3g} nats per token{averaged}, more than"
-            f" {guard.factor:g} times the {expected:.3g} that were expected."
+            f" {guard.factor:g} times the {guard.predicted:.3g} that were expected."
         )
 
     @property
@@ -103,7 +103,13 @@ class KlControl:
         """What a checkpoint keeps."""
         state = KlState(self.kind, self.base)
         if (guard := self.guard) is not None:
-            state = replace(state, expected=guard.expected, recent=guard.recent, seen=guard.seen)
+            state = replace(
+                state,
+                expected=guard.expected,
+                recent=guard.recent,
+                seen=guard.seen,
+                expected_step=guard.expected_step,
+            )
         if isinstance(self.rule, AdaptiveKL):
             return replace(state, coef=self.rule.coef)
         if isinstance(self.rule, PIDKL):
@@ -121,7 +127,13 @@ class KlControl:
             elif isinstance(rule, PIDKL):
                 rule = replace(rule, coef=state.coef, integral=state.integral, previous=state.previous)
         if guard is not None and guard.decay is not None:
-            guard = replace(guard, expected=state.expected, recent=state.recent, seen=state.seen)
+            guard = replace(
+                guard,
+                expected=state.expected,
+                recent=tuple(state.recent),
+                seen=state.seen,
+                expected_step=state.expected_step,
+            )
         return replace(self, rule=rule, guard=guard)
 
 
