@@ -25,6 +25,7 @@ from ludus.config.algorithm import AlgorithmConfig
 from ludus.config.load import load_config
 from ludus.errors import LearnerError, SyncError
 from ludus.recipes import list_recipes
+from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.training.batch import row_of_trajectory
@@ -33,8 +34,9 @@ from ludus.training.estimates import Estimates
 from ludus.training.learning import Learning
 from ludus.training.memory import Memory
 from ludus.training.refine import check_parity, refine, rejected_share, with_entropy_filter
+from ludus.training.rl import RlLoop
 from ludus.training.sampling import overlong_limit
-from ludus.types import Segment, StopReason, Task, Trajectory
+from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 from test_learner import learner, tiny_model
 
 REWARDS = (1.0, 0.0, 0.4, 0.0)
@@ -249,6 +251,30 @@ def test_zero_variance_drops_no_group_whose_advantage_is_not_zero(name):
     if name != "gigpo":  # its returns of turns are compared among equal states alone: here there are none
         assert ({0, 1, 2, 3, 4} & dropped == set()) == by_turns
         assert 5 in dropped
+
+
+@pytest.mark.parametrize("name", ["grpo", "turn_grpo"])
+def test_the_share_of_equal_groups_is_what_the_filter_drops(name):
+    """Rewards of turns differ where those of outcomes are equal: `turn_grpo` reads them, `grpo` does not."""
+    algorithm = replace(PRESETS[name], zero_variance=True)
+    failed = replace(trajectory(0, 0.0), failure=Failure("engine", "gone", 1), stop_reason=StopReason.FAILED)
+    lost = [replace(episode, trajectory=failed) for episode in group(name="t9")]
+    groups = [*turn_groups(), group(name="t6"), group((1.0,) * 4, "t7"), lost]
+    credits = assign_credit(groups, algorithm)
+    dropped = {c.group for c in credits if c.reason == "zero_variance"}
+    loop = SimpleNamespace(
+        sampler=SimpleNamespace(
+            algorithm=algorithm,
+            experts=None,
+            combiner=None,
+            ledger=SimpleNamespace(close=lambda step, trained: SimpleNamespace(metrics=dict)),
+        ),
+        session=SimpleNamespace(world=SimpleNamespace(rewards=[Reward("right", len, outcome=True)])),
+        sampled=SimpleNamespace(partial={}),
+    )
+    metrics = RlLoop.account(loop, 1, list(credits), {})
+    assert metrics["groups/zero_variance"] == pytest.approx(len(dropped) / (len(groups) - 1))
+    assert (len(dropped) == len(groups) - 2) == (name == "grpo")
 
 
 def test_gtpo_spares_what_good_and_bad_trajectories_share():

@@ -62,7 +62,9 @@ class AlarmLimits:
         return max(self.low_entropy_steps, self.zero_reward_steps)
 
 
-def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict[str, float]:
+def rollout_metrics(
+    groups: Sequence[Group], success: str | None = None, equal: Sequence[bool | None] = ()
+) -> dict[str, float]:
     """The metrics of one step's groups, in a fixed order.
 
     `success` names the reward part that says whether the task was solved (1 is solved): with it there are
@@ -70,8 +72,11 @@ def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict
     trajectory lacks counts as 0, as it does in its reward. Standard deviations have `ddof=0`. Lengths are
     in tokens, and a token that several rows share counts once; tools and stop reasons are those of the paths
     of trees, each an episode. In a mixture of worlds there is `env/NAME/`
-    for each that the groups have tasks of, and a part of one world is a mean over its own episodes.
+    for each that the groups have tasks of, and a part of one world is a mean over its own episodes. `equal`
+    says of each group whether the advantage finds its members equal; without it, or where it is None, their
+    rewards do.
     """
+    equal = equal or [None] * len(groups)
     everyone = [t for group in groups for t in group.trajectories]
     finished = [t for t in everyone if _finished(t)]
     metrics = {
@@ -88,7 +93,7 @@ def rollout_metrics(groups: Sequence[Group], success: str | None = None) -> dict
     stops = Counter(path.stop_reason for t in everyone for path in attempts(t))
     metrics |= {f"stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
     metrics |= _tree_metrics(finished)
-    return metrics | _group_metrics(groups, success) | _world_metrics(groups, success)
+    return metrics | _group_metrics(groups, success, equal) | _world_metrics(groups, success, equal)
 
 
 def alarms(history: Sequence[Mapping[str, float]], limits: AlarmLimits = AlarmLimits()) -> list[str]:
@@ -182,13 +187,18 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     return metrics
 
 
-def _group_metrics(groups: Sequence[Group], success: str | None) -> dict[str, float]:
-    """Shares of the groups with a finished episode; of equal rewards among the groups of several."""
+def _group_metrics(
+    groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]
+) -> dict[str, float]:
+    """Shares of the groups with a finished episode; of equal ones among the groups of several."""
     members = [[t for t in group.trajectories if _finished(t)] for group in groups]
     members = [group for group in members if group]
-    several = [[t for t in g.trajectories if _finished(t)] for g in groups if len(g.trajectories) > 1]
-    rewards = [{r for t in group for r in t.leaf_rewards or (t.reward,)} for group in several if group]
-    metrics = {"groups/zero_variance": _share(sum(len(own) == 1 for own in rewards), len(rewards))}
+    several = [
+        _is_equal(group) if known is None else known
+        for group, known in zip(groups, equal, strict=True)
+        if len(group.trajectories) > 1 and any(map(_finished, group.trajectories))
+    ]
+    metrics = {"groups/zero_variance": _share(sum(several), len(several))}
     if success is not None:
         scores = [[t.rewards.get(success, 0.0) for t in group] for group in members]
         metrics["groups/all_right"] = _share(sum(min(group) >= 1 for group in scores), len(members))
@@ -196,26 +206,37 @@ def _group_metrics(groups: Sequence[Group], success: str | None) -> dict[str, fl
     return metrics
 
 
-def _world_metrics(groups: Sequence[Group], success: str | None) -> dict[str, float]:
+def _is_equal(group: Group) -> bool:
+    """Whether the finished members have one reward."""
+    finished = [t for t in group.trajectories if _finished(t)]
+    return len({r for t in finished for r in t.leaf_rewards or (t.reward,)}) == 1
+
+
+def _world_metrics(
+    groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]
+) -> dict[str, float]:
     """The worlds of a mixture that the step has tasks of, each apart."""
-    by_world: dict[str, list[Group]] = {}
-    for group in groups:
+    by_world: dict[str, list[tuple[Group, bool | None]]] = {}
+    for group, known in zip(groups, equal, strict=True):
         if (world := group.task.tags.get(WORLD_TAG)) is not None:
-            by_world.setdefault(world, []).append(group)
+            by_world.setdefault(world, []).append((group, known))
     found: dict[str, float] = {}
     for world, mine in sorted(by_world.items()):
-        numbers = _of_world(mine, success) | {"share": _share(len(mine), len(groups))}
+        of_world = [group for group, _ in mine]
+        numbers = _of_world(of_world, success, [known for _, known in mine]) | {
+            "share": _share(len(mine), len(groups))
+        }
         found |= {f"env/{world}/{name}": value for name, value in numbers.items()}
     return found
 
 
-def _of_world(groups: Sequence[Group], success: str | None) -> dict[str, float]:
+def _of_world(groups: Sequence[Group], success: str | None, equal: Sequence[bool | None]) -> dict[str, float]:
     finished = [t for group in groups for t in group.trajectories if _finished(t)]
     numbers = _reward_metrics(finished) | _length_metrics(finished) | _tool_metrics(finished)
     found = {
         "reward": numbers["reward/mean"],
         "reward_std": numbers["reward/std"],
-        "zero_variance": _group_metrics(groups, success)["groups/zero_variance"],
+        "zero_variance": _group_metrics(groups, success, equal)["groups/zero_variance"],
         "action_tokens": numbers["length/action_tokens/mean"],
         "turns": numbers["turns/mean"],
         "tool_calls": numbers["tools/calls_per_episode"],

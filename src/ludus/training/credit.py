@@ -291,6 +291,14 @@ def varied_groups(credits: Sequence[Credit], algorithm: Algorithm) -> dict[int, 
     return found
 
 
+def equal_groups(credits: Sequence[Credit], algorithm: Algorithm) -> dict[int, bool]:
+    """Whether the advantage finds the members of a group equal, by its number, as the filter `zero_variance`
+    does; groups that took part in no comparison are absent."""
+    compared = [credit for credit in credits if credit.advantages is not None]
+    varied = varied_groups(compared, algorithm) if compared else {}
+    return {number: not varies for number, varies in varied.items()}
+
+
 def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[Outcome, str]:
     if algorithm.zero_variance and not varied:
         return Outcome.DROPPED, "zero_variance"

@@ -34,7 +34,7 @@ from ludus.rollout.scoring import places
 from ludus.rollout.store import rollouts_path, write_rollouts
 from ludus.tasks.order import Order
 from ludus.training.checkpoint import Extra, TrainerState, prune, save_checkpoint
-from ludus.training.credit import Credit
+from ludus.training.credit import Credit, equal_groups
 from ludus.training.judges import part_name
 from ludus.training.learning import Learning, Work, here
 from ludus.training.run import RunFolder, resume_command
@@ -162,6 +162,7 @@ class RlLoop:
         """Close the ledger of a step; gives its metrics. What is no rollout of the step leaves `credits`."""
         sampler, found = self.sampler, dict(learned)
         credits[:] = [credit for credit in credits if not credit.replayed]
+        equal = equal_groups(credits, sampler.algorithm)
         if sampler.experts is not None:
             foreign = [credit for credit in credits if credit.expert]
             credits[:] = [credit for credit in credits if not credit.expert]
@@ -171,7 +172,8 @@ class RlLoop:
         trained = sum(credit.outcome is Outcome.TRAINED for credit in credits)
         counts = sampler.ledger.close(step, trained=trained)
         groups = _groups(credits)
-        metrics = rollout_metrics(groups, self.session.world.rewards[0].name)
+        known = [equal.get(number) for number in _numbers(credits)]
+        metrics = rollout_metrics(groups, self.session.world.rewards[0].name, known)
         if sampler.combiner is not None:
             metrics |= sampler.combiner.metrics(step, groups)
         probe = found.pop("sync/probe_gap", None)
@@ -296,6 +298,11 @@ def task_order(config: Config, world: World) -> Order:
             "Lower training.tasks_per_step or algorithm.resample_rounds.",
         )
     return order_of(world, config.run.seed, chunk, config.training.steps)
+
+
+def _numbers(credits: Sequence[Credit]) -> list[int]:
+    """The numbers of the groups of `_groups`."""
+    return list(dict.fromkeys(credit.group for credit in credits if not credit.episode.greedy))
 
 
 def _groups(credits: Sequence[Credit]) -> list[Group]:
