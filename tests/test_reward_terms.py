@@ -199,6 +199,8 @@ def test_a_run_folder_is_calibrated(tiny_run, tmp_path):
     write_rollouts(path, records)
     said = ludus("rewards", "calibrate", folder)
     assert said.code == 0, said
+    assert "aligned" in said.out
+    assert "All rewards below are aligned with the advantage turn_return_hybrid." in said.out
     lines = [line for line in said.out.splitlines() if line.startswith("--rewards.turns.")]
     assert [line.split()[0] for line in lines] == ["--rewards.turns.price", "--rewards.turns.raised"]
     words = [word for line in lines for word in line.split()]
