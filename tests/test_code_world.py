@@ -490,8 +490,24 @@ KODCODE = {
     "def test_one():\n    assert up([1]) == [2]\n\n"
     "def test_many():\n    assert up([LIMIT]) == [4]\n\n"
     "def test_bad():\n    with pytest.raises(TypeError):\n        up(1)\n",
-    "test_info": [{"function_name": "up", "parameter_list": "(xs)"}],
+    "version": "v1.0",
+    "style": "instruct",
+    "gpt_difficulty": "easy",
+    "gpt_pass_percentage": 0.8,
+    "test_info": [
+        {
+            "docstring": "Adds one.",
+            "function_declaration": "def up(xs):",
+            "function_name": "up",
+            "parameter_list": "(xs)",
+        }
+    ],
     "split": "train",
+}
+KODCODE_MORE = KODCODE | {
+    "question_id": "Leetcode_2",
+    "solution": "class Box:\n    x = 1\n\ndef of(box):\n    return box.x\n\ndef unused():\n    pass",
+    "test_info": [{"function_name": "of", "function_declaration": "def of(box):"}],
 }
 OWN = {
     "prompt": "Double it.",
@@ -534,7 +550,7 @@ def test_public_layouts_are_read(sandbox, tmp_path, layout, rows, split, wrong):
 @pytest.mark.parametrize(
     ("layout", "line", "said"),
     [
-        ("kodcode", '{"solution": "", "test": "def test_a(): pass", "question": ""}', "import one function"),
+        ("kodcode", '{"solution": "", "test": "def test_a(): pass", "question": ""}', "uses nothing"),
         ("kodcode", '{"solution": "", "test": "from solution import f", "question": ""}', "no test function"),
         ("own", "{", "it is no JSON"),
         ("own", "[1]", "no JSON object"),
@@ -778,3 +794,14 @@ def test_a_number_that_is_too_large_is_not_counted_up_to(every):
     chain = next(one.chain for one in every if one.chain.steps[0] is step or step in one.chain.steps)
     with pytest.raises(TooLarge):
         replace(chain, steps=(step,), numbers=({},)).run([10**9])
+
+
+@pytest.mark.parametrize("head", ["from solution import *\n", "", "from solution import Box, of\n"])
+def test_kodcodes_tests_may_use_several_definitions(tmp_path, head, caplog):
+    file = tmp_path / "kodcode.jsonl"
+    tests = "def test_x():\n    assert of(Box()) == 1\n\ndef test_tmp(tmp_path):\n    assert of(Box()) == 1\n"
+    file.write_text(json.dumps({**KODCODE_MORE, "test": head + tests}))
+    (task,) = load_tasks(file, "kodcode", "")["train"]
+    assert "Define `Box`, `def of(box)`." in task.prompt[-1]["content"]
+    assert task.truth.fail_to_pass == ("test_x",)
+    assert "KodCode/Leetcode_2: 1 of its tests" in caplog.text

@@ -700,7 +700,8 @@ def git(folder, *words):
     return done.stdout.strip()
 
 
-def test_instances_in_the_format_of_swe_bench(catalogue, tmp_path):
+def swe_bench_config(catalogue, tmp_path, appended=b""):
+    """The text of a configuration with an instance, to whose gold patch something may be appended."""
     problem = chosen(make(catalogue))
     clone = tmp_path / "owner__tidy"
     for path, content in problem.shown.items():
@@ -717,7 +718,7 @@ def test_instances_in_the_format_of_swe_bench(catalogue, tmp_path):
         "instance_id": "owner__tidy-1",
         "repo": "owner/tidy",
         "base_commit": git(clone, "rev-parse", "HEAD"),
-        "patch": unified(path, problem.shown[path].decode(), right.decode()),
+        "patch": unified(path, problem.shown[path].decode(), (right + appended).decode()),
         "test_patch": "".join(unified(*one) for one in tests),
         "problem_statement": "It is broken.",
         "FAIL_TO_PASS": json.dumps(list(suite.fail_to_pass)),
@@ -726,8 +727,21 @@ def test_instances_in_the_format_of_swe_bench(catalogue, tmp_path):
     }
     file = tmp_path / "instances.jsonl"
     file.write_text(json.dumps(row) + "\n")
-    text = f"[env]\nname = 'swe'\n[env.settings]\ninstances = '{file}'\nrepositories = '{tmp_path}'\n"
-    config = config_from_toml(text, "here")
+    return f"[env]\nname = 'swe'\n[env.settings]\ninstances = '{file}'\nrepositories = '{tmp_path}'\n"
+
+
+@pytest.mark.security
+def test_the_check_of_a_gold_patch_with_a_syntax_error_ends_in_a_sentence(catalogue, tmp_path, capsys):
+    path = tmp_path / "check.toml"
+    path.write_text(swe_bench_config(catalogue, tmp_path, b"\ndef f(:\n"))
+    assert main(["env", "check", str(path), "--split", "test", "--tasks", "1"]) == 2
+    said = capsys.readouterr().err
+    assert "The agent oracle is not paid on task 'owner__tidy-1'" in said
+    assert "Traceback" not in said
+
+
+def test_instances_in_the_format_of_swe_bench(catalogue, tmp_path):
+    config = config_from_toml(swe_bench_config(catalogue, tmp_path), "here")
     world = build_world(config.env, config.rollout, config.sandbox)
     (task,) = world.tasks("test")
     assert "It is broken." in task.prompt[-1]["content"]

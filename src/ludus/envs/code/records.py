@@ -11,6 +11,7 @@ import base64
 import gzip
 import hashlib
 import json
+import logging
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +26,7 @@ from ludus.types import JSON, Message, Task
 from ludus.untrusted.pickles import load_pickle
 
 Format = Literal["own", "humaneval", "mbpp", "apps", "livecodebench", "kodcode"]
+_LOG: Final = logging.getLogger(__name__)
 SPLITS: Final = ("train", "validation", "test")
 _SHOWN: Final = 2
 _LONGEST: Final = 100_000_000
@@ -219,12 +221,9 @@ def _kod_code(record: Record, line: int) -> _Draft:
     module = ast.parse(_parsed(_text(record, "test"), "test"))
     tests = [node for node in module.body if isinstance(node, ast.FunctionDef) and _is_plain_test(node)]
     taken = [node for node in module.body if isinstance(node, ast.ImportFrom) and node.module == "solution"]
-    names = {alias.name for node in taken for alias in node.names}
-    if len(names) != 1 or "*" in names or any(alias.asname for node in taken for alias in node.names):
-        raise _Fault('"test" does not import one function of "solution"')
+    names = _taken_names(taken, module, solution)
     if not tests:
         raise _Fault('"test" has no test function without fixtures, parameters and pytest')
-    (entry,) = names
     aside = (ast.FunctionDef, ast.ClassDef)
     setup = [
         node
@@ -236,16 +235,47 @@ def _kod_code(record: Record, line: int) -> _Draft:
         fail_to_pass=tuple(case.name for case in cases),
         hidden=frozenset(case.name for case in cases[1:]),
         style="checks",
-        entry=entry,
+        entry=names[0],
         cases=cases,
         setup="\n".join(ast.unparse(node) for node in setup if not _names_pytest(node)),
         reference=solution,
     )
-    asked = f"{_text(record, 'question')}\n\nWrite a function {entry}."
-    shown = f"{asked} Your code should pass this test, and others:\n{ast.unparse(tests[0])}"
+    asked = f"{_text(record, 'question')}\n\n{_to_define(record, names)}"
+    shown = f"{asked}\nYour code should pass this test, and others:\n{ast.unparse(tests[0])}"
     name = str(record.get("question_id", f"line-{line}"))
     family = str(record.get("subset", "kodcode"))
+    if left_out := sum(_is_test(node) for node in module.body) - len(tests):
+        _LOG.warning(
+            "KodCode/%s: %d of its tests use fixtures, parameters or pytest, left out.", name, left_out
+        )
     return _Draft(f"KodCode/{name}", shown, truth, str(record.get("split", _by_hash(asked))), family)
+
+
+def _taken_names(taken: Sequence[ast.ImportFrom], module: ast.Module, solution: str) -> list[str]:
+    """What the tests take from the solution: by name, or without one all of its definitions that they use."""
+    aliases = [alias for node in taken for alias in node.names]
+    if any(alias.asname for alias in aliases):
+        raise _Fault('"test" imports something of "solution" by another name')
+    names = [alias.name for alias in aliases if alias.name != "*"]
+    if not names:
+        used = {node.id for node in ast.walk(module) if isinstance(node, ast.Name)}
+        kinds = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+        defined = [node.name for node in ast.parse(solution).body if isinstance(node, kinds)]
+        names = [name for name in defined if name in used]
+    if not names:
+        raise _Fault('"test" uses nothing of "solution"')
+    return list(dict.fromkeys(names))
+
+
+def _to_define(record: Record, names: Sequence[str]) -> str:
+    """What the program has to define, by the declarations of `test_info` if it has them."""
+    infos = record.get("test_info")
+    told = {
+        str(info.get("function_name")): str(info.get("function_declaration") or "").strip().rstrip(":")
+        for info in (infos if isinstance(infos, list) else [])
+        if isinstance(info, dict)
+    }
+    return "Define " + ", ".join(f"`{told.get(name) or name}`" for name in names) + "."
 
 
 def _is_plain_test(node: ast.FunctionDef) -> bool:
@@ -253,6 +283,10 @@ def _is_plain_test(node: ast.FunctionDef) -> bool:
     arguments = node.args
     given = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
     return node.name.startswith("test") and not given and not node.decorator_list and not _names_pytest(node)
+
+
+def _is_test(node: ast.stmt) -> bool:
+    return isinstance(node, ast.FunctionDef) and node.name.startswith("test")
 
 
 def _names_pytest(node: ast.AST) -> bool:
