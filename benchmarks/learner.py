@@ -10,6 +10,8 @@ speed   64 ragged sequences of 100 to 2,000 tokens, nothing shared: the gradient
         forward pass for each of the two
 shapes  what computing shared prefixes once gives: a long prompt with short answers, a multi-turn chain sent
         again at each turn, a branching tree; against the same rows without sharing, and padded
+trees   episodes that branch as `rollout.branch` makes them: each tree as one row, in which a shared action
+        trains once, against its paths trained apart
 memory  the peak above the model at a vocabulary of 150,000: chunks of the output layer against all logits
 Every part runs with one thread; memory in processes of their own.
 """
@@ -17,6 +19,7 @@ Every part runs with one thread; memory in processes of their own.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import copy
 import random
 import subprocess
@@ -32,11 +35,16 @@ from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.algorithms.presets import PRESETS
+from ludus.config.rollout import BranchConfig
+from ludus.rollout.branching import play_tree
+from ludus.rollout.trees import paths
 from ludus.training import batch, forest
-from ludus.training.batch import Row
+from ludus.training.batch import Row, row_of_trajectory
+from ludus.training.branches import num_distinct
 from ludus.training.learner import Learner, LearnerSettings
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.scoring import Scorer
+from ludus.types import Segment, StopReason, Trajectory
 
 VOCAB = 4096
 WIDE_VOCAB = 150_000
@@ -250,6 +258,58 @@ def shapes(repeats: int) -> list[str]:
     return lines
 
 
+def episode(rng: random.Random, told: tuple[Segment, ...], turns: int = 6) -> Trajectory:
+    """A prompt of 300 tokens, then turns of 40 tokens with observations of 80; from the told segments on."""
+    segments = list(told) or [Segment("prompt", tuple(draw(rng, 300)))]
+    for turn in range(sum(s.kind == "action" for s in segments), turns):
+        tokens = tuple(draw(rng, 40))
+        segments.append(Segment("action", tokens, turn, None, "policy", (-2.0,) * 40, (0,) * 40))
+        if turn < turns - 1:
+            segments.append(Segment("observation", tuple(draw(rng, 80)), turn))
+    return Trajectory("t", 0, tuple(segments), (), StopReason.ANSWERED, reward=rng.random())
+
+
+async def branched(settings: BranchConfig, seed: int) -> Trajectory:
+    rng = random.Random(seed)
+
+    async def play(told: tuple[Segment, ...], number: int) -> Trajectory:
+        return episode(rng, told)
+
+    return await play_tree(settings, play)
+
+
+TREES = {
+    "8 leaves, forked at the last turn": BranchConfig(branches=7, turns=[5], max_leaves=8),
+    "16 leaves, forked at the last turn": BranchConfig(branches=15, turns=[5], max_leaves=16),
+    "16 leaves, forked at the last two turns": BranchConfig(branches=3, turns=[4, 5], max_leaves=16),
+    "16 leaves, forked at every turn": BranchConfig(branches=1, turns=list(range(6)), max_leaves=16),
+}
+
+
+def trees(repeats: int) -> list[str]:
+    """The gradient of a tree, and that of its paths one by one."""
+    lines = [
+        "| tree | tokens of the paths | computed once | as a tree, s | paths apart, s | apart / tree |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, settings in TREES.items():
+        tree = asyncio.run(branched(settings, 0))
+        whole = [row_of_trajectory(tree, 1.0)]
+        apart = [row_of_trajectory(path.trajectory, 1.0) for path in paths(tree)]
+        one = learner(model())
+        ways = {
+            "trees": lambda one=one, rows=whole: gradient(one, rows),
+            "apart": lambda one=one, rows=apart: without_sharing(one, rows),
+        }
+        found = compare(ways, repeats)
+        times = " | ".join(f"{median(found[way]):.2f}" for way in ways)
+        tokens, distinct = sum(len(r.tokens) for r in apart), num_distinct(whole[0].tokens)
+        lines.append(
+            f"| {name} | {tokens:,} | {distinct:,} | {times} | {ratios(found['apart'], found['trees'])} |"
+        )
+    return lines
+
+
 def without_sharing(one: Learner, rows: Sequence[Row]) -> None:
     """The same with a bound on shared prefixes that none reaches."""
     before = forest.LEAST_SHARED
@@ -331,7 +391,7 @@ def memory(repeats: int) -> list[str]:
     ]
 
 
-PARTS = {"speed": speed, "shapes": shapes, "memory": memory}
+PARTS = {"speed": speed, "shapes": shapes, "trees": trees, "memory": memory}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
