@@ -540,3 +540,15 @@ def test_what_an_environment_graded_at_its_end_is_graded_again(monkeypatch, verd
     assert card.unstable.whole == EPISODES
     assert (card.unstable.part > EPISODES // 3) is bool(num)
     assert card.grading_ms > 9
+
+
+SHIPPED = ("code", "functions", "guess", "math", "mixed", "search", "sql", "terminal")
+"""All worlds but `swe`, whose tasks need the sources of packages that `ludus env prepare swe` fetches."""
+
+
+@pytest.mark.scale
+@pytest.mark.parametrize("name", SHIPPED)
+def test_the_worlds_that_ship_pass_their_own_check(name):
+    said = ludus("env", "check", name, "--tasks", "4")
+    assert said.code == 0, said
+    assert "refused though right" in " ".join(said.out.split())
