@@ -36,10 +36,11 @@ def sampled(b):
 
 
 PLAIN = [
-    *("grpo", "dr_grpo", "rloo", "opo", "raw", "reinforce_pp_baseline"),
+    *("grpo", "dr_grpo", "gpg", "rloo", "opo", "raw", "reinforce_pp_baseline"),
     *("reinforce_pp", "maxrl", "best_of_group"),
 ]
 CALLS = {name: lambda b: {} for name in PLAIN} | {
+    "optimal_token_baseline": lambda b: {"old_logprobs": -b.old.abs(), "sum_pi_squared": b.probs},
     "remax": lambda b: {"greedy_rewards": b.greedy},
     "gae": critic,
     "vapo": critic,
@@ -347,6 +348,7 @@ def test_the_registry_hands_over_what_the_functions_take(name):
         ref_logprobs=-b.values.abs(),
         old_logprobs=b.old,
         behavior_logprobs=b.behavior,
+        sum_pi_squared=CHANCES,
     )
     found = ADVANTAGES[name](outcomes, algorithm)
     takes = signature(FUNCTIONS[name]).parameters
@@ -361,6 +363,7 @@ def test_the_registry_hands_over_what_the_functions_take(name):
     given["bootstrap_values"] = b.bootstrap
     given |= {"roles": ROLES, "baselines": RoleBaselines(), "outcome_probs": CHANCES}
     given |= {"prm_logprobs": b.values, "ref_logprobs": -b.values.abs()} | sampled(b)
+    given["sum_pi_squared"] = CHANCES
     if name == "gigpo":
         last = torch.where(b.mask.bool(), b.turn, -1).amax(1)
         given["turn_rewards"] = b.turn_rewards.clone()
@@ -389,7 +392,9 @@ OWN = {
     "vapo": {"gamma": 0.9, "alpha": 0.3, "lam_critic": 1.0, "whiten": 0, "bootstrap": 1},
     "vtrace": {"gamma": 0.9, "rho_bar": 1.5, "c_bar": 0.7, "whiten": 0, "bootstrap": 1},
     "retrace": {"gamma": 0.9, "lam": 0.8, "whiten": 0, "bootstrap": 1},
-    "grpo": {"std_floor": 0.4},
+    "grpo": {"std_floor": 0.4, "std_over": "batch"},
+    "gpg": {"counted": "nonzero"},
+    "optimal_token_baseline": {"zero_tail": 0},
     "rae": {"decay": 0.95},
     "prime": {"beta": 0.3, "gamma": 0.8},
     "gigpo": {"gamma": 0.8, "weight": 0.5, "scale": "none"},

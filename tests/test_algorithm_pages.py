@@ -40,7 +40,10 @@ def test_every_option_has_a_default_within_its_bounds_and_no_other():
         assert {n: set(own) for n, own in DEFAULTS[part].items()} == {n: o for n, o in options.items() if o}
         assert set(BOUNDS[part]) == set().union(*options.values())
         assert all(BOUNDS[part][o].hold(value) for own in DEFAULTS[part].values() for o, value in own.items())
-    assert {default_of("kl", name, option) for name in KL_OPTIONS for option in KL_OPTIONS[name]} == {"token"}
+    assert {default_of("kl", name, option) for name in KL_OPTIONS for option in KL_OPTIONS[name]} == {
+        "token",
+        "none",
+    }
     assert {default_of("terms", name, name) for name in TERM_NAMES} == {0.0}
     assert set(BOUNDS["terms"]) == set(TERM_NAMES)
 
@@ -128,6 +131,9 @@ FORMULAS = {
     "turn_grpo": "w_turn norm_g(r[.,k])_i + w_outcome norm_g(r)_i",
     "turn_return": "R[i,k] = sum_{j>=k} gamma^(j-k) r[i,j]",
     "ppo_clip": "-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)",
+    "gpg": "N/M (r_i - mean_g)",
+    "optimal_token_baseline": "R_t - sum_j W_jt R_jt / sum_j W_jt",
+    "ppo_sequence": "s_i = exp(sum_t (lp - old))",
     "opo": "sum_j n_j r_j / sum_j n_j",
     "maxrl": "(r_i - mean_g) / mean_g",
     "pass_at_k": "1 - C(G_neg, k)/C(G, k)",

@@ -65,6 +65,7 @@ def test_every_setting_reaches_the_algorithm():
         "eps_low": 0.11,
         "eps_high": 0.12,
         "dual_clip": 3.0,
+        "opsm_delta": 1e-4,
         "kl": "k2",
         "kl_coef": 0.05,
         "kl_placement": "advantage",

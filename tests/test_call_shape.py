@@ -47,7 +47,7 @@ def test_the_module_of_aggregation_is_called_as_its_function():
     "name",
     [
         *("gae", "reinforce_pp", "retrace", "step_gae", "turn_gae", "turn_grpo", "turn_return", "gigpo"),
-        *("vtrace", "siblings"),
+        *("vtrace", "siblings", "optimal_token_baseline"),
     ],
 )
 def test_without_turns_each_run_of_action_tokens_is_one(name):

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
+from ludus.algorithms.advantages import optimal_token_baseline
 from ludus.algorithms.algorithm import (
     ALONE_ADVANTAGES,
     GREEDY_ADVANTAGES,
@@ -317,6 +318,62 @@ def test_a_trajectory_whose_ratio_is_out_of_bounds_does_not_train():
     kept = refine(assign_credit([episodes], one.algorithm), one, 0)
     assert all(c.outcome is Outcome.TRAINED for c in kept)
     assert rejected_share(kept) == rejected_share([]) == 0.0
+
+
+def test_the_tokens_that_a_filter_drops_leave_a_trajectory_that_trains():
+    """One token of the first episode was likelier to the engine by 2 nats."""
+    episodes, one = real_group()
+    segments = list(episodes[0].trajectory.segments)
+    place = next(i for i, s in enumerate(segments) if s.kind == "action")
+    first, *rest = segments[place].logprobs
+    segments[place] = replace(segments[place], logprobs=(first + 2.0, *rest))
+    changed = replace(episodes[0], trajectory=replace(episodes[0].trajectory, segments=tuple(segments)))
+    group_of = [changed, *episodes[1:]]
+    by_token, veto = {"by": "token"}, {"by": "largest", "veto": 0.2}
+    for correction, options, trains in (
+        ("reject_sequence", by_token, True),
+        ("reject_sequence", veto, False),
+        ("m2po", {"bound": 0.01}, True),
+    ):
+        parts = PartOptions(correction=options)
+        one.algorithm = replace(one.algorithm, correction=correction, options=parts)
+        found = refine(assign_credit([group_of], one.algorithm), one, 0)
+        count = len(found[0].advantages)
+        if trains:
+            assert found[0].trains == (False, *[True] * (count - 1))
+            assert [c.outcome for c in found] == [Outcome.TRAINED] * 4
+            assert rejected_share(found) == 1 / sum(len(c.advantages) for c in found)
+        else:
+            assert [c.outcome for c in found] == [Outcome.MASKED, *[Outcome.TRAINED] * 3]
+        assert {c.trains for c in found[1:]} == {None}
+
+
+def test_the_optimal_token_baseline_reads_the_policy_s_distributions():
+    played, one = real_group()
+    episodes = [replace(e, trajectory=replace(e.trajectory, turn_rewards=())) for e in played]
+    one.algorithm = PRESETS["optimal_token_baseline"]
+    found = refine(assign_credit([episodes], one.algorithm), one, 0)
+    columns = {"old": [], "squares": []}
+    for episode in episodes:
+        row = row_of_trajectory(episode.trajectory, 0.0)
+        with torch.no_grad():
+            table = one.scorer.model(input_ids=torch.tensor([row.tokens])).logits[0].double().log_softmax(-1)
+        at = torch.tensor(row.sampled[1:])
+        picked = table[:-1].gather(1, torch.tensor(row.tokens[1:])[:, None])[:, 0]
+        columns["old"].append(picked[at])
+        columns["squares"].append(table[:-1].exp().square().sum(-1)[at])
+    padded = {k: torch.nn.utils.rnn.pad_sequence(v, batch_first=True) for k, v in columns.items()}
+    lengths = torch.tensor([len(row) for row in columns["old"]])
+    expected = optimal_token_baseline(
+        rewards=torch.tensor([e.trajectory.reward for e in episodes], dtype=torch.float64),
+        group=torch.zeros(len(episodes), dtype=torch.long),
+        mask=torch.arange(padded["old"].shape[1]) < lengths[:, None],
+        old_logprobs=padded["old"],
+        sum_pi_squared=padded["squares"],
+    )
+    for credit, row in zip(found, expected.tolist(), strict=True):
+        assert credit.advantages == pytest.approx(row[: len(credit.advantages)], abs=1e-5)
+    assert any(len(set(c.advantages)) > 1 for c in found)
 
 
 def test_the_engine_and_the_learner_are_compared_by_length_before_the_first_step():

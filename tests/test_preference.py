@@ -74,6 +74,38 @@ def test_kto_by_hand():
     assert preference.kto_baseline(**swapped).item() == 0
 
 
+def up(x):
+    return 1 / (1 + torch.exp(-x))
+
+
+def exo_loop(c, r, b):
+    won = up(b * (c - r))
+    return won * torch.log(won / 0.99) + (1 - won) * torch.log((1 - won) / 0.01)
+
+
+def nca_loop(c, r, b):
+    return -torch.log(up(b * c)) - 0.5 * torch.log(up(-b * c)) - 0.5 * torch.log(up(-b * r))
+
+
+def discopop_loop(c, r, b):
+    x = b * (c - r)
+    gate = up(x / 0.7)
+    return -(1 - gate) * torch.log(up(x)) + gate * torch.exp(-x)
+
+
+PAIR_LOOPS = {
+    "hinge": ({}, lambda c, r, b: torch.clamp(1 - b * (c - r), min=0)),
+    "exo": ({"label_smoothing": 0.01}, exo_loop),
+    "nca": ({}, nca_loop),
+    "sppo": ({}, lambda c, r, b: (c - 1 / (2 * b)) ** 2 + (r + 1 / (2 * b)) ** 2),
+    "discopop": ({"tau": 0.7}, discopop_loop),
+    "apo_zero": ({}, lambda c, r, b: 1 - up(b * c) + up(b * r)),
+    "apo_down": ({}, lambda c, r, b: up(b * c) + 1 - up(b * (c - r))),
+    "bco_pair": ({"delta": 0.2}, lambda c, r, b: -torch.log(up(b * c - 0.2)) - torch.log(up(0.2 - b * r))),
+}
+"""Losses of a pair from its two log-ratios and beta, as their sources write them."""
+
+
 @quick
 @given(
     batch=oracle.batches(),
@@ -129,6 +161,14 @@ def test_pairs_equal_the_loop_with_gradients(batch, seed, beta, smoothing):
         ),
         (lambda lp: preference.ipo(chosen_logprobs=lp, **pair, **ref, beta=beta), ipo),
     ]
+    for name, (more, loop) in PAIR_LOOPS.items():
+        function = getattr(preference, name)
+        cases.append(
+            (
+                lambda lp, f=function, m=more: f(chosen_logprobs=lp, **pair, **ref, beta=beta, **m),
+                lambda lp, i, f=loop: f(*gaps(lp, i), beta),
+            )
+        )
     for ours, loop in cases:
         results = []
         for function in (ours, lambda lp, f=loop: torch.stack([f(lp, i) for i in range(len(num))])):
@@ -140,7 +180,42 @@ def test_pairs_equal_the_loop_with_gradients(batch, seed, beta, smoothing):
         torch.testing.assert_close(results[0], results[1], **oracle.TOLERANCE)
 
 
+def test_bco_judges_trajectories_alone_and_a_pair_is_their_sum():
+    """Log-ratios 1 and -0.5, beta 0.5, delta 0.2."""
+    pair = hand()
+    wide = torch.tensor([[0.0, 0.0, 0.0]]).double()
+    rejected = [torch.cat([pair[k], wide[:, :1].to(pair[k].dtype)], 1) for k in REJECTED]
+    alone = [torch.cat([pair[k], r]) for k, r in zip(CHOSEN, rejected, strict=True)]
+    given = dict(zip(("logprobs", "ref_logprobs", "mask"), alone, strict=True))
+    loss = preference.bco(**given, desirable=torch.tensor([True, False]), delta=0.2, beta=0.5)
+    assert loss.tolist() == pytest.approx([-log_sigmoid(0.3), -log_sigmoid(0.45)], abs=1e-12)
+    both = preference.bco_pair(**pair, delta=torch.tensor(0.2, dtype=torch.float64), beta=0.5)
+    assert both.item() == pytest.approx(float(loss.sum()), abs=1e-12)
+    assert preference.implicit_rewards(**given, beta=0.5).tolist() == [0.5, -0.25]
+    with pytest.raises(ValueError, match="desirable"):
+        preference.bco(**given, desirable=torch.ones(3), delta=0.0)
+
+
+CHOSEN = ("chosen_logprobs", "ref_chosen_logprobs", "chosen_mask")
+REJECTED = ("rejected_logprobs", "ref_rejected_logprobs", "rejected_mask")
+
+
+@pytest.mark.parametrize("name", [*PAIR_LOOPS])
+@pytest.mark.parametrize("far", [-1e4, 1e4])
+def test_far_margins_have_no_nan_in_value_or_gradient(name, far):
+    leaf = rows([far, 0.0, far]).requires_grad_()
+    rest = {k: v for k, v in hand().items() if k != "chosen_logprobs"}
+    more = PAIR_LOOPS[name][0]
+    (gradient,) = torch.autograd.grad(getattr(preference, name)(chosen_logprobs=leaf, **rest, **more), leaf)
+    assert gradient.isfinite().all()
+    assert not gradient[0, 1]
+
+
 def test_far_margins_stay_finite_and_shapes_are_checked():
+    with pytest.raises(ValueError, match="label_smoothing"):
+        preference.exo(**hand(), label_smoothing=0.0)
+    with pytest.raises(ValueError, match="tau"):
+        preference.discopop(**hand(), tau=0.0)
     far = hand() | {"chosen_logprobs": rows([-1e5, 0.0, -1e5])}
     assert preference.dpo(**far, beta=1.0).item() == pytest.approx(2e5, rel=1e-3)
     with pytest.raises(ValueError, match="ref_logprobs has shape"):

@@ -13,8 +13,10 @@ from typing import Literal, TypeVar
 from ludus.errors import ConfigError
 
 ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
-    "grpo": ("std_floor",),
+    "grpo": ("std_floor", "std_over"),
     "dr_grpo": (),
+    "gpg": ("counted",),
+    "optimal_token_baseline": ("zero_tail",),
     "rloo": (),
     "remax": (),
     "rae": ("decay",),
@@ -43,6 +45,7 @@ ADVANTAGE_OPTIONS: dict[str, tuple[str, ...]] = {
 """Advantages, and the numbers of their own that `algorithm.options.advantage` may hold."""
 LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
     "ppo_clip": (),
+    "ppo_sequence": (),
     "reinforce": (),
     "gspo": (),
     "gspo_token": (),
@@ -59,14 +62,23 @@ LOSS_OPTIONS: dict[str, tuple[str, ...]] = {
 }
 CORRECTION_OPTIONS: dict[str, tuple[str, ...]] = {
     "none": (),
-    "tis": ("level",),
+    "tis": ("level", "low"),
     "icepop": ("low", "high", "level"),
     "decoupled": ("cap",),
-    "reject_sequence": ("low", "high", "by"),
+    "reject_sequence": ("low", "high", "by", "veto"),
+    "m2po": ("bound",),
 }
 GRANULARITIES: tuple[Literal["token", "trajectory"], ...] = ("token", "trajectory")
 LEVELS: tuple[Literal["token", "sequence", "geometric"], ...] = ("token", "sequence", "geometric")
-CRITERIA: tuple[Literal["geometric", "largest"], ...] = ("geometric", "largest")
+CRITERIA: tuple[Literal["geometric", "largest", "sequence", "token"], ...] = (
+    "geometric",
+    "largest",
+    "sequence",
+    "token",
+)
+IMPORTANCES: tuple[Literal["none", "ratio"], ...] = ("none", "ratio")
+SPREADS: tuple[Literal["group", "batch"], ...] = ("group", "batch")
+COUNTS: tuple[Literal["varying", "nonzero"], ...] = ("varying", "nonzero")
 DIVERGENCES: tuple[Literal["tv", "kl"], ...] = ("tv", "kl")
 SCALES: tuple[Literal["std", "none"], ...] = ("std", "none")
 OPTION_WORDS: dict[str, tuple[str, ...]] = {
@@ -75,6 +87,9 @@ OPTION_WORDS: dict[str, tuple[str, ...]] = {
     "divergence": DIVERGENCES,
     "scale": SCALES,
     "granularity": GRANULARITIES,
+    "importance": IMPORTANCES,
+    "std_over": SPREADS,
+    "counted": COUNTS,
 }
 """Options that are words and not numbers."""
 ADVANTAGE_NAMES = tuple(ADVANTAGE_OPTIONS)
@@ -83,14 +98,25 @@ AGGREGATION_NAMES = ("token_mean", "seq_mean_token_mean", "seq_mean_token_sum", 
 FULL_KL_NAMES: tuple[Literal["full_reverse", "full_forward"], ...] = ("full_reverse", "full_forward")
 """Of the whole distributions, without sampling noise."""
 KL_NAMES = ("k1", "k2", "k3", "abs", "k3_k2grad", *FULL_KL_NAMES)
-KL_OPTIONS = dict.fromkeys(KL_NAMES, ("granularity",))
+KL_OPTIONS = dict.fromkeys(KL_NAMES, ("granularity", "importance"))
 TERM_NAMES = ("echo", "positive_nll")
 CORRECTION_NAMES = tuple(CORRECTION_OPTIONS)
 LIMITING_CORRECTIONS = ("tis", "icepop", "decoupled")
 """Corrections that weigh the loss by a ratio within limits."""
+FILTERING_CORRECTIONS = ("reject_sequence", "m2po")
+"""Corrections that take tokens from training before the step, and weigh nothing."""
 PLACEMENTS = ("loss", "reward", "advantage")
 
-CLIPPING_LOSSES = ("ppo_clip", "gspo", "gspo_token", "cispo", "gmpo", "clip_cov", "mixed_policy")
+CLIPPING_LOSSES = (
+    "ppo_clip",
+    "ppo_sequence",
+    "gspo",
+    "gspo_token",
+    "cispo",
+    "gmpo",
+    "clip_cov",
+    "mixed_policy",
+)
 """Losses that read eps_low and eps_high."""
 DUAL_CLIPPING_LOSSES = ("ppo_clip", "clip_cov", "mixed_policy")
 """Losses that read dual_clip."""
@@ -107,7 +133,7 @@ EXPERT_LOSSES = ("mixed_policy",)
 """Losses that treat the tokens of experts apart."""
 TEACHER_LOSSES = ("distill", "distill_full")
 """Losses that read a teacher, and no advantage."""
-SEQUENCE_LOSSES = ("gspo", "gmpo")
+SEQUENCE_LOSSES = ("ppo_sequence", "gspo", "gmpo")
 """Losses with one term per trajectory, which is averaged over the trajectories."""
 SCALED_ADVANTAGES = (
     "grpo",
@@ -136,14 +162,23 @@ BEHAVIOUR_ADVANTAGES = ("vtrace", "retrace")
 """Advantages that contain the ratio to the behaviour policy."""
 CRITIC_ADVANTAGES = ("gae", "step_gae", "turn_gae", "vapo", *BEHAVIOUR_ADVANTAGES)
 """Advantages that read the values of a critic."""
+PROBABILITY_ADVANTAGES = ("optimal_token_baseline",)
+"""Advantages that read the distributions that the tokens were drawn from."""
 STATE_ADVANTAGES = ("gigpo",)
 """Advantages that compare turns of equal states."""
 BRANCH_ADVANTAGES = ("siblings",)
 """Advantages that compare the branches of a fork."""
-TURN_READING_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", *CRITIC_ADVANTAGES)
+TURN_READING_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", *PROBABILITY_ADVANTAGES, *CRITIC_ADVANTAGES)
 """Advantages that read the rewards of turns where there are any."""
-WIDER_ADVANTAGES = (*TURN_ADVANTAGES, "gigpo", "hierarchical", *GREEDY_ADVANTAGES)
-"""Advantages that may differ from 0 in a group of equal rewards: by turns, other groups, a greedy episode."""
+WIDER_ADVANTAGES = (
+    *TURN_ADVANTAGES,
+    "gigpo",
+    "hierarchical",
+    *GREEDY_ADVANTAGES,
+    *PROBABILITY_ADVANTAGES,
+)
+"""Advantages that may differ from 0 in a group of equal rewards: by turns, other groups, a greedy episode, a
+tail without baseline."""
 ALONE_ADVANTAGES = ("raw", "reinforce_pp", "rae", *GREEDY_ADVANTAGES, *CRITIC_ADVANTAGES)
 """Advantages that do not compare the attempts of a group with each other."""
 DECOUPLED_ADVANTAGES = ("gae", "vapo")
@@ -213,6 +248,7 @@ class Algorithm:
     eps_low: float = 0.2
     eps_high: float = 0.2
     dual_clip: float | None = None
+    opsm_delta: float | None = None
     kl: str = "k3"
     kl_coef: float = 0.0
     kl_placement: Placement = "loss"

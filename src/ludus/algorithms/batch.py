@@ -27,7 +27,8 @@ class Outcomes:
     `proposer` [N] bool and `proposals` [N] integers say whether a row proposed a task, and which one it
     worked on otherwise. `outcome_probs` [N, L] is a critic's probability of the outcome that came,
     `prm_logprobs` and `ref_logprobs` [N, L] are those of a process reward model and of its reference.
-    `old_logprobs` and `behavior_logprobs` [N, L] are what `TokenBatch` calls so (None: taken as equal).
+    `old_logprobs` and `behavior_logprobs` [N, L] are what `TokenBatch` calls so (None: taken as equal);
+    `sum_pi_squared` [N, L] is the sum of squared probabilities of the distribution before each token.
     """
 
     rewards: Tensor
@@ -48,6 +49,7 @@ class Outcomes:
     ref_logprobs: Tensor | None = None
     old_logprobs: Tensor | None = None
     behavior_logprobs: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
     trains: Tensor | None = None
 
 

@@ -62,6 +62,7 @@ BOUNDS: Mapping[str, Mapping[str, Bounds]] = {
         "c_bar": _POSITIVE,
         "whiten": _SWITCH,
         "bootstrap": _SWITCH,
+        "zero_tail": _SWITCH,
     },
     "loss": {
         "tau_pos": _POSITIVE,
@@ -77,7 +78,13 @@ BOUNDS: Mapping[str, Mapping[str, Bounds]] = {
         "coef": _NOT_NEGATIVE,
         "gamma": _POSITIVE,
     },
-    "correction": {"low": _NOT_NEGATIVE, "high": _POSITIVE, "cap": _POSITIVE},
+    "correction": {
+        "low": _NOT_NEGATIVE,
+        "high": _POSITIVE,
+        "cap": _POSITIVE,
+        "veto": _NOT_NEGATIVE,
+        "bound": _POSITIVE,
+    },
     "kl": {},
     "terms": dict.fromkeys(TERM_NAMES, _NOT_NEGATIVE),
 }
@@ -101,10 +108,16 @@ def check_together(algorithm: Algorithm) -> None:
         ("correction", algorithm.correction, algorithm.options.correction),
     ):
         if "low" in options or "high" in options:
-            low, high = (number(options, key, _number_of(part, name, key)) for key in ("low", "high"))
+            low = number(options, "low", _number_of(part, name, "low"))
+            upper, high = "high", algorithm.tis_cap
+            if name == "tis":
+                upper = "algorithm.tis_cap"
+            else:
+                high = number(options, "high", _number_of(part, name, "high"))
             if low > high:
                 raise ConfigError(
-                    f"algorithm.options.{part}.low is {low:g}, but must be at most high, which is {high:g}."
+                    f"algorithm.options.{part}.low is {low:g}, but must be at most {upper}, which is"
+                    f" {high:g}."
                 )
     if algorithm.advantage == "pass_at_k":
         k = number(algorithm.options.advantage, "k", _number_of("advantage", "pass_at_k", "k"))

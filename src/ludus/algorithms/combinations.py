@@ -18,7 +18,7 @@ def check_corrections(*names: str) -> None:
 
     `names` are the corrections, the loss and the advantage of an algorithm; others than those of
     `BEHAVIOUR_RATIO` do not matter. Two such ratios weigh the same gap between engine and learner twice.
-    `reject_sequence` only drops trajectories and goes with each.
+    `reject_sequence` and `m2po` only drop what does not train, and go with each.
     """
     twice = [name for name in names if name in BEHAVIOUR_RATIO]
     if len(twice) > 1:

@@ -1,8 +1,8 @@
 """Weights against the mismatch between the engine that sampled and the learner that trains.
 
 Every correction returns weights [N, L] without gradient, 0 where `mask` is 0, which multiply the policy loss.
-They do not change its normaliser (`reject_sequence`, a filter, narrows the mask). What may go together says
-`combinations.check_corrections`. To add one: the function, and its line in `CORRECTIONS`.
+They do not change its normaliser (`reject_sequence` and `m2po`, filters, narrow the mask). What may go
+together says `combinations.check_corrections`. To add one: the function, and its line in `CORRECTIONS`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,8 @@ from torch import Tensor
 
 from ludus.algorithms.algorithm import (
     BEHAVIOUR_ADVANTAGES,
+    CRITERIA,
+    FILTERING_CORRECTIONS,
     LEVELS,
     LIMITING_CORRECTIONS,
     Algorithm,
@@ -34,9 +36,11 @@ __all__ = [
     "decoupled",
     "icepop",
     "limited",
+    "m2po",
     "mismatch",
     "mismatch_by_length",
     "none",
+    "opsm",
     "reject_sequence",
     "tis",
 ]
@@ -57,16 +61,19 @@ def tis(
     behavior_logprobs: Tensor,
     mask: Tensor,
     cap: float = 2.0,
+    low: float = 0.0,
     level: Level = "token",
 ) -> Tensor:
-    """`min(w, cap)`, truncated importance sampling, [N, L].
+    """`max(low, min(w, cap))`, truncated importance sampling, [N, L].
 
     `w` is, by `level`: `token` `exp(old - behavior)`; `sequence` `exp(sum_t (old - behavior))`, unbiased and
     of high variance; `geometric` `exp(mean_t (old - behavior))`. The last two are the same on all action
     tokens of a trajectory. Sources: https://fengyao.notion.site/off-policy-rl (token, cap 2, as in verl,
     OpenRLHF and slime) and "When Speed Kills Stability" (Liu et al. 2025; sequence, TRL takes cap 3).
+    `low` bounds the weight from below, as slime's `tis-clip-low`.
     """
-    return select(_weights(old_logprobs, behavior_logprobs, mask, level).clamp(max=cap), mask)
+    _check_bounds(low, cap)
+    return select(_weights(old_logprobs, behavior_logprobs, mask, level).clamp(low, cap), mask)
 
 
 def icepop(
@@ -96,24 +103,67 @@ def reject_sequence(
     mask: Tensor,
     low: float = 0.5,
     high: float = 2.0,
-    by: Literal["geometric", "largest"] = "geometric",
+    by: Literal["geometric", "largest", "sequence", "token"] = "geometric",
+    veto: float = 0.0,
 ) -> Tensor:
-    """1 on the action tokens of trajectories whose ratio lies in `[low, high]`, else 0, [N, L].
+    """1 on the action tokens whose ratio lies in `[low, high]`, else 0, [N, L].
 
-    The ratio is `geometric`, `exp(mean_t (old - behavior))`, or the `largest` of the tokens. A filter, so
-    what it drops leaves the normaliser: meant to narrow the mask. verl's `rollout_rs` has 2 and its inverse;
-    the geometric form is often held far tighter (0.999 to 1.001 in verl's examples).
+    The ratio is, by `by`, that of the trajectory: `geometric`, `exp(mean_t (old - behavior))`; `sequence`,
+    `exp(sum_t (old - behavior))`; the `largest` of its tokens; or with `token` each token's own. A trajectory
+    with a token whose ratio is below `veto` is 0 throughout, whatever the rest.
+
+    A filter, so what it drops leaves the normaliser: meant to narrow the mask. verl's `rollout_rs` (token,
+    sequence, geometric) has 2 and its inverse; the geometric form is often held far tighter (0.999 to 1.001
+    in verl's examples), and its `rollout_token_veto_threshold` is `veto` (1e-4).
     """
     _check_bounds(low, high)
-    if by not in ("geometric", "largest"):
-        raise ValueError(f"by = {by!r} is neither 'geometric' nor 'largest'")
-    if by == "geometric":
-        ratio = _weights(old_logprobs, behavior_logprobs, mask, "geometric")
-    else:
-        tokens = _weights(old_logprobs, behavior_logprobs, mask, "token")
+    if by not in CRITERIA:
+        raise ValueError(f"by = {by!r} is none of {', '.join(CRITERIA)}")
+    tokens = _weights(old_logprobs, behavior_logprobs, mask, "token")
+    if by == "largest":
         largest = tokens.amax(1, keepdim=True) if tokens.shape[1] else tokens
         ratio = select(largest.expand(mask.shape), mask)
-    return ((ratio >= low) & (ratio <= high) & mask.bool()).to(old_logprobs.dtype)
+    else:
+        ratio = _weights(old_logprobs, behavior_logprobs, mask, by)
+    vetoed = (mask.bool() & (tokens < veto)).any(1, keepdim=True)
+    return ((ratio >= low) & (ratio <= high) & mask.bool() & ~vetoed).to(old_logprobs.dtype)
+
+
+def m2po(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, bound: float = 0.04) -> Tensor:
+    """1 on the action tokens that stay, 0 on those of largest `(old - behavior)^2`, [N, L].
+
+    Second-moment trust policy optimisation (arXiv:2510.01161, `bound` 0.04): as few tokens as possible go, in
+    descending order, so that the mean of the square over the others is below `bound`; one stays in any case,
+    as in AReaL. Over the whole batch of the step, so all of it belongs here. A filter, as `reject_sequence`.
+    """
+    check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
+    actions = mask.bool()
+    moments = (old_logprobs - behavior_logprobs).detach()[actions].double().square()
+    order = torch.argsort(moments, descending=True, stable=True)
+    rest = moments[order].flip(0).cumsum(0).flip(0)  # of each token and those after it
+    counts = torch.arange(len(order), 0, -1, device=rest.device)
+    gone = int((rest / counts >= bound).sum())  # the means fall, as the moments do
+    keep = torch.ones_like(moments)
+    keep[order[: min(gone, max(len(order) - 1, 0))]] = 0
+    found = torch.zeros(mask.shape, dtype=old_logprobs.dtype, device=old_logprobs.device)
+    found[actions] = keep.to(found)
+    return found
+
+
+def opsm(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, delta: float = 1e-4
+) -> Tensor:
+    """0 where `A < 0` and `mean_t (old - logprobs)` of the trajectory is above `delta`, else 1, [N, L].
+
+    Off-policy sequence masking (DeepSeek-V3.2, arXiv:2512.02556; `old` is the policy that sampled, and here
+    the settings give that; slime's `use-opsm`, `delta` 1e-4, takes the learner's unless told otherwise): what
+    failed and has become unlikely does not push further. It multiplies the policy loss, beside any
+    correction; `logprobs` are those being trained, without gradient.
+    """
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    gap = (select(old_logprobs, mask) - select(logprobs, mask)).detach().sum(1, keepdim=True)
+    far = gap / mask.bool().sum(1, keepdim=True).clamp(min=1) > delta
+    return (mask.bool() & ~(far & (advantages < 0))).to(logprobs.dtype)
 
 
 def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, cap: float = 5.0) -> Tensor:
@@ -176,6 +226,7 @@ CORRECTIONS: dict[str, CorrectionFn] = {
         behavior_logprobs=b.behavior_logprobs,
         mask=b.mask,
         cap=a.tis_cap,
+        low=number(a.options.correction, "low", 0.0),
         level=_level(a),
     ),
     "icepop": lambda b, a: icepop(
@@ -192,8 +243,9 @@ CORRECTIONS: dict[str, CorrectionFn] = {
         mask=b.mask,
         cap=number(a.options.correction, "cap", 5.0),
     ),
-    # What it drops has left the batch before (`training.learner`).
-    "reject_sequence": lambda b, a: none(
-        old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask
+    # What these drop has left the batch before (`training.refine`).
+    **dict.fromkeys(
+        FILTERING_CORRECTIONS,
+        lambda b, a: none(old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask),
     ),
 }

@@ -15,6 +15,7 @@ _GAE = {"gamma": 1.0, "lam": 1.0} | _CRITIC
 
 ADVANTAGE_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "grpo": {"std_floor": 0.0},
+    "optimal_token_baseline": {"zero_tail": 1.0},
     "rae": {"decay": 0.95},
     "gigpo": {"gamma": 0.95, "weight": 1.0},
     "prime": {"beta": 0.05, "gamma": 1.0},
@@ -39,9 +40,11 @@ LOSS_DEFAULTS: Mapping[str, Mapping[str, float]] = {
     "mixed_policy": {"gamma": 0.1},
 }
 CORRECTION_DEFAULTS: Mapping[str, Mapping[str, float]] = {
+    "tis": {"low": 0.0},
     "icepop": {"low": 0.5, "high": 5.0},
     "decoupled": {"cap": 5.0},
-    "reject_sequence": {"low": 0.5, "high": 2.0},
+    "reject_sequence": {"low": 0.5, "high": 2.0, "veto": 0.0},
+    "m2po": {"bound": 0.04},
 }
 DEFAULTS: Mapping[str, Mapping[str, Mapping[str, float]]] = {
     "advantage": ADVANTAGE_DEFAULTS,

@@ -86,6 +86,18 @@ def penalised_token_rewards(*, token_rewards: Tensor, kl: Tensor, mask: Tensor, 
     return select(token_rewards.detach(), mask) - coef * select(kl.detach(), mask)
 
 
+def importance_weighted(*, kl: Tensor, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """`ratio kl` with `ratio = exp(logprobs - old_logprobs)`, [N, L], 0 where the mask is 0, with gradient.
+
+    For the placement `loss`. The gradient flows through the ratio too, so that with `k3` it is unbiased for
+    the reverse KL, and on tokens of an older policy the value is as well (DeepSeek-V3.2, arXiv:2512.02556;
+    slime's `use-unbiased-kl`, TRL's `use_bias_correction_kl`).
+    """
+    check_shapes(mask, kl=kl, logprobs=logprobs, old_logprobs=old_logprobs)
+    gap = select(logprobs, mask) - select(old_logprobs, mask).detach()
+    return clamped_ratio(gap) * select(kl, mask)
+
+
 def trajectory_kl(*, kl: Tensor, mask: Tensor) -> Tensor:
     """`sum_t m kl`, [N], with gradient: granularity `trajectory` for the placement `loss`.
 

@@ -15,6 +15,7 @@ from ludus.algorithms.aggregate import Normaliser, aggregate
 from ludus.algorithms.algorithm import (
     FULL_KL_NAMES,
     GRANULARITIES,
+    IMPORTANCES,
     Algorithm,
     word,
 )
@@ -26,9 +27,10 @@ from ludus.algorithms.corrections import (
     limited,
     mismatch,
     mismatch_by_length,
+    opsm,
 )
-from ludus.algorithms.kl import KLS, trajectory_kl
-from ludus.algorithms.losses import LOSSES, ClipStats, clip_stats, cut_off
+from ludus.algorithms.kl import KLS, importance_weighted, trajectory_kl
+from ludus.algorithms.losses import LOSSES, ClipStats, clip_stats, cut_off, trajectory_mean
 from ludus.algorithms.masking import select
 from ludus.algorithms.terms import added_terms
 
@@ -103,6 +105,10 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
     kl = _kl(batch, algorithm)
     if algorithm.kl_coef > 0 and algorithm.kl_placement == "loss":
         term = _needed(kl, "full_kl" if algorithm.kl in FULL_KL_NAMES else "ref_logprobs", "kl_coef")
+        if word(algorithm.options.kl, "importance", IMPORTANCES) == "ratio":
+            term = importance_weighted(
+                kl=term, logprobs=batch.logprobs, old_logprobs=batch.old_logprobs, mask=batch.mask
+            )
         if word(algorithm.options.kl, "granularity", GRANULARITIES) == "trajectory":
             term = trajectory_kl(kl=term, mask=batch.mask)
         total = total + algorithm.kl_coef * _aggregated(term, batch, algorithm, normaliser)
@@ -150,7 +156,18 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normaliser) -
 
 def _policy_loss(batch: TokenBatch, weights: Tensor, algorithm: Algorithm, normaliser: Normaliser) -> Tensor:
     loss = LOSSES[algorithm.loss](batch, algorithm)
-    if loss.ndim == 1:  # one term a trajectory, and `presets` has seen to it that it has one weight
+    scores = batch.advantages
+    if loss.ndim == 1:  # one term a trajectory, and `resolve` has seen to it that it has one weight
+        scores = trajectory_mean(scores, batch.mask)[:, None].expand(batch.mask.shape)
+    if algorithm.opsm_delta is not None:
+        weights = weights * opsm(
+            logprobs=batch.logprobs,
+            old_logprobs=batch.behavior_logprobs,
+            advantages=scores,
+            mask=batch.mask,
+            delta=algorithm.opsm_delta,
+        )
+    if loss.ndim == 1:
         weights = weights.amax(1)
     return _aggregated(loss * weights, batch, algorithm, normaliser)
 

@@ -10,11 +10,25 @@ Names: `chosen_logprobs`, `rejected_logprobs` under the policy, `ref_...` under 
 
 from __future__ import annotations
 
+import math
+from typing import TypedDict, Unpack
+
 import torch
 from torch import Tensor
-from torch.nn.functional import logsigmoid
+from torch.nn.functional import logsigmoid, relu
 
 from ludus.algorithms.masking import check_shapes, select
+
+
+class PairInputs(TypedDict):
+    """What every loss on pairs takes, all [N, L]."""
+
+    chosen_logprobs: Tensor
+    rejected_logprobs: Tensor
+    ref_chosen_logprobs: Tensor
+    ref_rejected_logprobs: Tensor
+    chosen_mask: Tensor
+    rejected_mask: Tensor
 
 
 def dpo(
@@ -118,6 +132,116 @@ def kto_baseline(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Ten
     return (_log_ratio(logprobs, ref_logprobs, mask).detach().sum() / max(mask.shape[0], 1)).clamp(min=0.0)
 
 
+def hinge(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
+    """`max(0, 1 - beta h)`, `h` as in `dpo`, [N]: a pair beyond the margin has no gradient.
+
+    SLiC's hinge (arXiv:2305.10425) in the normalised form of arXiv:2309.06657; TRL's `hinge`.
+    """
+    chosen, rejected = _log_ratios(pair)
+    return relu(1 - beta * (chosen - rejected))
+
+
+def exo(*, beta: float = 0.1, label_smoothing: float = 1e-3, **pair: Unpack[PairInputs]) -> Tensor:
+    """`s (log s - log(1 - e)) + (1 - s) (log(1 - s) - log e)`, `s = sigmoid(beta h)`, [N].
+
+    The reverse KL from the labels smoothed by `e` = `label_smoothing` (arXiv:2402.00856, eq. 16; TRL's
+    `exo_pair`, which takes 1e-3 for 0). ValueError unless `label_smoothing` is above 0 and below 1.
+    """
+    if not 0 < label_smoothing < 1:
+        raise ValueError(f"label_smoothing = {label_smoothing} must be above 0 and below 1 for exo")
+    chosen, rejected = _log_ratios(pair)
+    logits = beta * (chosen - rejected)
+    kept = logits.sigmoid() * (logsigmoid(logits) - math.log1p(-label_smoothing))
+    return kept + (-logits).sigmoid() * (logsigmoid(-logits) - math.log(label_smoothing))
+
+
+def nca(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
+    """`-log sigmoid(c) - 0.5 log sigmoid(-c) - 0.5 log sigmoid(-r)`, [N], with `c, r = beta (lp - ref)`.
+
+    Noise contrastive alignment (arXiv:2402.05369, for pairs; TRL's `nca_pair`): both likelihoods are
+    anchored to the reference, and not their difference alone.
+    """
+    chosen, rejected = (beta * ratio for ratio in _log_ratios(pair))
+    return -logsigmoid(chosen) - 0.5 * logsigmoid(-chosen) - 0.5 * logsigmoid(-rejected)
+
+
+def sppo(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
+    """`(c - 1 / (2 beta))^2 + (r + 1 / (2 beta))^2`, [N], with `c, r = lp - ref`, sums over tokens.
+
+    Self-play preference optimisation (arXiv:2405.00675) with the probability of winning 1 for the chosen and
+    0 for the rejected; TRL's `sppo_hard`.
+    """
+    chosen, rejected = _log_ratios(pair)
+    return (chosen - 0.5 / beta).square() + (rejected + 0.5 / beta).square()
+
+
+def discopop(*, beta: float = 0.05, tau: float = 0.05, **pair: Unpack[PairInputs]) -> Tensor:
+    """`-(1 - g) log sigmoid(beta h) + g exp(-beta h)`, `g = sigmoid(beta h / tau)`, [N].
+
+    DiscoPOP (arXiv:2406.08414, `beta` and `tau` 0.05): a loss that a search found. TRL's `discopop`, whose
+    `beta` is 0.1. ValueError unless `tau` is above 0.
+    """
+    if tau <= 0:
+        raise ValueError(f"tau must be above 0, not {tau}")
+    chosen, rejected = _log_ratios(pair)
+    logits = beta * (chosen - rejected)
+    gate = torch.sigmoid(logits / tau)
+    # exp(-x) is read only where the gate is open, x above about 0; far below it the product is 0, not inf 0.
+    exponential = (-logits + logsigmoid(logits / tau)).exp()
+    return -(1 - gate) * logsigmoid(logits) + exponential
+
+
+def apo_zero(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
+    """`1 - sigmoid(beta c) + sigmoid(beta r)`, [N], `c, r = lp - ref`: chosen up, rejected down.
+
+    Anchored preference optimisation (arXiv:2408.06266) for chosen answers that are better than the model's.
+    """
+    chosen, rejected = (beta * ratio for ratio in _log_ratios(pair))
+    return torch.sigmoid(-chosen) + torch.sigmoid(rejected)
+
+
+def apo_down(*, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
+    """`sigmoid(beta c) + 1 - sigmoid(beta (c - r))`, [N], `c, r = lp - ref`: both down, rejected more.
+
+    Anchored preference optimisation (arXiv:2408.06266) for a model that is better than the chosen answers.
+    """
+    chosen, rejected = (beta * ratio for ratio in _log_ratios(pair))
+    return torch.sigmoid(chosen) + torch.sigmoid(rejected - chosen)
+
+
+def bco(
+    *,
+    logprobs: Tensor,
+    ref_logprobs: Tensor,
+    mask: Tensor,
+    desirable: Tensor,
+    delta: Tensor | float,
+    beta: float = 0.1,
+) -> Tensor:
+    """`-log sigmoid(q - delta)` where desirable, else `-log sigmoid(delta - q)`, [N].
+
+    `q = beta sum_t m (lp - ref)`. Binary classifier optimisation (arXiv:2404.04656): no pairs are needed.
+    `desirable` [N] bool. `delta` is the mean of `q` over all trajectories so far, those of this batch
+    included (TRL's running mean; the paper halves the sum of the two class means); no gradient flows through
+    it.
+    """
+    if desirable.shape != mask.shape[:1]:
+        raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
+    shifted = beta * _log_ratio(logprobs, ref_logprobs, mask) - _constant(delta)
+    return -logsigmoid(torch.where(desirable.bool(), shifted, -shifted))
+
+
+def bco_pair(*, delta: Tensor | float, beta: float = 0.1, **pair: Unpack[PairInputs]) -> Tensor:
+    """The sum of `bco` over the two trajectories of a pair, [N]; TRL's `bco_pair`."""
+    chosen, rejected = (beta * ratio - _constant(delta) for ratio in _log_ratios(pair))
+    return -logsigmoid(chosen) - logsigmoid(-rejected)
+
+
+def implicit_rewards(*, logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor, beta: float = 0.1) -> Tensor:
+    """`beta sum_t m (lp - ref)`, [N] without gradient: what the running mean of `bco` is over."""
+    return beta * _log_ratio(logprobs, ref_logprobs, mask).detach()
+
+
 def _total(logprobs: Tensor, mask: Tensor) -> Tensor:
     check_shapes(mask, logprobs=logprobs)
     return select(logprobs, mask).sum(1)
@@ -126,6 +250,17 @@ def _total(logprobs: Tensor, mask: Tensor) -> Tensor:
 def _log_ratio(logprobs: Tensor, ref_logprobs: Tensor, mask: Tensor) -> Tensor:
     check_shapes(mask, logprobs=logprobs, ref_logprobs=ref_logprobs)
     return (select(logprobs, mask) - select(ref_logprobs, mask).detach()).sum(1)
+
+
+def _log_ratios(pair: PairInputs) -> tuple[Tensor, Tensor]:
+    """`sum_t m (lp - ref)` of the chosen and of the rejected, [N] each."""
+    chosen = _log_ratio(pair["chosen_logprobs"], pair["ref_chosen_logprobs"], pair["chosen_mask"])
+    rejected = _log_ratio(pair["rejected_logprobs"], pair["ref_rejected_logprobs"], pair["rejected_mask"])
+    return chosen, rejected
+
+
+def _constant(value: Tensor | float) -> Tensor | float:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 def _mean(totals: Tensor, mask: Tensor) -> Tensor:

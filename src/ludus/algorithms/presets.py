@@ -1,7 +1,8 @@
 """The presets: algorithms of the field by name. Imports no torch.
 
 `minibatches` are those of the papers, where the part that names the preset acts on ratios other than 1: 16 in
-DAPO and CISPO (MiniMax-M1), 4 in GSPO and SAPO, 8 in GMPO; 4 for Clip-Cov and KL-Cov is a choice made here.
+DAPO and CISPO (MiniMax-M1), 4 in GSPO and SAPO, 8 in GMPO; 4 for Clip-Cov, KL-Cov, `luspo` and `rloo_ppo` is
+a choice made here.
 GRPO and its kin take one update a batch, as DeepSeekMath does. So do the presets with a critic.
 """
 
@@ -51,6 +52,27 @@ _PRESETS = (
         aggregation="seq_mean_token_sum",
     ),
     Algorithm(
+        name="rloo_ppo",
+        summary="rloo with PPO's clip around the ratio of the whole trajectory",
+        source="arXiv:2402.14740 as in TRL's RLOO trainer, without its KL in the reward",
+        advantage="rloo",
+        loss="ppo_sequence",
+        minibatches=4,
+    ),
+    Algorithm(
+        name="gpg",
+        summary="REINFORCE against the group mean, scaled up by the groups that teach nothing",
+        source="arXiv:2504.02546, F_norm 1",
+        advantage="gpg",
+        loss="reinforce",
+    ),
+    Algorithm(
+        name="optimal_token_baseline",
+        summary="a baseline for each token, weighed by what its trajectory adds to the variance",
+        source="verl's optimal_token_baseline",
+        advantage="optimal_token_baseline",
+    ),
+    Algorithm(
         name="remax",
         summary="REINFORCE against the reward of a greedy attempt, one more per task",
         source="arXiv:2310.10505, without its KL term",
@@ -89,6 +111,16 @@ _PRESETS = (
         source="arXiv:2507.18071",
         loss="gspo",
         aggregation="seq_mean_token_mean",
+        eps_low=3e-4,
+        eps_high=4e-4,
+        minibatches=4,
+    ),
+    Algorithm(
+        name="luspo",
+        summary="gspo_token without the division by length: a trajectory weighs as many tokens as it has",
+        source="arXiv:2602.05261; TRL's loss_type luspo",
+        loss="gspo_token",
+        aggregation="seq_mean_token_sum",
         eps_low=3e-4,
         eps_high=4e-4,
         minibatches=4,

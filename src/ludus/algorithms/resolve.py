@@ -17,6 +17,8 @@ from ludus.algorithms.algorithm import (
     CORRECTION_NAMES,
     CORRECTION_OPTIONS,
     DUAL_CLIPPING_LOSSES,
+    FILTERING_CORRECTIONS,
+    FULL_KL_NAMES,
     KL_NAMES,
     KL_OPTIONS,
     LOSS_NAMES,
@@ -71,6 +73,13 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     _refuse_unread_parts(config, algorithm)
     _check_rewards_stay(algorithm)
     _check_group_size(algorithm)
+    _check_importance(algorithm)
+    if algorithm.advantage == "gpg" and algorithm.zero_variance:
+        raise ConfigError(
+            "The advantage gpg scales the batch up by its groups of equal rewards, and"
+            " algorithm.zero_variance drops them, which scales it up a second time.",
+            "Set algorithm.zero_variance = false, or the advantage dr_grpo.",
+        )
     if algorithm.resample_rounds and not algorithm.zero_variance:
         raise ConfigError(
             f"algorithm.resample_rounds = {algorithm.resample_rounds} replaces groups that"
@@ -141,7 +150,7 @@ def _check_terms(terms: Options) -> None:
 
 def _check_sequence_weights(algorithm: Algorithm) -> None:
     """A loss with one term a trajectory takes one weight a trajectory."""
-    if algorithm.loss not in SEQUENCE_LOSSES or algorithm.correction in ("none", "reject_sequence"):
+    if algorithm.loss not in SEQUENCE_LOSSES or algorithm.correction in ("none", *FILTERING_CORRECTIONS):
         return
     if algorithm.options.correction.get("level", "token") == "token":
         raise ConfigError(
@@ -195,6 +204,7 @@ def _refuse_idle_settings(config: AlgorithmConfig, algorithm: Algorithm) -> None
         _refuse("kl", config.kl, reason)
         _refuse("kl_placement", config.kl_placement, reason)
         _refuse("options.kl.granularity", config.options.kl.get("granularity"), reason)
+        _refuse("options.kl.importance", config.options.kl.get("importance"), reason)
     if algorithm.kl_placement == "reward":
         reason = "a KL in the reward adds up over the trajectory by itself"
         _refuse("options.kl.granularity", config.options.kl.get("granularity"), reason)
@@ -208,6 +218,7 @@ def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
         _refuse("aggregation", config.aggregation, f"the loss {loss} is a mean over trajectories by itself")
     if loss in TEACHER_LOSSES:
         reason = f"the loss {loss} reads a teacher and no reward"
+        _refuse("opsm_delta", algorithm.opsm_delta, reason)
         _refuse("advantage", config.advantage, reason)
         _refuse("options.advantage", config.options.advantage or None, reason)
         _refuse("overlong_cache", algorithm.overlong_cache or None, reason)
@@ -220,6 +231,24 @@ def _refuse_unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> None:
         reason = f"the advantage {algorithm.advantage} is never below 0"
         _refuse("eps_low", config.eps_low, reason)
         _refuse("dual_clip", config.dual_clip, reason)
+
+
+def _check_importance(algorithm: Algorithm) -> None:
+    """ConfigError for a ratio on a KL that is exact at each state, or detached."""
+    if algorithm.options.kl.get("importance", "none") == "none":
+        return
+    if algorithm.kl in FULL_KL_NAMES:
+        raise ConfigError(
+            f"algorithm.options.kl.importance corrects for the sampled token, and algorithm.kl = "
+            f"{algorithm.kl!r} reads whole distributions.",
+            "Set kl = 'k3', or leave importance out.",
+        )
+    if algorithm.kl_placement != "loss":
+        raise ConfigError(
+            f"algorithm.options.kl.importance acts in the loss, and algorithm.kl_placement is "
+            f"{algorithm.kl_placement!r}.",
+            "Set kl_placement = 'loss', or leave importance out.",
+        )
 
 
 def _check_rewards_stay(algorithm: Algorithm) -> None:

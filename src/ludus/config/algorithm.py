@@ -19,7 +19,7 @@ class PartOptions(Section):
     correction: dict[str, float | str] = Field({})
     """Of the correction, such as icepop's low and high."""
     kl: dict[str, float | str] = Field({})
-    """Of the KL term: granularity."""
+    """Of the KL term: granularity, importance."""
     terms: dict[str, float | str] = Field({})
     """Coefficients of terms beside the policy loss: echo, positive_nll."""
 
@@ -43,6 +43,9 @@ class AlgorithmParts(Section):
     """The ratio is clipped above 1 + eps_high; none keeps the preset's."""
     dual_clip: float | None = Field(None, gt=1)
     """Bound on the loss of a token with a negative advantage, in multiples of it; none keeps the preset's."""
+    opsm_delta: float | None = Field(None, ge=0)
+    """Off-policy sequence masking: a trajectory with a negative advantage has no policy loss if the mean of
+    log(engine / policy) over its tokens is above this (1e-4 in slime). None keeps the preset's, no mask."""
     kl: str | None = None
     """Estimator: k1, k2, k3, abs, k3_k2grad, full_reverse, full_forward; none keeps the preset's."""
     kl_coef: float | None = Field(None, ge=0)
@@ -51,8 +54,8 @@ class AlgorithmParts(Section):
     """Where the KL term goes: into the loss, or detached into the reward or the advantage; none keeps the
     preset's."""
     correction: str | None = Field(None, examples=["none", "tis"])
-    """Off-policy correction between engine and learner: tis, icepop, decoupled, reject_sequence, or "none",
-    which is no correction. Left out, it is the preset's."""
+    """Off-policy correction between engine and learner: tis, icepop, decoupled, reject_sequence, m2po, or
+    "none", which is no correction. Left out, it is the preset's."""
     tis_cap: float | None = Field(None, gt=0)
     """Largest importance weight between engine and learner (with tis); none keeps the preset's."""
 

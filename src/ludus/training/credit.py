@@ -420,6 +420,7 @@ def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
         ref_logprobs=_table(estimates.ref_logprobs, width),
         old_logprobs=_table(estimates.old_logprobs, width),
         behavior_logprobs=_behavior(credits, estimates.old_logprobs, width),
+        sum_pi_squared=_table(estimates.sum_pi_squared, width),
         baselines=_baselines(credits),
         anchors=_anchors(trajectories, most),
         proposer=proposer,

@@ -15,9 +15,10 @@ class Estimates:
     """What models say of the credits that were compared, in their order, per action token `[n_i]`.
 
     `kl` to the reference, `values` of the critic, `outcome_probs` of a critic of outcomes, `prm_logprobs` of
-    the process reward model and `ref_logprobs` beside them, `old_logprobs` and `entropies` of the policy at
-    the start of the step; `bootstrap` [one for each path] of the critic after the last action token, 0 for
-    episodes that ended by themselves; None where the algorithm asks for none.
+    the process reward model and `ref_logprobs` beside them, `old_logprobs`, `entropies` and `sum_pi_squared`,
+    the sum of squared probabilities, of the policy at the start of the step; `bootstrap` [one for each path]
+    of the critic after the last action token, 0 for episodes that ended by themselves; None where the
+    algorithm asks for none.
     """
 
     kl: Sequence[Tensor] | None = None
@@ -27,6 +28,7 @@ class Estimates:
     ref_logprobs: Sequence[Tensor] | None = None
     old_logprobs: Sequence[Tensor] | None = None
     entropies: Sequence[Tensor] | None = None
+    sum_pi_squared: Sequence[Tensor] | None = None
     bootstrap: Sequence[Tensor] | None = None
 
     def along(self, split: Sequence[Sequence[Path]]) -> Estimates:
@@ -45,6 +47,7 @@ class Estimates:
             ref_logprobs=spread(self.ref_logprobs),
             old_logprobs=spread(self.old_logprobs),
             entropies=spread(self.entropies),
+            sum_pi_squared=spread(self.sum_pi_squared),
             bootstrap=None if self.bootstrap is None else [v[None] for own in self.bootstrap for v in own],
         )
 
@@ -59,6 +62,7 @@ class Estimates:
             "log-probability under the reference": self.ref_logprobs,
             "log-probability at the start of the step": self.old_logprobs,
             "entropy at the start of the step": self.entropies,
+            "sum of squared probabilities": self.sum_pi_squared,
             "value of the critic at the end": self.bootstrap,
         }
 

@@ -62,6 +62,8 @@ def _of_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
     why = "with training.mode = 'sync' and the embedded engine, engine and learner hold the same weights"
     if algorithm.correction != "none":
         yield f"The correction {algorithm.correction} cannot act: {why}. {remedy}"
+    if algorithm.opsm_delta is not None and updates_of(config) == 1:
+        yield f"The mask of algorithm.opsm_delta cannot act: {why}, and there is one update a batch. {remedy}"
     if algorithm.advantage in BEHAVIOUR_ADVANTAGES:
         yield f"The weights of the advantage {algorithm.advantage} are 1: {why}. {remedy}"
 

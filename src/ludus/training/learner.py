@@ -31,7 +31,7 @@ from ludus.training.head import Entropy
 from ludus.training.kept import Kept
 from ludus.training.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
 from ludus.training.optimiser import Optimiser
-from ludus.training.others import Beside, FullKl, Others, TokenScorer, table_of
+from ludus.training.others import Beside, FullKl, Others, SumPiSquared, TokenScorer, table_of
 from ludus.training.ranks import Ranks, current_ranks, merged, raise_together, sum_gradients
 from ludus.training.routing import following, recording
 from ludus.training.scoring import Scorer, Scores, own_types
@@ -39,6 +39,7 @@ from ludus.training.sharding import is_sharded
 from ludus.training.token_budget import TokenBudget
 
 FULL_KL = "full_kl"
+SUM_PI_SQUARED = "sum_pi_squared"
 """The name under which `ask` gives the KL of whole distributions to the reference."""
 CHOOSING_LOSSES = ("clip_cov", "kl_cov")
 """Losses that treat some tokens apart, which are chosen over the whole batch."""
@@ -121,10 +122,7 @@ class Learner:
     def ask(
         self, name: str, rows: Sequence[Row], entropy: Entropy = "none", *, keep: bool = False
     ) -> list[Scores]:
-        """The scores of each row, `[T]`, by the policy ("") or another scorer, by its name.
-
-        `keep` as in `score`.
-        """
+        """The scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
         with self.ranks.together(Score(name, rows, entropy, keep)):
             found = self._score_all(rows, self._scorer_of(name), entropy)[0]
             if keep:
@@ -133,11 +131,13 @@ class Learner:
 
     def _scorer_of(self, name: str) -> TokenScorer:
         """A scorer by its name. Raises LearnerError for a full KL without a reference."""
-        if name == FULL_KL:
-            if "reference" not in self.scorers:
-                raise LearnerError("There is no reference to compare with.")
-            return FullKl(self.scorer, self._beside)
-        return self.scorers[name] if name else self.scorer
+        if name == SUM_PI_SQUARED:
+            return SumPiSquared(self.scorer)
+        if name != FULL_KL:
+            return self.scorers[name] if name else self.scorer
+        if "reference" not in self.scorers:
+            raise LearnerError("There is no reference to compare with.")
+        return FullKl(self.scorer, self._beside)
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
         """Log-probabilities `[T]` of each row's training tokens under the reference; kept for `train`.

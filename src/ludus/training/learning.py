@@ -13,6 +13,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
+from ludus.algorithms.algorithm import FILTERING_CORRECTIONS
 from ludus.algorithms.kl_run import KlControl
 from ludus.rollout.ledger import Ledger
 from ludus.training.batch import Row
@@ -114,7 +115,7 @@ class Learning:
         metrics = {} if self.judge is None else train_judge(self.judge, credits)
         if step > self.warmup:
             metrics |= self.learner.train(rows, seed=step)
-        if self.learner.algorithm.correction == "reject_sequence":
+        if self.learner.algorithm.correction in FILTERING_CORRECTIONS:
             metrics["policy/dropped_share"] = rejected_share(credits)
         metrics |= age_metrics(credits, step)
         return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})

@@ -12,7 +12,7 @@ from torch import Tensor
 from ludus.algorithms.algorithm import FULL_KL_NAMES, Algorithm
 from ludus.training.batch import Microbatch
 from ludus.training.full_kl import Against, Divergence, States
-from ludus.training.head import Entropy
+from ludus.training.head import CHUNK_LOGITS, Entropy
 from ludus.training.scoring import Scorer, Scores
 
 OTHERS = ("reference", "teacher")
@@ -108,3 +108,26 @@ def table_of(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor
     for place, i in enumerate(part.index):
         padded[place, : len(values[i])] = values[i].to(padded)
     return padded.detach()
+
+
+@dataclass(frozen=True, slots=True)
+class SumPiSquared:
+    """The sum of squared probabilities before each token in the place of log-probabilities."""
+
+    policy: Scorer
+
+    @torch.no_grad()
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
+        """The sum at each token that is asked for."""
+        states = self.policy.distributions(tokens, asked)
+        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        size = max(1, CHUNK_LOGITS // states.head.weight.shape[0])
+        parts = torch.split(states.hidden, size)
+        sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
+        found = torch.zeros(tokens.shape, dtype=sums[0].dtype, device=tokens.device)
+        found[rows, columns + 1] = torch.cat(sums)
+        return Scores(found, None)
+
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+        """Those of the policy."""
+        return self.policy.distributions(tokens, asked)

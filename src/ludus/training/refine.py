@@ -16,13 +16,15 @@ from torch import Tensor
 from ludus.algorithms.algorithm import (
     BEHAVIOUR_ADVANTAGES,
     CRITERIA,
+    FILTERING_CORRECTIONS,
     FULL_KL_NAMES,
+    PROBABILITY_ADVANTAGES,
     WHITENED_ADVANTAGES,
     Algorithm,
     number,
     word,
 )
-from ludus.algorithms.corrections import MismatchByLength, mismatch_by_length, reject_sequence
+from ludus.algorithms.corrections import MismatchByLength, m2po, mismatch_by_length, reject_sequence
 from ludus.algorithms.filters import entropy_bound
 from ludus.algorithms.mismatch import mismatch
 from ludus.errors import SyncError
@@ -31,7 +33,7 @@ from ludus.training.batch import Row, row_of_trajectory
 from ludus.training.credit import Credit, with_estimates
 from ludus.training.estimates import Estimates
 from ludus.training.judges import Judge, at_actions, judged
-from ludus.training.learner import Learner
+from ludus.training.learner import SUM_PI_SQUARED, Learner
 from ludus.types import Trajectory
 
 REJECTED = "rejected"
@@ -63,7 +65,7 @@ def refine(
         trained = [c for c in found if c.outcome is Outcome.TRAINED and not c.expert]
         check_parity([_row(credit) for credit in trained if _is_of(credit, version)], learner)
     algorithm, entropies = learner.algorithm, None
-    if algorithm.correction == "reject_sequence":
+    if algorithm.correction in FILTERING_CORRECTIONS:
         found = _rejected(found, learner)
     if algorithm.loss == "gtpo":
         entropies = compared_entropies(found, learner)
@@ -71,7 +73,8 @@ def refine(
     # Last: a mean over the batch is over what is left.
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
     whitened = algorithm.advantage in WHITENED_ADVANTAGES
-    if judge is not None or penalised or whitened or entropies is not None:
+    compares_probabilities = algorithm.advantage in PROBABILITY_ADVANTAGES
+    if judge is not None or penalised or whitened or compares_probabilities or entropies is not None:
         found = _estimated(found, learner, judge, max_length, Estimates(entropies=entropies))
     return found
 
@@ -136,13 +139,17 @@ def _estimated(
     if judge is not None:
         estimates = replace(judged(judge, compared, rows, learner), entropies=known.entropies)
     penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
-    compared_to_engine = algorithm.advantage in BEHAVIOUR_ADVANTAGES
+    weighs_tokens = algorithm.advantage in PROBABILITY_ADVANTAGES
+    compared_to_engine = algorithm.advantage in BEHAVIOUR_ADVANTAGES or weighs_tokens
     sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
     old = learner.score(rows, keep=True) if sampled_alone or compared_to_engine else []
     if penalised:
         estimates = replace(estimates, kl=at_actions(learner.penalties(rows, old), rows))
     if compared_to_engine:
         estimates = replace(estimates, old_logprobs=at_actions(old, rows))
+    if weighs_tokens:
+        sums = [scores.logprobs for scores in learner.ask(SUM_PI_SQUARED, rows)]
+        estimates = replace(estimates, sum_pi_squared=at_actions(sums, rows))
     return with_estimates(credits, algorithm, max_length, estimates)
 
 
@@ -152,24 +159,51 @@ def _rejected(credits: list[Credit], learner: Learner) -> list[Credit]:
         return credits
     rows = [_row(credit) for credit in trained]
     old, behavior, mask = _table(rows, learner.score(rows, keep=True))
-    options = learner.algorithm.options.correction
-    keep = reject_sequence(
+    keep = _kept_tokens(old, behavior, mask, learner.algorithm)
+    thinned = {
+        id(credit): replace(credit, trains=_narrowed(credit, row[inside]))
+        for credit, row, inside in zip(trained, keep, mask, strict=True)
+        if row.any() and not row[inside].all()
+    }
+    found = [thinned.get(id(credit), credit) for credit in credits]
+    left = [thinned.get(id(credit), credit) for credit in trained]
+    return _masked(found, left, keep.any(1), REJECTED)
+
+
+def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
+    """The action tokens that the filter of the correction lets train, [N, L] bool."""
+    options = algorithm.options.correction
+    if algorithm.correction == "m2po":
+        bound = number(options, "bound", 0.04)
+        return m2po(old_logprobs=old, behavior_logprobs=behavior, mask=mask, bound=bound).bool()
+    return reject_sequence(
         old_logprobs=old,
         behavior_logprobs=behavior,
         mask=mask,
         low=number(options, "low", 0.5),
         high=number(options, "high", 2.0),
         by=word(options, "by", CRITERIA),
-    )
-    return _masked(credits, trained, keep.any(1), REJECTED)
+        veto=number(options, "veto", 0.0),
+    ).bool()
+
+
+def _narrowed(credit: Credit, keep: Tensor) -> tuple[bool, ...]:
+    """Which action tokens of a credit train, of those that did and are in `keep` [n_i]."""
+    kept: list[bool] = keep.tolist()
+    before = credit.trains or (True,) * len(kept)
+    return tuple(a and b for a, b in zip(before, kept, strict=True))
 
 
 def rejected_share(credits: Sequence[Credit]) -> float:
-    """The share of the action tokens that would train whose trajectories were rejected; 0 without any."""
+    """The share of the action tokens that would train that were rejected; 0 without any.
+
+    Tokens that another filter took from a trajectory (`training.staleness`) count as rejected.
+    """
     trained = [c for c in credits if c.outcome is Outcome.TRAINED and not c.expert]
     rejected = [c for c in credits if c.reason == REJECTED]
-    kept, lost = (sum(c.episode.trajectory.num_action_tokens for c in own) for own in (trained, rejected))
-    return lost / max(kept + lost, 1)
+    everything = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
+    kept = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
+    return (everything - kept) / max(everything, 1)
 
 
 def compared_entropies(credits: Sequence[Credit], learner: Learner) -> list[Tensor]:

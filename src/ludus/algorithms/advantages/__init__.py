@@ -13,6 +13,7 @@ compared give exactly 0, rounding noise notwithstanding.
 | `returns` | rewards and values over the action tokens |
 | `turn_values` | the same with a turn as the step |
 | `off_policy` | the same, sampled by another policy |
+| `optimal` | returns of a group, token by token |
 | `running` | against statistics that outlive a step |
 | `calibration` | per-turn reward tiers, from recorded rollouts |
 
@@ -24,6 +25,7 @@ from ludus.algorithms.advantages.calibration import TierCalibration, calibrate_t
 from ludus.algorithms.advantages.groups import (
     best_of_group,
     dr_grpo,
+    gpg,
     grpo,
     hierarchical,
     maxrl,
@@ -37,6 +39,7 @@ from ludus.algorithms.advantages.groups import (
     whiten,
 )
 from ludus.algorithms.advantages.off_policy import retrace, vtrace, vtrace_targets
+from ludus.algorithms.advantages.optimal import optimal_token_baseline
 from ludus.algorithms.advantages.placing import token_rewards
 from ludus.algorithms.advantages.registry import ADVANTAGES, FUNCTIONS, VALUE_ERRORS, AdvantageFn
 from ludus.algorithms.advantages.returns import coderl, gae, prime, reinforce_pp, value_targets, vapo
@@ -74,10 +77,12 @@ __all__ = [
     "dr_grpo",
     "gae",
     "gigpo",
+    "gpg",
     "grpo",
     "hierarchical",
     "maxrl",
     "opo",
+    "optimal_token_baseline",
     "pass_at_k",
     "prime",
     "rae",

@@ -8,6 +8,7 @@ rewards gets exactly 0, rounding noise notwithstanding.
 from __future__ import annotations
 
 from math import comb
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from ludus.algorithms.advantages.rows import (
     numbers,
     on_actions,
 )
+from ludus.algorithms.algorithm import COUNTS, SPREADS
 from ludus.algorithms.grouping import group_rewards, rounding
 from ludus.algorithms.masking import check_shapes, select
 
@@ -34,21 +36,48 @@ def grpo(
     ddof: int = 1,
     eps: float = 1e-6,
     std_floor: float = 0.0,
+    std_over: Literal["group", "batch"] = "group",
 ) -> Tensor:
     """`(r - mean_g) / (std_g + eps)`, arXiv:2402.03300 (section 4.1.2).
+
+    `std_over` `batch` divides by the deviation of all rewards given instead (arXiv:2508.08221; TRL's
+    `scale_rewards="batch"`, with `eps` 1e-4), so that a group of small differences is not blown up.
 
     `ddof` 1 as in verl and TRL, 0 as in the paper and several tutorials. `std_floor` bounds `std_g` from
     below, so that a group of nearly equal rewards is not blown up.
     """
     grouped = groups_to_compare(rewards, group, mask)
-    scale = grouped.std(ddof).clamp(min=std_floor) + eps
-    return on_actions(grouped.minus(grouped.mean()) / scale[grouped.index], mask, float_dtype(rewards))
+    if std_over not in SPREADS:
+        raise ValueError(f"std_over = {std_over!r} is neither 'group' nor 'batch'")
+    spread = grouped if std_over == "group" else group_rewards(rewards, torch.zeros_like(group))
+    scale = spread.std(ddof).clamp(min=std_floor) + eps
+    return on_actions(grouped.minus(grouped.mean()) / scale[spread.index], mask, float_dtype(rewards))
 
 
 def dr_grpo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
     """`r - mean_g`, arXiv:2503.20783 (Dr. GRPO)."""
     grouped = groups_to_compare(rewards, group, mask)
     return on_actions(grouped.minus(grouped.mean()), mask, float_dtype(rewards))
+
+
+def gpg(
+    *,
+    rewards: Tensor,
+    group: Tensor,
+    mask: Tensor,
+    counted: Literal["varying", "nonzero"] = "varying",
+) -> Tensor:
+    """`N / M (r - mean_g)`, arXiv:2504.02546 (GPG), its `F_norm` 1.
+
+    `M` counts the rows whose group has rewards that differ, so that the groups which teach nothing do not
+    shrink the batch's gradient; with `nonzero`, as verl has it, the rows whose reward is not 0. At least 1.
+    """
+    if counted not in COUNTS:
+        raise ValueError(f"counted = {counted!r} is neither 'varying' nor 'nonzero'")
+    grouped = groups_to_compare(rewards, group, mask)
+    rows = ~grouped.equal[grouped.index] if counted == "varying" else grouped.rewards != 0
+    factor = len(grouped.rewards) / max(int(rows.sum()), 1)
+    return on_actions(factor * grouped.minus(grouped.mean()), mask, float_dtype(rewards))
 
 
 def rloo(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor
 from ludus.algorithms.advantages.groups import (
     best_of_group,
     dr_grpo,
+    gpg,
     grpo,
     hierarchical,
     maxrl,
@@ -22,6 +23,7 @@ from ludus.algorithms.advantages.groups import (
     whiten,
 )
 from ludus.algorithms.advantages.off_policy import retrace, vtrace, vtrace_targets
+from ludus.algorithms.advantages.optimal import optimal_token_baseline
 from ludus.algorithms.advantages.returns import coderl, gae, prime, reinforce_pp, vapo
 from ludus.algorithms.advantages.running import rae
 from ludus.algorithms.advantages.turn_values import step_gae, turn_gae
@@ -32,7 +34,7 @@ from ludus.algorithms.advantages.turns import (
     turn_return,
     turn_return_hybrid,
 )
-from ludus.algorithms.algorithm import SCALES, Algorithm, number, word
+from ludus.algorithms.algorithm import COUNTS, SCALES, SPREADS, Algorithm, number, word
 from ludus.algorithms.batch import Outcomes
 
 AdvantageFn = Callable[[Outcomes, Algorithm], Tensor]
@@ -290,6 +292,21 @@ def _retrace(o: Outcomes, a: Algorithm) -> Tensor:
     return _whitened(_traced(o, a, retrace, "gamma", "lam"), o, a)
 
 
+def _optimal_token_baseline(o: Outcomes, a: Algorithm) -> Tensor:
+    """Without probabilities yet: all tokens weigh the same."""
+    turn, turn_rewards = (None, None) if o.turn_rewards is None else _turns(o)
+    return optimal_token_baseline(
+        rewards=o.rewards,
+        group=o.group,
+        mask=o.mask,
+        old_logprobs=o.old_logprobs,
+        sum_pi_squared=o.sum_pi_squared,
+        turn_rewards=turn_rewards,
+        turn=turn,
+        zero_tail=number(a.options.advantage, "zero_tail", 1.0) != 0,
+    )
+
+
 ADVANTAGES: dict[str, AdvantageFn] = {
     "vtrace": _vtrace,
     "retrace": _retrace,
@@ -303,7 +320,15 @@ ADVANTAGES: dict[str, AdvantageFn] = {
         mask=o.mask,
         ddof=a.std_ddof,
         std_floor=number(a.options.advantage, "std_floor", 0.0),
+        std_over=word(a.options.advantage, "std_over", SPREADS),
     ),
+    "gpg": lambda o, a: gpg(
+        rewards=o.rewards,
+        group=o.group,
+        mask=o.mask,
+        counted=word(a.options.advantage, "counted", COUNTS),
+    ),
+    "optimal_token_baseline": _optimal_token_baseline,
     "dr_grpo": lambda o, a: dr_grpo(rewards=o.rewards, group=o.group, mask=o.mask),
     "rloo": lambda o, a: rloo(rewards=o.rewards, group=o.group, mask=o.mask),
     "remax": lambda o, a: remax(rewards=o.rewards, greedy_rewards=_baselines(o), mask=o.mask),
@@ -344,6 +369,8 @@ VALUE_ERRORS: dict[str, AdvantageFn] = {"vtrace_error": _vtrace_error}
 FUNCTIONS: dict[str, Callable[..., Tensor]] = {
     "grpo": grpo,
     "dr_grpo": dr_grpo,
+    "gpg": gpg,
+    "optimal_token_baseline": optimal_token_baseline,
     "rloo": rloo,
     "remax": remax,
     "opo": opo,

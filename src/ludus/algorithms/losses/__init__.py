@@ -6,7 +6,7 @@ masked positions never matters, NaN and infinity included. What needs the whole 
 weights, a count) is an argument, computed once for the batch, so that microbatches add up to the same
 gradient.
 
-Those on pairs (`dpo`, `simpo`, `ipo`, `kto`) are in `algorithms.preference` and have its shapes.
+Those on pairs (`dpo` and its kin) are in `algorithms.preference` and have its shapes.
 
 To add one: write the function, and its line in `LOSSES`, which says where its arguments come from; where it
 clips, one in `cuts.CUTS` says what, for the statistics.
@@ -53,9 +53,23 @@ from ludus.algorithms.losses.plain import (
     sft,
     value_loss,
 )
-from ludus.algorithms.losses.sequence import gmpo, gspo, gspo_token, trajectory_mean
+from ludus.algorithms.losses.sequence import gmpo, gspo, gspo_token, ppo_sequence, trajectory_mean
 from ludus.algorithms.masking import select
-from ludus.algorithms.preference import dpo, ipo, kto, simpo
+from ludus.algorithms.preference import (
+    apo_down,
+    apo_zero,
+    bco,
+    bco_pair,
+    discopop,
+    dpo,
+    exo,
+    hinge,
+    ipo,
+    kto,
+    nca,
+    simpo,
+    sppo,
+)
 
 __all__ = [
     "LOSSES",
@@ -65,6 +79,10 @@ __all__ = [
     "CovarianceMeans",
     "Cut",
     "LossFn",
+    "apo_down",
+    "apo_zero",
+    "bco",
+    "bco_pair",
     "binary_kl",
     "binary_tv",
     "choose_between",
@@ -74,26 +92,32 @@ __all__ = [
     "clip_stats",
     "conflict_weights",
     "cut_off",
+    "discopop",
     "distill",
     "distill_full",
     "dpo",
     "dppo",
     "echo",
+    "exo",
     "gmpo",
     "gspo",
     "gspo_token",
     "gtpo",
+    "hinge",
     "ipo",
     "kl_cov",
     "kto",
     "mixed_policy",
+    "nca",
     "positive_nll",
     "ppo_clip",
     "ppo_cut",
+    "ppo_sequence",
     "reinforce",
     "sapo",
     "sft",
     "simpo",
+    "sppo",
     "token_covariance",
     "token_ratio",
     "trajectory_mean",
@@ -225,6 +249,7 @@ LOSSES: dict[str, LossFn] = {
         dual_clip=a.dual_clip,
     ),
     "reinforce": lambda b, a: reinforce(logprobs=b.logprobs, advantages=b.advantages, mask=b.mask),
+    "ppo_sequence": _clipping(ppo_sequence),
     "gspo": _clipping(gspo),
     "gspo_token": _clipping(gspo_token),
     "cispo": _clipping(cispo),

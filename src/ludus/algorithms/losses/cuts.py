@@ -13,7 +13,7 @@ from ludus.algorithms.algorithm import DIVERGENCES, Algorithm, number, word
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.losses.behavior import dppo_blocked
 from ludus.algorithms.losses.clipped import ClipRange, Cut, ppo_cut, token_ratio
-from ludus.algorithms.losses.sequence import sequence_ratio, trajectory_mean
+from ludus.algorithms.losses.sequence import product_ratio, sequence_ratio, trajectory_mean
 from ludus.algorithms.masking import select
 
 
@@ -42,6 +42,13 @@ def _of_own_tokens(b: TokenBatch, a: Algorithm) -> Cut:
 def _of_sequences(b: TokenBatch, a: Algorithm) -> Cut:
     """By one ratio and one advantage for all tokens of a trajectory."""
     ratio = sequence_ratio(b.logprobs, b.old_logprobs, b.mask)[:, None].expand(b.mask.shape)
+    scores = trajectory_mean(b.advantages, b.mask)[:, None].expand(b.mask.shape)
+    return ppo_cut(ratio=ratio, advantages=scores, mask=b.mask, clip=ClipRange(a.eps_low, a.eps_high))
+
+
+def _of_products(b: TokenBatch, a: Algorithm) -> Cut:
+    """By the product of a trajectory's ratios, and one advantage."""
+    ratio = product_ratio(b.logprobs, b.old_logprobs, b.mask)[:, None].expand(b.mask.shape)
     scores = trajectory_mean(b.advantages, b.mask)[:, None].expand(b.mask.shape)
     return ppo_cut(ratio=ratio, advantages=scores, mask=b.mask, clip=ClipRange(a.eps_low, a.eps_high))
 
@@ -82,6 +89,7 @@ CUTS: dict[str, Callable[[TokenBatch, Algorithm], Cut]] = {
     "ppo_clip": _of_tokens,
     "clip_cov": _of_tokens,
     "mixed_policy": _of_own_tokens,
+    "ppo_sequence": _of_products,
     "gspo": _of_sequences,
     "gspo_token": _of_sequences_by_token,
     "cispo": _of_weights,

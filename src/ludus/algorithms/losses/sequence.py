@@ -1,4 +1,4 @@
-"""Losses whose ratio belongs to the whole trajectory: the geometric mean of its tokens' ratios.
+"""Losses whose ratio belongs to the whole trajectory: the geometric mean of token ratios, or their product.
 
 `A_i`, the advantage of a trajectory, is the mean of `advantages` over its action tokens: the advantage itself
 where all tokens carry the same. A trajectory without action tokens gives 0.
@@ -30,6 +30,28 @@ def gspo(
     bounds = ClipRange(eps_low, eps_high)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = sequence_ratio(logprobs, old_logprobs, mask)
+    scores = trajectory_mean(advantages, mask).detach()
+    clipped = ratio.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
+    return -torch.minimum(ratio * scores, clipped * scores)
+
+
+def ppo_sequence(
+    *,
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    eps_low: float = 0.2,
+    eps_high: float = 0.2,
+) -> Tensor:
+    """`-min(s A, clip(s, 1 - eps_low, 1 + eps_high) A)` with `s = exp(sum_t (logprobs - old))`, [N].
+
+    PPO with a trajectory as the action, as TRL's RLOO trainer has it (arXiv:2402.14740): the ratio is the
+    product over the tokens, which leaves the range soon where trajectories are long.
+    """
+    bounds = ClipRange(eps_low, eps_high)
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+    ratio = product_ratio(logprobs, old_logprobs, mask)
     scores = trajectory_mean(advantages, mask).detach()
     clipped = ratio.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
     return -torch.minimum(ratio * scores, clipped * scores)
@@ -92,3 +114,8 @@ def trajectory_mean(values: Tensor, mask: Tensor) -> Tensor:
 def sequence_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
     """`exp(mean_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
     return clamped_ratio(trajectory_mean(select(logprobs, mask) - select(old_logprobs, mask).detach(), mask))
+
+
+def product_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """`exp(sum_t (logprobs - old))` over the action tokens, the exponent clamped to +-20, [N]."""
+    return clamped_ratio((select(logprobs, mask) - select(old_logprobs, mask).detach()).sum(1))
