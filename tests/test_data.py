@@ -100,7 +100,7 @@ def test_a_file_of_labelled_dialogues_is_checked_and_is_no_file_of_another_kind(
     report = check_file(write(tmp_path / "l.jsonl", line, {**GOOD, "label": False}))
     assert (report.kind, report.num_records, report.problems) == ("labelled dialogue", 2, ())
     for read, kind in (
-        (read_pairs, "pair: it is a labelled dialogue, which preference.loss = kto"),
+        (read_pairs, "pair: it is a labelled dialogue, which preference.loss = kto or bco"),
         (read_dialogues, "dialogue: it is a labelled dialogue"),
     ):
         with pytest.raises(UserError, match=kind):

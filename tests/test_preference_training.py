@@ -1,4 +1,4 @@
-"""Preference training: pairs from rollouts as they were sampled, four losses, resume bit for bit."""
+"""Preference training: pairs from rollouts as they were sampled, their losses, resume bit for bit."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import math
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from ludus.algorithms import preference as losses
 from ludus.config import load_config
-from ludus.config.stages import PreferenceConfig
+from ludus.config.stages import SMOOTHED, PreferenceConfig, PreferenceLoss
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
@@ -31,7 +32,7 @@ from ludus.training.pairs import (
     with_others,
     with_reference,
 )
-from ludus.training.preference import LOSSES, PairTensors, preference_step
+from ludus.training.preference import LOSSES, PairTensors, RunningMean, preference_step
 from ludus.training.scoring import Scorer
 from ludus.training.session import open_session
 from ludus.types import Failure, Segment, StopReason, Trajectory
@@ -195,9 +196,9 @@ def moved(session):
     return model
 
 
-def step_of(model, pairs, settings):
+def step_of(model, pairs, settings, running=None):
     optimiser = Optimiser(model, OptimiserSettings(learning_rate=1e-3, total_steps=1, max_grad_norm=1e9))
-    return preference_step(Scorer(model), optimiser, pairs, settings)
+    return preference_step(Scorer(model), optimiser, pairs, settings, running or RunningMean())
 
 
 @pytest.mark.parametrize("loss", ["dpo", "simpo", "ipo", "kto"])
@@ -258,7 +259,7 @@ def test_kto_trains_on_a_file_without_pairs(source, tmp_path):
     ]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
     words = (make_recipe(tmp_path), *model_words(source), *TINY, "--preference.data", file)
-    assert "preference.loss = kto" in refused("preference", *words)
+    assert "preference.loss = kto or bco" in refused("preference", *words)
     folder = tmp_path / "run"
     said = ludus("preference", *words, "--preference.loss", "kto", "--run.folder", folder)
     assert said.code == 0, said
@@ -268,6 +269,76 @@ def test_kto_trains_on_a_file_without_pairs(source, tmp_path):
     ]  # fmt: skip
     assert all(len(arm.reference) == sum(arm.trains) for pair in pairs for arm in pair.arms)
     assert all(len(pair.others) == 1 for pair in pairs)
+    said = ludus("preference", *words, "--preference.loss", "bco", "--run.folder", tmp_path / "bco")
+    assert said.code == 0, said
+    rows = read_metrics(tmp_path / "bco" / "metrics.jsonl")
+    assert [math.isfinite(row.metrics["loss/total"]) for row in rows] == [True]
+
+
+def test_bco_takes_the_mean_over_labelled_dialogues(session, source):
+    pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)[:3]
+    sides = [replace(pairs[0], rejected=NO_ARM), replace(pairs[1], chosen=NO_ARM), pairs[2]]
+    given = with_reference(sides, Scorer(session.model), 4096)
+    found = step_of(moved(session), given, PreferenceConfig(loss="bco", beta=0.3))
+    model = moved(session)
+    signed = [
+        [(1, pairs[0].chosen)],
+        [(-1, pairs[1].rejected)],
+        [(1, pairs[2].chosen), (-1, pairs[2].rejected)],
+    ]
+    rewards = [
+        [(sign, 0.3 * (sums(model, arm)[0] - sums(session.model, arm)[0])) for sign, arm in own]
+        for own in signed
+    ]
+    flat = [q for own in rewards for _, q in own]
+    delta = sum(flat) / len(flat)
+    each = [sum(math.log1p(math.exp(sign * (delta - q))) for sign, q in own) / len(own) for own in rewards]
+    assert found["loss/total"] == pytest.approx(sum(each) / 3, rel=1e-3)
+    levels = [sum(sign * q for sign, q in own) - sum(sign for sign, _ in own) * delta for own in rewards]
+    assert found["preference/margin"] == pytest.approx(sum(levels) / 3 / 0.3, rel=1e-2, abs=1e-4)
+
+
+def test_every_name_of_the_settings_has_its_loss_and_reads_the_settings():
+    assert set(LOSSES) == set(get_args(PreferenceLoss))
+    one = torch.ones(1, 1, dtype=torch.bool)
+    given = [torch.tensor([[value]], dtype=torch.float64) for value in (-1.0, -2.0, -2.0, -1.5)]
+    tensors = PairTensors(*given, one, one, torch.tensor(0.2))
+    for loss in get_args(PreferenceLoss):
+        smoothing = {"label_smoothing": 0.1} if loss in SMOOTHED else {}
+        found = [
+            float(LOSSES[loss](tensors, PreferenceConfig(loss=loss, beta=beta, **smoothing)))
+            for beta in (0.3, 0.6)
+        ]
+        assert found[0] != found[1], loss
+        if smoothing:
+            more = PreferenceConfig(loss=loss, beta=0.3, label_smoothing=0.2)
+            assert float(LOSSES[loss](tensors, more)) != found[0], loss
+    taus = [PreferenceConfig(loss="discopop", tau=tau) for tau in (None, 0.05, 1.0)]
+    default, same, other = (float(LOSSES["discopop"](tensors, settings)) for settings in taus)
+    assert default == same != other
+
+
+@pytest.mark.parametrize("loss", ["bco", "bco_pair"])
+def test_bco_compares_with_the_mean_of_all_rewards_so_far(session, source, loss):
+    """Two steps without movement: `delta` is the mean over both batches, whatever the microbatches."""
+    pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)
+    pairs = with_reference(pairs, Scorer(session.model), 4096)
+    beta = 0.3
+    running = RunningMean()
+    for part in (pairs[:1], pairs[1:]):
+        settings = PreferenceConfig(loss=loss, beta=beta, microbatch_tokens=1)
+        found = step_of(moved(session), part, settings, running)
+    model = moved(session)
+    rewards = [
+        tuple(beta * (sums(model, arm)[0] - sums(session.model, arm)[0]) for arm in (p.chosen, p.rejected))
+        for p in pairs
+    ]
+    delta = sum(map(sum, rewards)) / (2 * len(rewards))
+    assert found["preference/bco_delta"] == pytest.approx(delta, rel=1e-3)
+    both = [math.log1p(math.exp(delta - c)) + math.log1p(math.exp(r - delta)) for c, r in rewards[1:]]
+    expected = sum(both) / len(both) / (2 if loss == "bco" else 1)
+    assert found["loss/total"] == pytest.approx(expected, rel=1e-3)
+    assert RunningMean.from_json(running.to_json()) == running
 
 
 def sums(model, arm: Arm) -> tuple[float, int]:
@@ -330,6 +401,9 @@ IDLE = {
     "preference.tasks and samples": ("--preference.tasks", "6", "--preference.run", "x"),
     "samples": ("--preference.samples", "6", "--preference.data", "x"),
     "preference.undesirable_weight": ("--preference.undesirable_weight", "2"),
+    "preference.tau": ("--preference.tau", "0.1"),
+    "preference.label_smoothing": ("--preference.loss", "hinge", "--preference.label_smoothing", "0.1"),
+    "share of wrong pairs": ("--preference.loss", "robust"),
     "reward_model.min_reward_gap": ("--reward_model.min_reward_gap", "0.5", "--reward_model.data", "x"),
 }
 

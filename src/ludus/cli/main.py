@@ -43,7 +43,7 @@ COMMANDS = (
     Command(
         "preference",
         "preference",
-        "train on pairs: DPO, SimPO, IPO, KTO",
+        "train on pairs: DPO, SimPO, KTO, BCO and others",
         "ludus preference search --run runs/search-1",
     ),
     Command(

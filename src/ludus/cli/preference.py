@@ -1,4 +1,4 @@
-"""Train on pairs of a better and a worse trajectory: DPO, SimPO, IPO or KTO (--preference.loss).
+"""Train on pairs of a better and a worse trajectory: DPO, SimPO, KTO, BCO and others (--preference.loss).
 
 The pairs come from the rollouts of a run (--run RUN), the best attempt at a task against the worst or step by
 step (--preference.pairs), as the token ids that were sampled; or from a file (--preference.data FILE, see

@@ -75,18 +75,43 @@ class SftConfig(OptimiserSection):
         return self
 
 
+PreferenceLoss = Literal[
+    "dpo",
+    "robust",
+    "simpo",
+    "ipo",
+    "kto",
+    "hinge",
+    "exo",
+    "nca",
+    "sppo",
+    "discopop",
+    "apo_zero",
+    "apo_down",
+    "bco",
+    "bco_pair",
+]
+UNPAIRED_LOSSES: tuple[PreferenceLoss, ...] = ("kto", "bco")
+"""Losses that judge trajectories alone, and so take labelled dialogues."""
+SMOOTHED: tuple[PreferenceLoss, ...] = ("dpo", "robust", "simpo", "exo")
+"""Losses that read label_smoothing."""
+
+
 class PreferenceConfig(OptimiserSection):
     """Training on pairs of a better and a worse trajectory."""
 
-    loss: Literal["dpo", "simpo", "ipo", "kto"] = "dpo"
-    """What is made of a pair; `simpo` needs no reference model."""
+    loss: PreferenceLoss = "dpo"
+    """Loss of a pair; `simpo` needs no reference model."""
     beta: float | None = Field(None, gt=0)
     """How strongly the policy is held to the reference; for simpo the scale of the margin. None is 0.1, for
     simpo 2."""
     gamma: float | None = Field(None, ge=0)
     """The margin that simpo asks for; none is 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
-    """Share of pairs that are taken to be the wrong way round (dpo, simpo)."""
+    """Share of pairs that are taken to be the wrong way round (dpo, robust, simpo, exo). robust needs a share
+    above 0; for exo 0 is 0.001."""
+    tau: float | None = Field(None, gt=0)
+    """Of discopop: the margin over which its two terms change places; none is 0.05."""
     undesirable_weight: float = Field(1.0, gt=0)
     """What the rejected of a pair, or a dialogue labelled false, counts in kto; the others count 1."""
     learning_rate: float = Field(1e-4, gt=0)
@@ -107,7 +132,7 @@ class PreferenceConfig(OptimiserSection):
     """Of a run: the best attempt of each group against the worst, or at each step of a group's tree the best
     action against the worst, by the mean reward of what came of it."""
     data: str | None = None
-    """A file of pairs instead, for kto also of labelled dialogues (docs/data.md); none takes no file."""
+    """A file of pairs, for kto and bco also of labelled dialogues (docs/data.md); none takes no file."""
     tasks: int = Field(64, ge=1)
     """Without `run` and `data` the model plays this many training tasks itself, or all if there are fewer."""
     samples: int = Field(8, ge=2)
@@ -118,7 +143,7 @@ class PreferenceConfig(OptimiserSection):
     """The newest ones that are kept."""
 
     @model_validator(mode="after")
-    def _fits_the_loss(self) -> Self:
+    def _has_one_source(self) -> Self:
         if self.run is not None and self.data is not None:
             raise ValueError(f'preference.run ("{self.run}") and preference.data exclude each other')
         if (self.pairs != "groups" or self.min_reward_gap) and self.data is not None:
@@ -126,9 +151,20 @@ class PreferenceConfig(OptimiserSection):
             raise ValueError(f"preference.{key} is for rollouts, and preference.data is set")
         if (self.tasks, self.samples) != (64, 8) and (self.run or self.data) is not None:
             raise ValueError("preference.tasks and samples are for attempts of the model, and it plays none")
+        return self
+
+    @model_validator(mode="after")
+    def _has_what_the_loss_reads(self) -> Self:
         if self.gamma is not None and self.loss != "simpo":
             raise ValueError(f'preference.gamma belongs to the loss simpo, not to "{self.loss}"')
-        if self.label_smoothing > 0 and self.loss not in ("dpo", "simpo"):
+        if self.tau is not None and self.loss != "discopop":
+            raise ValueError(f'preference.tau belongs to the loss discopop, not to "{self.loss}"')
+        if self.loss == "robust" and self.label_smoothing == 0:
+            raise ValueError(
+                "preference.loss robust corrects for the share of wrong pairs: set preference.label_smoothing"
+                ' above 0, or take the loss "dpo"'
+            )
+        if self.label_smoothing > 0 and self.loss not in SMOOTHED:
             raise ValueError(f'preference.label_smoothing has no meaning with the loss "{self.loss}"')
         if self.undesirable_weight != 1 and self.loss != "kto":
             raise ValueError(f'preference.undesirable_weight belongs to the loss kto, not to "{self.loss}"')

@@ -149,7 +149,7 @@ def _good(path: Path, kind: DataKind) -> Iterator[Record]:
         if not isinstance(found, Problem) and _kind(found) != kind:
             fault = f"it is a {_kind(found)}"
             if isinstance(found, FileLabelled) and kind == "pair":
-                fault += ", which preference.loss = kto takes"
+                fault += ", which preference.loss = kto or bco takes"
         if fault or isinstance(found, Problem):
             raise UserError(f"{path}, line {line}, is not a {kind}: {fault}.", _HOW.format(path=path))
         empty = False

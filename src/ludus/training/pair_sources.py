@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ludus.config.stages import UNPAIRED_LOSSES
 from ludus.errors import UserError
 from ludus.rollout.ledger import Outcome
 from ludus.rollout.scheduler import Episode
@@ -45,7 +46,7 @@ def gather_pairs(session: Session, watch: EpisodeReporter | None = None) -> Gath
     settings, limit = session.config.preference, session.config.rollout.max_tokens
     sampled: Sequence[RolloutRecord] = ()
     if settings.data is not None:
-        pairs = pairs_of_file(Path(settings.data), session.renderer, limit, settings.loss == "kto")
+        pairs = pairs_of_file(Path(settings.data), session.renderer, limit, settings.loss in UNPAIRED_LOSSES)
         where = f"Nothing of {settings.data} fits into rollout.max_tokens = {limit}."
     elif settings.run is not None:
         run = RunFolder(Path(settings.run))

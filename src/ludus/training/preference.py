@@ -1,4 +1,4 @@
-"""Preference training: DPO, SimPO, IPO and KTO on pairs of trajectories, KTO on labelled ones too.
+"""Preference training on pairs of trajectories, and KTO and BCO on labelled ones; the losses are `LOSSES`.
 
 Takes a session and pairs. Gives new weights, a line of metrics a step and checkpoints. The reference is the
 model as it is before the first step; it scores every pair once. Which pairs a step takes depends on the seed
@@ -7,12 +7,14 @@ and the step alone, so that a resumed run repeats the uninterrupted one bit for 
 
 from __future__ import annotations
 
+import json
 import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TypedDict
 
 import torch
 from torch import Tensor
@@ -55,11 +57,13 @@ OnStep = Callable[[int, Mapping[str, float]], None]
 BETA = 0.1
 SIMPO_BETA = 2.0
 SIMPO_GAMMA = 1.0
+EXO_SMOOTHING = 1e-3
+DISCOPOP_TAU = 0.05
 
 
 @dataclass(frozen=True, slots=True)
 class PairTensors:
-    """Pairs of one microbatch: all `[N, L]`, padded to one length; `baseline` is KTO's.
+    """Pairs of one microbatch: all `[N, L]`, padded to one length; `baseline` is that of KTO or BCO.
 
     The mask of a side that a labelled dialogue does not have is empty.
     """
@@ -84,6 +88,7 @@ class PreferenceTraining:
     steps: int
     done: int
     last: Path
+    running: RunningMean
 
 
 def open_training(session: Session, folder: RunFolder, gathered: Gathered | None) -> PreferenceTraining:
@@ -110,13 +115,13 @@ def open_training(session: Session, folder: RunFolder, gathered: Gathered | None
         OptimiserSettings.of(settings, steps),
         masters=session.config.model.master_weights,
     )
-    done, last = 0, folder.checkpoints
+    done, last, running = 0, folder.checkpoints, RunningMean()
     if found := list_checkpoints(folder.checkpoints):
         done, last = found[-1]
         load_weights(last, session.model)
-        load_trainer(last, optimiser)
+        running = RunningMean.from_json(load_trainer(last, optimiser).memory)
         log.info("resumed from %s", last)
-    return PreferenceTraining(session, folder, optimiser, pairs, steps, done, last)
+    return PreferenceTraining(session, folder, optimiser, pairs, steps, done, last, running)
 
 
 def steps_of_run(folder: RunFolder, settings: PreferenceConfig) -> int | None:
@@ -133,22 +138,31 @@ def run_preference(training: PreferenceTraining, trackers: Sequence[Tracker], on
     for step in range(training.done + 1, training.steps + 1):
         clock = time.perf_counter()
         places = batch_of_step(step, len(pairs), settings.batch_size, session.config.run.seed)
-        metrics = preference_step(scorer, optimiser, [pairs[i] for i in places], settings)
+        metrics = preference_step(scorer, optimiser, [pairs[i] for i in places], settings, training.running)
         for tracker in trackers:
             tracker.log(step, metrics)
         on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
         if step % settings.checkpoint_every == 0 or step == training.steps:
-            state = TrainerState(step, optimiser.num_steps, Ledger().state())
+            state = TrainerState(
+                step, optimiser.num_steps, Ledger().state(), memory=training.running.to_json()
+            )
             last = save_checkpoint(folder.checkpoints, session.model, session.tokenizer, optimiser, state)
             prune(folder.checkpoints, settings.keep_checkpoints)
     return last
 
 
 def preference_step(
-    scorer: Scorer, optimiser: Optimiser, pairs: Sequence[Pair], settings: PreferenceConfig
+    scorer: Scorer,
+    optimiser: Optimiser,
+    pairs: Sequence[Pair],
+    settings: PreferenceConfig,
+    running: RunningMean,
 ) -> dict[str, float]:
-    """One optimiser step on the mean loss of `pairs`. Raises LearnerError where the loss is not finite."""
-    baseline = _kto_baseline(scorer, pairs, settings.microbatch_tokens)
+    """One optimiser step on the mean loss of `pairs`, whose implicit rewards enter `running` if it is read.
+
+    Raises LearnerError where the loss is not finite.
+    """
+    baseline = _baseline(scorer, pairs, settings, running)
     totals: dict[str, float] = {}
     shares = _shares(pairs)
     for part in _parts(pairs, settings.microbatch_tokens):
@@ -163,8 +177,8 @@ def preference_step(
         totals["loss/total"] = totals.get("loss/total", 0.0) + float(loss.detach())
     rate = optimiser.settings.rate(optimiser.num_steps)
     norm = optimiser.step()
-    if settings.loss == "kto":
-        totals["preference/kto_baseline"] = float(baseline)
+    if settings.loss in BASELINE_METRICS:
+        totals[BASELINE_METRICS[settings.loss]] = float(baseline)
     return totals | {
         "optim/grad_norm": norm,
         "optim/learning_rate": rate,
@@ -174,17 +188,37 @@ def preference_step(
     }
 
 
-def _dpo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
-    return losses.dpo(
-        chosen_logprobs=pairs.chosen_logprobs,
-        rejected_logprobs=pairs.rejected_logprobs,
-        ref_chosen_logprobs=pairs.ref_chosen_logprobs,
-        ref_rejected_logprobs=pairs.ref_rejected_logprobs,
-        chosen_mask=pairs.chosen_mask,
-        rejected_mask=pairs.rejected_mask,
-        beta=settings.beta or BETA,
-        label_smoothing=settings.label_smoothing,
-    )
+def _pair(pairs: PairTensors) -> losses.PairInputs:
+    return {
+        "chosen_logprobs": pairs.chosen_logprobs,
+        "rejected_logprobs": pairs.rejected_logprobs,
+        "ref_chosen_logprobs": pairs.ref_chosen_logprobs,
+        "ref_rejected_logprobs": pairs.ref_rejected_logprobs,
+        "chosen_mask": pairs.chosen_mask,
+        "rejected_mask": pairs.rejected_mask,
+    }
+
+
+class _Alone(TypedDict):
+    logprobs: Tensor
+    ref_logprobs: Tensor
+    mask: Tensor
+    desirable: Tensor
+
+
+def _alone(pairs: PairTensors) -> _Alone:
+    """Both trajectories of each pair, the chosen first: for losses that judge them alone."""
+    num = len(pairs.chosen_mask)
+    return {
+        "logprobs": torch.cat([pairs.chosen_logprobs, pairs.rejected_logprobs]),
+        "ref_logprobs": torch.cat([pairs.ref_chosen_logprobs, pairs.ref_rejected_logprobs]),
+        "mask": torch.cat([pairs.chosen_mask, pairs.rejected_mask]),
+        "desirable": torch.arange(2 * num, device=pairs.chosen_mask.device) < num,
+    }
+
+
+def _beta(settings: PreferenceConfig) -> float:
+    return settings.beta or (SIMPO_BETA if settings.loss == "simpo" else BETA)
 
 
 def _simpo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
@@ -193,64 +227,109 @@ def _simpo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
         rejected_logprobs=pairs.rejected_logprobs,
         chosen_mask=pairs.chosen_mask,
         rejected_mask=pairs.rejected_mask,
-        beta=settings.beta or SIMPO_BETA,
+        beta=_beta(settings),
         gamma=SIMPO_GAMMA if settings.gamma is None else settings.gamma,
         label_smoothing=settings.label_smoothing,
     )
 
 
-def _ipo(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
-    return losses.ipo(
-        chosen_logprobs=pairs.chosen_logprobs,
-        rejected_logprobs=pairs.rejected_logprobs,
-        ref_chosen_logprobs=pairs.ref_chosen_logprobs,
-        ref_rejected_logprobs=pairs.ref_rejected_logprobs,
-        chosen_mask=pairs.chosen_mask,
-        rejected_mask=pairs.rejected_mask,
-        beta=settings.beta or BETA,
-    )
-
-
 def _kto(pairs: PairTensors, settings: PreferenceConfig) -> Tensor:
-    """Both trajectories of a pair are judged alone; its loss is the mean of those that there are."""
-    num = len(pairs.chosen_mask)
-    mask = torch.cat([pairs.chosen_mask, pairs.rejected_mask])
     found = losses.kto(
-        logprobs=torch.cat([pairs.chosen_logprobs, pairs.rejected_logprobs]),
-        ref_logprobs=torch.cat([pairs.ref_chosen_logprobs, pairs.ref_rejected_logprobs]),
-        mask=mask,
-        desirable=torch.arange(2 * num, device=mask.device) < num,
+        **_alone(pairs),
         baseline=pairs.baseline,
-        beta=settings.beta or BETA,
+        beta=_beta(settings),
         undesirable_weight=settings.undesirable_weight,
     )
-    there = mask.any(1)
-    return (found * there).view(2, num).sum(0) / there.view(2, num).sum(0)
+    return _mean_of_sides(found, pairs)
+
+
+def _mean_of_sides(found: Tensor, pairs: PairTensors) -> Tensor:
+    """The loss of a pair whose trajectories are judged alone: the mean of those that there are."""
+    there = torch.stack([pairs.chosen_mask.any(1), pairs.rejected_mask.any(1)])
+    return (found.view(2, -1) * there).sum(0) / there.sum(0)
 
 
 LOSSES: Mapping[str, Callable[[PairTensors, PreferenceConfig], Tensor]] = {
-    "dpo": _dpo,
+    "dpo": lambda p, s: losses.dpo(**_pair(p), beta=_beta(s), label_smoothing=s.label_smoothing),
+    "robust": lambda p, s: losses.dpo(
+        **_pair(p), beta=_beta(s), label_smoothing=s.label_smoothing, robust=True
+    ),
     "simpo": _simpo,
-    "ipo": _ipo,
+    "ipo": lambda p, s: losses.ipo(**_pair(p), beta=_beta(s)),
     "kto": _kto,
+    "hinge": lambda p, s: losses.hinge(**_pair(p), beta=_beta(s)),
+    "exo": lambda p, s: losses.exo(
+        **_pair(p), beta=_beta(s), label_smoothing=s.label_smoothing or EXO_SMOOTHING
+    ),
+    "nca": lambda p, s: losses.nca(**_pair(p), beta=_beta(s)),
+    "sppo": lambda p, s: losses.sppo(**_pair(p), beta=_beta(s)),
+    "discopop": lambda p, s: losses.discopop(**_pair(p), beta=_beta(s), tau=s.tau or DISCOPOP_TAU),
+    "apo_zero": lambda p, s: losses.apo_zero(**_pair(p), beta=_beta(s)),
+    "apo_down": lambda p, s: losses.apo_down(**_pair(p), beta=_beta(s)),
+    "bco": lambda p, s: _mean_of_sides(losses.bco(**_alone(p), delta=p.baseline, beta=_beta(s)), p),
+    "bco_pair": lambda p, s: losses.bco_pair(**_pair(p), delta=p.baseline, beta=_beta(s)),
 }
 """The loss of each pair `[N]`, by the name in the settings."""
 
+BASELINE_METRICS = {
+    "kto": "preference/kto_baseline",
+    **dict.fromkeys(("bco", "bco_pair"), "preference/bco_delta"),
+}
+RUNNING = ("bco", "bco_pair")
+"""Losses that compare with the running mean of the implicit rewards."""
+
+
+@dataclass
+class RunningMean:
+    """The mean of all numbers that entered."""
+
+    count: int = 0
+    mean: float = 0.0
+
+    def add(self, values: Tensor) -> None:
+        """Let `values` [N], at least one, enter."""
+        self.count += len(values)
+        self.mean += (float(values.double().mean()) - self.mean) * len(values) / self.count
+
+    @classmethod
+    def from_json(cls, text: str) -> RunningMean:
+        """What `to_json` wrote; without text the empty mean."""
+        return cls(**json.loads(text)) if text else cls()
+
+    def to_json(self) -> str:
+        """One line that `from_json` reads back exactly."""
+        return json.dumps(asdict(self)) if self.count else ""
+
 
 @torch.no_grad()
-def _kto_baseline(scorer: Scorer, pairs: Sequence[Pair], max_tokens: int) -> Tensor:
-    """KTO's estimate of the KL over the whole batch; 0 where no pair has a prompt with another's answer."""
-    arms = [arm for pair in pairs for arm in pair.others]
-    shift = torch.zeros(())
-    if not arms:
-        return shift
+def _baseline(
+    scorer: Scorer, pairs: Sequence[Pair], settings: PreferenceConfig, running: RunningMean
+) -> Tensor:
+    """What the loss compares with, over the whole batch: KTO's KL, BCO's running mean, 0 for others."""
+    if settings.loss in RUNNING:
+        logprobs, reference, mask = _scored(scorer, list(arms_of(pairs)), settings.microbatch_tokens)
+        running.add(
+            losses.implicit_rewards(
+                logprobs=logprobs, ref_logprobs=reference, mask=mask, beta=_beta(settings)
+            )
+        )
+        return torch.tensor(running.mean, dtype=torch.float64)
+    # Pairs for the other losses have no other answers, and KTO's may have none.
+    others = [arm for pair in pairs for arm in pair.others]
+    if not others:
+        return torch.zeros(())
+    logprobs, reference, mask = _scored(scorer, others, settings.microbatch_tokens)
+    return losses.kto_baseline(logprobs=logprobs, ref_logprobs=reference, mask=mask)
+
+
+def _scored(scorer: Scorer, arms: Sequence[Arm], max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Log-probabilities of the arms, those of the reference and the mask, `[N, L]` without gradient."""
     rows, device = [arm.row for arm in arms], next(scorer.model.parameters()).device
     logprobs = torch.zeros(len(arms), max(len(arm.tokens) for arm in arms), device=device)
     for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
         found = scorer.score(part.tokens, part.trains).logprobs
         logprobs[list(part.index), : found.shape[1]] = found.to(logprobs.dtype)
-    reference, mask = _reference(arms, logprobs)
-    return losses.kto_baseline(logprobs=logprobs, ref_logprobs=reference, mask=mask)
+    return logprobs, *_reference(arms, logprobs)
 
 
 def _parts(pairs: Sequence[Pair], max_tokens: int) -> list[list[Pair]]:
@@ -327,7 +406,7 @@ def _reference(arms: Sequence[Arm], like: Tensor) -> tuple[Tensor, Tensor]:
 def _sums(pairs: PairTensors, settings: PreferenceConfig) -> dict[str, float]:
     """The metrics of a microbatch, summed over its pairs.
 
-    The margin of a labelled dialogue is that over KTO's baseline, or below it.
+    The margin of a labelled dialogue is that over the baseline of KTO or BCO, or below it.
     """
     there = [mask.any(1) for mask in (pairs.chosen_mask, pairs.rejected_mask)]
     chosen_tokens, rejected_tokens = (
@@ -338,7 +417,9 @@ def _sums(pairs: PairTensors, settings: PreferenceConfig) -> dict[str, float]:
     loss = rejected - pairs.ref_rejected_logprobs.sum(1)
     if settings.loss in ("simpo", "ipo"):
         gain, loss = gain / chosen_tokens, loss / rejected_tokens
-    margin = torch.where(there[0], gain, pairs.baseline) - torch.where(there[1], loss, pairs.baseline)
+    # BCO's baseline is one of rewards, beta times these.
+    level = pairs.baseline / _beta(settings) if settings.loss in RUNNING else pairs.baseline
+    margin = torch.where(there[0], gain, level) - torch.where(there[1], loss, level)
     return {
         "preference/margin": float(margin.sum()),
         "preference/accuracy": float((margin > 0).sum()),
