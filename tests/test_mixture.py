@@ -351,10 +351,16 @@ def test_rewards_are_normalised_by_world(world, recipe):
         config = load_config(recipe, [*words, over])
         check_reward_settings(config, world)
         combiner = combiner_of(config, world, takes_turns=False)
-        first = combiner.combine(1, groups)
+
+        def combined(step, some, combiner=combiner):
+            found = combiner.combine(step, some)
+            whole = iter(combiner.over_batch([one for group in found for one in group]))
+            return [[next(whole) for _ in group] for group in found]
+
+        first = combined(1, groups)
         assert [e.trajectory.reward for e in first[1]] == pytest.approx([0.5**0.5, -(0.5**0.5)])
         assert first[0][0].trajectory.reward == pytest.approx(0.0)
-        again = combiner.combine(2, [groups[0], groups[1][:1]])
+        again = combined(2, [groups[0], groups[1][:1]])
         expected = 0.0 if over == "batch" else (1 - 2 / 3) / (1 / 3) ** 0.5
         assert again[1][0].trajectory.reward == pytest.approx(expected)
     with pytest.raises(ConfigError, match="normalise_over belongs to"):

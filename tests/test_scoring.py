@@ -41,7 +41,7 @@ def verdict(task, trajectory):
         case "ends":
             os._exit(3)
         case "where":
-            return float(os.getpid())
+            return os.getpid() / 2**22
     return float(trajectory.answer == task.truth)
 
 def make_world(settings, limits):
@@ -79,9 +79,9 @@ def test_rewards_are_those_of_this_process_computed_in_another_one(scoring):
 
     found, where, again = asyncio.run(scenario())
     assert found == replace(PLAYED, rewards={"solved": 1.0}, reward=1.0)
-    assert where.reward == again.reward != os.getpid()
+    assert where.reward == again.reward != os.getpid() / 2**22
     here, _ = scoring(reward_processes=0)
-    assert asyncio.run(score(here, world, "where")).reward == os.getpid()
+    assert asyncio.run(score(here, world, "where")).reward == os.getpid() / 2**22
 
 
 @pytest.mark.parametrize("slow", ["slow", "greedy"])
@@ -237,7 +237,7 @@ def test_as_many_are_scored_at_once_as_there_are_processes(scoring):
 
 def test_processes_end_with_whoever_asks_them(scoring):
     made, world = scoring()
-    pid = int(asyncio.run(score(made, world, "where")).reward)
+    pid = int(asyncio.run(score(made, world, "where")).reward * 2**22)
     os.kill(pid, 0)
     del made
     for _ in range(6000):
