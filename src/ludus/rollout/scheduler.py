@@ -176,7 +176,7 @@ class Scheduler:
         `on_retry` is told the names of the attempt that failed and of the next one. An attempt that is
         cancelled ends in the ledger as dropped.
         """
-        last = job.key.attempt + self.limits.retries
+        last = planned = job.key.attempt + self.limits.retries
         while True:
             self.ledger.start(job.key)
             try:
@@ -189,7 +189,9 @@ class Scheduler:
                 raise
             except (WorldError, EngineError) as error:
                 self._note_failure(job.key, error)
-                last += isinstance(error, CannotRestore)  # to begin again is no retry
+                last = max(
+                    last, planned + isinstance(error, CannotRestore)
+                )  # to begin again once is no retry
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
                 if job.key.attempt >= last:
