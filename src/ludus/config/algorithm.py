@@ -157,7 +157,7 @@ class CriticConfig(Section):
     """`separate`: a copy of the policy's body that learns with its head. `head`: a head alone, on the states
     of the policy itself; it needs no second model, and its loss does not move the policy."""
     learning_rate: float | None = Field(None, gt=0)
-    """Of its own AdamW; none is 5 times training.learning_rate."""
+    """Of its own AdamW; none is twice training.learning_rate."""
     epochs: int = Field(1, ge=1)
     """Passes over the rollouts of one step."""
     minibatches: int = Field(8, ge=1)

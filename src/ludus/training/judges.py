@@ -37,7 +37,7 @@ from ludus.types import Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CRITIC_RATE = 5.0
+CRITIC_RATE = 2.0
 """Learning rate of a critic in multiples of the policy's, unless one is set."""
 
 Judge = Critic | OutcomeCritic | ProcessReward
