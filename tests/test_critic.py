@@ -266,7 +266,7 @@ def test_a_critic_has_a_learning_rate_of_its_own_and_a_default_that_follows_the_
         config = Config.model_validate(one)
         return make_judge(config, algorithm_of(config), tiny_model(), "success").optimiser.settings
 
-    assert made().learning_rate == pytest.approx(1e-3)
+    assert made().learning_rate == pytest.approx(4e-4)
     assert made(learning_rate=3e-5).learning_rate == 3e-5
     assert made(epochs=2, minibatches=3).total_steps == 60
 
