@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from itertools import islice
 
 MAX_CHARACTERS = 100_000
 """A longer text has no answer: nothing in it is looked at."""
@@ -36,6 +37,12 @@ _TEXT = re.compile(r"\\(?:text[a-z]*|mathrm|mbox)\s*\{([^{}]*)\}")
 _MINUS = "\N{MINUS SIGN}\N{EN DASH}\N{FIGURE DASH}\N{NON-BREAKING HYPHEN}\N{HYPHEN}"
 _BLANK = "\N{NO-BREAK SPACE}\N{NARROW NO-BREAK SPACE}\N{THIN SPACE}\N{FIGURE SPACE}"
 _SIGNS = {ord(c): "-" for c in _MINUS} | {ord(c): " " for c in _BLANK}
+
+
+MAX_FRAMES = 32
+"""Boxes and tags of one text; a text with more has no answer."""
+_NEAR = 500
+"""Characters around a frame in which a denial is looked for."""
 
 
 def candidates(text: str) -> tuple[str, ...]:
@@ -91,12 +98,15 @@ def _is_doubted(before: str) -> bool:
 
 
 def _is_denied(text: str) -> bool:
-    """Whether a denial stands right before or behind a box or tag."""
-    frames = [(box.start(), _closing(text, box.end()) or len(text)) for box in _BOX.finditer(text)]
-    frames += [tag.span() for tag in _TAG.finditer(text)]
+    """Whether a denial stands right before or behind a box or tag, or there are too many of these to tell."""
+    opened = [box.span() for box in islice(_BOX.finditer(text), MAX_FRAMES + 1)]
+    tags = [tag.span() for tag in islice(_TAG.finditer(text), MAX_FRAMES + 1)]
+    if len(opened) + len(tags) > MAX_FRAMES:
+        return True
+    frames = [(start, _closing(text, end) or len(text)) for start, end in opened] + tags
     for start, end in frames:
-        before = _CLAUSE.split(text[:start])[-1].split()[-_DENIED:]
-        behind = _CLAUSE.split(text[end:].lstrip("}$*_ "))[0]
+        before = _CLAUSE.split(text[max(0, start - _NEAR) : start])[-1].split()[-_DENIED:]
+        behind = _CLAUSE.split(text[end : end + _NEAR].lstrip("}$*_ "))[0]
         said = " ".join(behind.split()[: _DENIED + 1]) if _IS_DENIED.search(behind) else ""
         if any(_DOUBT.search(_CERTAIN.sub("", one)) for one in (" ".join(before), f"so {said}")):
             return True
