@@ -153,8 +153,10 @@ def test_without_a_part_it_is_another_step(part):
 
 
 def test_beyond_the_parts_it_differs_from_the_paper_of_grpo_in_what_it_says():
-    """No KL; the deviation of verl, where it was published."""
-    rest = {"kl_coef": PAPER.kl_coef, "std_ddof": PAPER.std_ddof, "overlong_measure": PAPER.overlong_measure}
+    """No KL; the deviation of verl, where it was published; its 16 updates a batch."""
+    assert DAPO.minibatches == 16
+    rest = {"kl_coef": PAPER.kl_coef, "std_ddof": PAPER.std_ddof, "minibatches": PAPER.minibatches}
+    rest["overlong_measure"] = PAPER.overlong_measure
     changes = {key: value for part in PARTS.values() for key, value in part.items()}
     text = {"name": PAPER.name, "summary": PAPER.summary, "source": PAPER.source}
     assert replace(DAPO, **changes, **rest, **text) == PAPER

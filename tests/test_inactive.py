@@ -37,7 +37,7 @@ def test_a_preset_brings_the_updates_that_its_clip_needs(name):
 
 
 def test_the_presets_that_are_named_after_their_ratio_take_several_updates():
-    named = ("dapo", "gspo", "gspo_token", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov")
+    named = ("dapo", "gspo", "gspo_token", "luspo", "cispo", "gmpo", "sapo", "clip_cov", "kl_cov", "rloo_ppo")
     assert {name for name, preset in PRESETS.items() if preset.minibatches > 1} == set(named)
     assert updates_of(load_config("guess", ["--algorithm.preset", "dapo", "--training.epochs", "2"])) == 32
     assert updates_of(load_config("guess", [])) == 1

@@ -117,6 +117,7 @@ SCALES = {
     **dict.fromkeys(("turn_grpo", "turn_return", "turn_return_hybrid", "gigpo", "siblings"), "same"),
     **dict.fromkeys(("gae", "step_gae", "turn_gae", "vapo", "vtrace", "retrace"), "same"),
     **dict.fromkeys(("dr_grpo", "rloo", "opo", "best_of_group", "remax", "rae", "coderl", "raw"), "linear"),
+    **dict.fromkeys(("gpg", "optimal_token_baseline"), "linear"),
     "prime": "affine",
     "pass_at_k": "refused",
 }
@@ -160,6 +161,16 @@ def test_a_floor_under_the_deviation_is_measured_in_rewards():
 def moved(case: Case, algorithm: Algorithm) -> Tensor:
     """Without a baseline each advantage has the shift."""
     return advantages(algorithm) + SHIFT * case.b.mask
+
+
+def moved_past_the_others(case: Case, algorithm: Algorithm) -> Tensor:
+    """Tokens past the end of all other attempts of the group have no baseline."""
+    found = advantages(algorithm)
+    for members in case.b.members():
+        second = sorted(len(case.columns[i]) for i in members)[-2]
+        for i in members:
+            found[i, case.columns[i][second:]] += SHIFT
+    return found
 
 
 def forgotten(case: Case, algorithm: Algorithm) -> Tensor:
@@ -245,6 +256,8 @@ def compared_by_state(case: Case, algorithm: Algorithm) -> Tensor:
 Becomes = Callable[[Case, Algorithm], Tensor]
 SHIFTS: dict[str, str | Becomes] = {
     **dict.fromkeys(("grpo", "dr_grpo", "rloo", "opo", "best_of_group", "hierarchical", "siblings"), "same"),
+    "gpg": "same",
+    "optimal_token_baseline": moved_past_the_others,
     **dict.fromkeys(("reinforce_pp_baseline", "turn_grpo", "remax", "coderl", "prime"), "same"),
     **dict.fromkeys(("gae", "step_gae", "turn_gae", "vapo", "vtrace", "retrace"), "same"),
     "raw": moved,
@@ -349,6 +362,9 @@ PRESET_LAWS = {
     **dict.fromkeys(("starpo", "starpo_s"), (SAME, SAME)),
     "distill": (SAME, SAME),  # reads no reward
     **dict.fromkeys(("dr_grpo", "rloo", "opo", "best_of_group", "remax", "coderl"), (LINEAR, SAME)),
+    **dict.fromkeys(("rloo_ppo", "gpg"), (LINEAR, SAME)),
+    "luspo": (SAME, SAME),
+    "optimal_token_baseline": (LINEAR, OTHER),
     "mixed_policy": (AFFINE, SAME),  # its entropy reads no reward
     **dict.fromkeys(("reinforce", "rae"), (LINEAR, OTHER)),
     **dict.fromkeys(("maxrl", "turn_return", "turn_return_hybrid", "gigpo"), (SAME, OTHER)),
