@@ -21,7 +21,7 @@ from ludus.training.dry_run import dry_run, dry_run_of, longest_rows
 from ludus.training.learner import LearnerSettings
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.run import locked, new_run
-from ludus.training.scoring import Scorer
+from ludus.training.scoring import Scorer, own_types
 from ludus.training.session import open_session, with_adapters
 from ludus.training.start import train
 from ludus.training.token_budget import out_of_memory
@@ -214,7 +214,8 @@ def kept_bytes(scorer, rows):
     width = max(len(row.tokens) for row in rows)
     tokens = torch.tensor([(*row.tokens, *[0] * (width - len(row.tokens))) for row in rows])
     asked = torch.tensor([(*row.trains, *[False] * (width - len(row.tokens))) for row in rows])
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, own_types(scorer.model):
         scores = scorer.score(tokens, asked, "gradient")
     torch.autograd.backward(scores.logprobs.sum() + scores.entropy.square().sum())
     found = {n: p.grad.clone() for n, p in scorer.model.named_parameters() if p.grad is not None}

@@ -27,7 +27,7 @@ from ludus.training.batch import row_of_trajectory
 from ludus.training.credit import assign_credit
 from ludus.training.learner import Known, Learner, LearnerSettings
 from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.scoring import Scorer
+from ludus.training.scoring import Scorer, own_types
 from ludus.types import Message, Segment, StopReason, Task, Trajectory
 from worlds import call as call_text
 from worlds import end_token, play, renderer, scripted, tokenizer
@@ -268,10 +268,12 @@ def test_loss_and_gradient_are_those_of_the_learner(dtype, moved):
         with torch.no_grad():
             for parameter in other.parameters():
                 parameter.add_(0.02 * torch.randn_like(parameter))
-            scores = [one().score_tokens(other, [e])[0] for e in episodes]
+            with own_types(other):
+                scores = [one().score_tokens(other, [e])[0] for e in episodes]
         old = [s.tolist() for s in scores]
         proximal = [torch.cat([s.new_zeros(1), s]) for s in scores]
-    loss = one().accumulate_gradient(mine, episodes, old)
+    with own_types(mine):
+        loss = one().accumulate_gradient(mine, episodes, old)
     rows = [row_of_trajectory(t, a) for t, a in zip(trajectories, advantages, strict=True)]
     statistics, _ = learner(theirs).gradient(rows, Known(proximal))
     assert loss == pytest.approx(statistics.loss, abs=TOLERANCE[dtype])

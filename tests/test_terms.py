@@ -26,6 +26,7 @@ from ludus.training.learner import LearnerSettings
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.refine import refine
 from ludus.training.run import RunFolder, locked, new_run
+from ludus.training.scoring import own_types
 from ludus.training.session import open_session
 from ludus.training.start import check, doubts, train
 from ludus.training.teacher import load_teacher
@@ -45,7 +46,8 @@ def gradient_of(model, rows, algorithm, tokens=10**6, scorers=None):
 
 def plain_logprobs(model, row):
     """`[T]`, straight from the model's logits; 0 for the first token."""
-    logits = model(torch.tensor([row.tokens])).logits[0, :-1]
+    with own_types(model):
+        logits = model(torch.tensor([row.tokens])).logits[0, :-1]
     found = torch.log_softmax(logits, -1).gather(1, torch.tensor(row.tokens[1:])[:, None])[:, 0]
     return torch.cat([found.new_zeros(1), found])
 

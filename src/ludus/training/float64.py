@@ -7,9 +7,10 @@ weights are. Under `Float64` what they cast to float32 becomes float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 
@@ -30,6 +31,11 @@ class Float64(TorchFunctionMode):
             *(_wider(value) for value in args),
             **{name: _wider(value) for name, value in (kwargs or {}).items()},
         )
+
+
+def in_float64(module: nn.Module) -> AbstractContextManager[object]:
+    """Return `Float64()` if the weights of `module` are float64, else a context that does nothing."""
+    return Float64() if next(module.parameters()).dtype == torch.float64 else nullcontext()
 
 
 def _wider(value: object) -> object:

@@ -7,14 +7,16 @@ switch dropout on. So the layers alone are told, for the time of a forward pass;
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ludus.errors import UserError
+from ludus.training.float64 import in_float64
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +51,8 @@ def recomputing(layers: Sequence[Recomputable]) -> Iterator[None]:
         return
     modes = [layer.training for layer in layers]
     for layer in layers:
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+        again = partial(_contexts, layer)
+        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=again)
         layer.gradient_checkpointing = True
         layer.training = True
     try:
@@ -58,3 +61,12 @@ def recomputing(layers: Sequence[Recomputable]) -> Iterator[None]:
         for layer, mode in zip(layers, modes, strict=True):
             layer.gradient_checkpointing = False
             layer.training = mode
+
+
+def _contexts(layer: Recomputable) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
+    """Return the contexts of a layer's forward pass and of its recomputation.
+
+    The forward pass is in that of its caller; autograd runs the recomputation outside of any function mode.
+    """
+    assert isinstance(layer, nn.Module)
+    return nullcontext(), in_float64(layer)

@@ -9,7 +9,7 @@ reproduce its own logits on a trial; otherwise padded rows and full logits are c
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -21,7 +21,7 @@ from ludus.engines.products import OneDnnLinear, use_onednn
 from ludus.errors import LearnerError
 from ludus.training import forest as forests
 from ludus.training.branches import BREAK, Positions, apart
-from ludus.training.float64 import Float64
+from ludus.training.float64 import in_float64
 from ludus.training.full_kl import Against, States, divergence
 from ludus.training.head import Entropy, Head, TokenScores, logits_to_scores
 from ludus.training.recompute import recomputable_layers, recomputing
@@ -271,9 +271,8 @@ def own_types(model: nn.Module) -> Iterator[None]:
     A pass under it and one without would give an unchanged policy a ratio that is not 1. A model in float64
     computes in float64 throughout.
     """
-    weight = next(model.parameters())
-    wide = Float64() if weight.dtype == torch.float64 else nullcontext()
-    with torch.autocast(weight.device.type, enabled=False), wide:
+    device = next(model.parameters()).device.type
+    with torch.autocast(device, enabled=False), in_float64(model):
         yield
 
 
