@@ -220,8 +220,8 @@ def prepare(config: Config, watch: Watch = UNWATCHED) -> Session | None:
         check(config, world, watch)
         return None
     session = open_session(config, world=world)
-    check_prompts(session)
     check(config, world, watch)
+    check_prompts(session)
     return session
 
 

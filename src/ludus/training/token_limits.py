@@ -13,12 +13,14 @@ from itertools import islice
 from ludus.chat.render import Renderer
 from ludus.config.rollout import RolloutConfig
 from ludus.engines.loading import num_positions
-from ludus.envs.base import Demonstrates, Demonstration
+from ludus.envs.base import Demonstrates, Demonstration, World
 from ludus.errors import UserError
 from ludus.rollout.setup import rollout_for
 from ludus.tasks.order import permutation
+from ludus.tools.base import Tool
 from ludus.training.session import Session
 from ludus.training.sources import dialogue_segments, first_dialogues, sources_of, words_of
+from ludus.types import Task
 
 NUM_PROMPTS = 32
 NUM_DIALOGUES = 64
@@ -113,11 +115,13 @@ def check_prompts(session: Session) -> list[str]:
     for task in chosen:
         own = rollout_for(world, rollout, task)
         limit = min(own.max_tokens, context or own.max_tokens)
-        prompt = len(session.renderer.prompt(task.prompt, world.environment(task).tools))
+        if (tools := _tools(world, task)) is None:
+            continue
+        prompt = len(session.renderer.prompt(task.prompt, tools))
         prompts.append(prompt)
         fits = fits or prompt < limit
         crowded += prompt + own.max_new_tokens > limit
-    if chosen and not fits:
+    if prompts and not fits:
         raise UserError(
             f"No prompt of the world {world.name!r} leaves room for an answer: under this model's chat "
             f"template prompts with tools take {min(prompts)} to {max(prompts)} tokens, rollout.max_tokens "
@@ -127,23 +131,38 @@ def check_prompts(session: Session) -> list[str]:
     if not crowded:
         return []
     warning = (
-        f"{crowded} of {len(chosen)} prompts leave less room than one action of rollout.max_new_tokens "
+        f"{crowded} of {len(prompts)} prompts leave less room than one action of rollout.max_new_tokens "
         f"({rollout.max_new_tokens}) within rollout.max_tokens ({rollout.max_tokens}): the longest takes "
         f"{max(prompts)} tokens with its tools."
     )
     return [warning]
 
 
+def _tools(world: World, task: Task) -> Sequence[Tool] | None:
+    """Return the tools of a task; None where its environment cannot be made now, which a rollout retries."""
+    try:
+        return world.environment(task).tools
+    except Exception:  # boundary: foreign code; the rollouts say what it raised
+        return None
+
+
 def rollout_warnings(session: Session) -> list[str]:
     """What of the world's prompts and demonstrations does not fit the limits of a rollout. Raises as
     `check_prompts`."""
     found = check_prompts(session)
-    if isinstance(session.world, Demonstrates):
-        shown = islice(session.world.demonstrations(session.config.run.seed), NUM_DIALOGUES)
-        effect = "an episode that solves its task like them is cut off"
-        lengths = [dialogue_length(session.renderer, dialogue) for dialogue in shown]
-        found += dialogue_warnings(lengths, session.config.rollout, effect)
-    return found
+    effect = "an episode that solves its task like them is cut off"
+    lengths = [dialogue_length(session.renderer, dialogue) for dialogue in _demonstrations(session)]
+    return found + dialogue_warnings(lengths, session.config.rollout, effect)
+
+
+def _demonstrations(session: Session) -> list[Demonstration]:
+    """The first demonstrations of the world; none where it has none, which RL does not need."""
+    if not isinstance(session.world, Demonstrates):
+        return []
+    try:
+        return list(islice(session.world.demonstrations(session.config.run.seed), NUM_DIALOGUES))
+    except UserError:
+        return []
 
 
 def rounded(tokens: int) -> int:
