@@ -108,7 +108,7 @@ def long_answer():
 
 def test_a_world_that_judges_otherwise_changes_success(run, tmp_path):
     world = tmp_path / "kinder_world.py"
-    kinder = "lambda task, t: float(token_f1(task, t) > 0) * (1 + 0.5 * (token_f1(task, t) < 1))"
+    kinder = "lambda task, t: float(token_f1(task, t) > 0)"
     world.write_text(WORLD.read_text().replace('"exact_match", exact_match,', f'"exact_match", {kinder},'))
     said = replay(run, "--config", config(tmp_path, f'[env]\nname = "{world}"'), "--episodes", "3")
     assert "Success changed in 3: 3 succeed now that did not, 0 no longer do." in said
@@ -116,7 +116,7 @@ def test_a_world_that_judges_otherwise_changes_success(run, tmp_path):
     assert row[-3:] == ["0.3333", "0.6667", "3"]
     largest = [row for row in table(said) if row[0] == "1"]
     assert [row[2] for row in largest] == ["1", "1", "1"]
-    assert {(row[4], row[5]) for row in largest} == {("0.1", "1.6")}
+    assert {(row[4], row[5]) for row in largest} == {("0.1", "1.1")}
 
 
 def test_a_reward_that_hangs_ends_the_replay_at_its_deadline(run, tmp_path):

@@ -18,7 +18,7 @@ CODE = {"prompt": ODD, "entry": "f", "tests": [{"args": [1], "result": 2}]}
 APPS = {"question": ODD, "input_output": json.dumps({"inputs": ["1"], "outputs": ["2"]})}
 CALLS = {"id": "a_1", "question": ODD, "function": [FUNCTION], "ground_truth": [{"f": {"x": [1]}}]}
 SWE = {"instance_id": "a", "repo": "b/c", "base_commit": "d", "patch": "", "test_patch": "", "split": "test"}
-SWE |= {"problem_statement": ODD, "FAIL_TO_PASS": ["t"], "PASS_TO_PASS": []}
+SWE |= {"problem_statement": ODD, "FAIL_TO_PASS": ["t.py::test_t"], "PASS_TO_PASS": []}
 LOADERS = {
     "math": (load_problems, {"question": ODD, "answer": "4", "split": "test"}),
     "code": (lambda file: code_tasks(file, "own", ""), CODE | {"split": "test"}),

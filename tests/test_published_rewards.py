@@ -13,7 +13,7 @@ from ludus.envs.search.world import SearchSettings, SearchWorld
 from ludus.errors import ConfigError
 from ludus.rewards.answers import Answers
 from ludus.rewards.base import Reward, check_rewards, score
-from ludus.rewards.composite import format_score, think_format, tool_use
+from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
 from ludus.rewards.named import added_parts, parts_that_train
 from ludus.rewards.numbers import Quantity
 from ludus.rewards.presets import PUBLISHED, training_parts
@@ -28,6 +28,7 @@ from ludus.rollout.scheduler import Episode
 from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training.combine import Combiner, plan_parts
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
+from tables import composite_pairs
 from tiny_run import ludus, make_recipe, refused
 
 OK, MALFORMED, BAD = ToolStatus.OK, ToolStatus.MALFORMED, ToolStatus.BAD_ARGUMENTS
@@ -179,11 +180,16 @@ def test_a_preset_for_other_tasks_is_refused(tiny_run, tmp_path):
 
 
 UNKNOWN = ToolStatus.UNKNOWN_TOOL
-LOOK_SOUTH = call("look", item="fig", shop="south")
 DONE = Message(role="assistant", content="4")
-BOXED = Message(role="assistant", content=r"\boxed{4}")
 THOUGHT = Message(role="assistant", content="4", reasoning_content="2 + 2")
-NUMBER, SAID = Task("t", (), Quantity(4.0)), Task("t", (), Answers(("4",)))
+CALLS = {"l": LOOK, "s": call("look", item="fig", shop="south"), "b": BUY, "u": call("steal")}
+STATUSES = {"u": UNKNOWN, "m": MALFORMED}
+TRUTHS = {
+    "a": Answers(("4",)),
+    "n": Quantity(4.0),
+    "c": ExpectedCalls((BUY,)),
+    "0": ExpectedCalls(()),
+}
 
 
 def transcript(*said: Message, calls=(), statuses=None, stop=StopReason.ANSWERED) -> Trajectory:
@@ -195,62 +201,16 @@ def transcript(*said: Message, calls=(), statuses=None, stop=StopReason.ANSWERED
     return Trajectory("t", 0, (), (*turns, *said), stop, outcomes=outcomes)
 
 
-@pytest.mark.parametrize(
-    ("expected", "given"),
-    [
-        (1, transcript(THOUGHT)),
-        (1, transcript({**THOUGHT, "content": "The answer is 4"}, calls=(BUY,))),
-        (1, transcript({**THOUGHT, "tool_calls": []}, DONE)),
-        (0, transcript(DONE)),
-        (0, transcript({**THOUGHT, "content": ""})),  # never closed
-        (0, transcript({**THOUGHT, "content": "<think>more</think> 4"})),
-        (0, transcript({**DONE, "content": "4 <think>2 + 2</think>"})),
-        (0, transcript({**THOUGHT, "reasoning_content": " "})),
-        (0, transcript(THOUGHT, stop=StopReason.TRUNCATED)),
-    ],
-)
-def test_the_format_of_r1_by_hand(expected, given):
-    assert think_format(SAID, given) == expected
-
-
-@pytest.mark.parametrize(
-    ("expected", "task", "given"),
-    [
-        (0.0, NUMBER, transcript(DONE)),
-        (0.3, NUMBER, transcript(THOUGHT)),
-        (0.2, NUMBER, transcript(BOXED)),
-        (0.0, SAID, transcript(BOXED)),
-        (0.0, NUMBER, transcript({**DONE, "content": r"\boxed{}"})),
-        (0.0, NUMBER, transcript({**DONE, "content": r"\boxed{4"})),
-        (0.5, NUMBER, transcript({**BOXED, "reasoning_content": "2 + 2"})),
-        (0.4, SAID, transcript(THOUGHT, calls=(BUY,))),
-        (0.3, SAID, transcript(THOUGHT, calls=(BUY, LOOK), statuses=(OK, BAD, MALFORMED))),
-        (0.0, SAID, transcript(THOUGHT, statuses=(MALFORMED, MALFORMED))),
-        (0.1, SAID, transcript(DONE, calls=(BUY,), statuses=(UNKNOWN,))),
-        (1.0, NUMBER, transcript({**BOXED, "reasoning_content": "2 + 2"}, calls=(BUY,) * 6)),
-    ],
-)
-def test_the_format_score_by_hand(expected, task, given):
-    assert format_score(task, given) == pytest.approx(expected, abs=1e-12)
-
-
-@pytest.mark.parametrize(
-    ("expected", "truth", "given"),
-    [
-        (0.0, None, transcript(DONE)),
-        (0.1, None, transcript(DONE, calls=(BUY,))),
-        (0.0, None, transcript(DONE, statuses=(MALFORMED,))),
-        (-0.3, None, transcript(DONE, calls=(BUY,), statuses=(UNKNOWN,))),
-        (0.1, None, transcript(DONE, calls=(LOOK, LOOK_SOUTH, LOOK))),
-        (0.0, None, transcript(DONE, calls=(LOOK, LOOK, LOOK))),
-        (-0.25, None, transcript(DONE, calls=(LOOK, LOOK, BUY), statuses=(OK, OK, UNKNOWN))),
-        (-1.0, None, transcript(DONE, calls=(LOOK, BUY) * 2, statuses=(UNKNOWN,) * 4)),
-        (0.1, ExpectedCalls((BUY,)), transcript(DONE, calls=(BUY,))),
-        (0.0, ExpectedCalls(()), transcript(DONE, calls=(BUY,))),
-    ],
-)
-def test_the_use_of_tools_by_hand(expected, truth, given):
-    assert tool_use(Task("t", (), truth), given) == pytest.approx(expected, abs=1e-12)
+@pytest.mark.parametrize("row", composite_pairs.TRANSCRIPTS)
+def test_the_parts_of_composite_rewards_by_hand(row):
+    said, letters, truth, stop, *expected = row
+    messages = [Message(role="assistant", content=text, reasoning_content=thought) for thought, text in said]
+    calls = tuple(CALLS[letter] for letter in letters if letter in CALLS)
+    statuses = [STATUSES.get(letter, OK) for letter in letters]
+    given = transcript(*messages, calls=calls, statuses=statuses, stop=stop)
+    task = Task("t", (), TRUTHS[truth])
+    found = [part(task, given) for part in (think_format, format_score, tool_use, extra_turns(1, 3))]
+    assert found == pytest.approx(expected, abs=1e-12)
 
 
 OWN = (

@@ -626,7 +626,7 @@ def test_settings_that_do_not_fit_are_named_with_the_nearest(settings, words):
     with pytest.raises(ConfigError) as refusal:
         make_search_world(settings, ToolLimits())
     assert all(word in refusal.value.message for word in words), refusal.value.message
-    assert "access, k, well_formed_weight, method, encoder, seed" in refusal.value.hint
+    assert "access, instructions, k, well_formed_weight, method, encoder, seed" in refusal.value.hint
 
 
 def test_the_world_is_made_of_a_configuration():

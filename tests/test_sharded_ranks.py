@@ -7,7 +7,6 @@ import re
 import resource
 import subprocess
 import sys
-import tempfile
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ import torch
 from torch import distributed
 
 import sharded_ranks
+from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, StorageError, UserError
 from ludus.training.batch import balanced, row_of_segments
 from ludus.training.crew import Crew, Leader, Stop
@@ -224,8 +224,8 @@ def test_a_model_is_split_in_place_and_its_copy_is_not(group_of_one):
 
 
 def test_what_an_ended_process_said_is_raised_in_the_leader(group_of_one):
-    crew = Crew(tempfile.TemporaryDirectory())
-    with (Path(crew.folder.name) / "said-1").open("wb") as said:
+    crew = Crew(TemporaryFolder("ludus-ranks-"))
+    with (crew.folder.path / "said-1").open("wb") as said:
         command = [sys.executable, "-c", "raise SystemExit('the disk is full')"]
         crew.processes.append(subprocess.Popen(command, stderr=said))
     with pytest.raises(LearnerError, match=r"process 1 .* the disk is full"):

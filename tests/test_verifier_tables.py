@@ -16,6 +16,7 @@ from tables import (
     answer_pairs,
     call_pairs,
     choice_pairs,
+    composite_pairs,
     episode_pairs,
     framed_pairs,
     function_pairs,
@@ -69,6 +70,9 @@ TABLES = {
     "long_answer": (shaping_pairs.LENGTHS, shaping_pairs.LONG_TEXTS),
     "language_consistency": (shaping_pairs.SCRIPTS,),
     "citation_support": (shaping_pairs.SUPPORT_ACCEPTED, shaping_pairs.SUPPORT_REJECTED),
+    **dict.fromkeys(
+        ("think_format", "format_score", "tool_use", "extra_turns"), (composite_pairs.TRANSCRIPTS,)
+    ),
 }
 
 
@@ -81,7 +85,8 @@ def verifiers():
             if function.__module__ != info.name or name.startswith("_"):
                 continue
             signature = inspect.signature(function)
-            scores = list(signature.parameters) == ["task", "trajectory"]
+            arguments = list(signature.parameters) == ["task", "trajectory"]
+            scores = arguments and signature.return_annotation == "float"
             if scores or signature.return_annotation == "RewardFunction":
                 found.add(name)
     return found - COMBINATORS
