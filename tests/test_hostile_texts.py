@@ -2,12 +2,13 @@
 
 import json
 import math
+import time
 
 import pytest
 
 from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import WORLDS, build_world
-from ludus.rewards import composite, maths, published, shaping
+from ludus.rewards import composite, final, maths, published, shaping
 from ludus.rewards.answers import Answers, exact_match, token_f1
 from ludus.rewards.base import score
 from ludus.rewards.choices import Choice, multiple_choice
@@ -55,6 +56,19 @@ CASES = [
     *((part, None) for part in (composite.think_format, composite.tool_use)),
     (shaping.language_consistency(), None),
 ]
+PARTS = (
+    "\n",
+    " \n",
+    "<answer>",
+    "####",
+    "answer: ",
+    "The answer is ",
+    "**answer**\n",
+    "\\boxed{",
+    "\\boxed{}",
+    "{",
+)
+"""Repeated, they are text in which frames are looked for over and over."""
 REPORTS = ("report", "state", "tests", "verdict")
 
 
@@ -82,6 +96,15 @@ def test_every_verifier_has_a_verdict_on_every_text():
     for text in TEXTS:
         for verifier, truth in CASES:
             assert -1 <= verifier(Task("t", (), truth), episode(text, [("look", {"x": text})])) <= 1
+
+
+@pytest.mark.parametrize("part", [*PARTS, "Paris "])
+def test_an_answer_is_read_in_linear_time(part):
+    text, begin = "Paris " + part * (final.MAX_CHARACTERS // len(part) - 6), time.process_time()
+    assert len(text) > final.MAX_CHARACTERS // 2
+    assert isinstance(final.candidates(text), tuple)
+    assert isinstance(final.short_answers(text), tuple)
+    assert time.process_time() - begin < 2  # 10 to 250 s where it is quadratic
 
 
 @pytest.mark.scale

@@ -10,17 +10,21 @@ from __future__ import annotations
 
 import re
 import unicodedata
+from collections.abc import Sequence
 from itertools import islice
+from typing import NamedTuple
 
 MAX_CHARACTERS = 100_000
 """A longer text has no answer: nothing in it is looked at."""
 
 _BOX = re.compile(r"\\(?:f?boxed|fbox)\s*\{")
 _MARKER = re.compile(
-    r"(?im)####|^[#*_\s]*\b(?:final\s+)?answer[*_]*[^\S\n]*\n"
+    r"(?im)####|^[#*_ \t]*+\b(?:final\s+)?answer[*_]*[^\S\n]*\n"
     r"|\b(?:final\s+)?answer(?:\s+to\s+(?:the|this|your)\s+question)?(?:\s+is\b|[*_]*\s*[:\uff1a=])\s*[:\uff1a]?"
 )
-_TAG = re.compile(r"(?is)<answer>(.*?)</answer>")
+_TAG = re.compile(r"(?i)<answer>")
+_END_TAG = re.compile(r"(?i)</answer>")
+_BRACE = re.compile(rf"(?s){_BOX.pattern}|\\.|[{{}}]")
 _DOUBT = re.compile(
     r"(?i)\b(?:not|never|cannot|doubt\w*|deny|denies|wrong|false|untrue|incorrect|unlikely|whether|if|unless)\b"
     r"|\b(?:maybe|perhaps|possibly|probably|presumably|might|could|may|unclear|unsure|hardly|neither|nor)\b"
@@ -45,6 +49,16 @@ _NEAR = 500
 """Characters around a frame in which a denial is looked for."""
 
 
+class _Frame(NamedTuple):
+    """A box or tag `text[start:after]` with the content `text[inner:end]`; whether it lies in another."""
+
+    start: int
+    inner: int
+    end: int
+    after: int
+    nested: bool = False
+
+
 def candidates(text: str) -> tuple[str, ...]:
     """What the text gives as its answer; all boxes of one with several, as all of them have to be right.
 
@@ -53,14 +67,13 @@ def candidates(text: str) -> tuple[str, ...]:
     """
     if len(text) > MAX_CHARACTERS:
         return ()
-    found = boxes(text)
-    if found is None or _is_denied(text):
+    held, tags = _boxes(text), _tags(text)
+    if held is None or _is_denied(text, (*held, *tags)):
         return ()
-    if not found:
-        found = tuple(_TAG.findall(text))
+    found = _outer(text, held) or _outer(text, tags)
     if not found:
         *_, last = [None, *_MARKER.finditer(text)]
-        if last and _is_doubted(text[: last.start()]):
+        if last and _is_doubted(text, last.start()):
             return ()
         found = (text[last.end() :] if last else text,)
     stripped = tuple(_bare(one) for one in found)
@@ -73,40 +86,42 @@ def short_answers(text: str) -> tuple[str, ...]:
     Where several frames hold answers, all of them: a second answer is a hedge. Of what follows a marker other
     than the last one the first sentence counts, and what stands before a box or tag in it.
     """
-    held = boxes(text) if len(text) <= MAX_CHARACTERS else None
-    marks = [*_MARKER.finditer(text)] if held is not None else []
-    if held is None or _is_denied(text) or any(_is_doubted(text[: mark.start()]) for mark in marks):
+    held = _boxes(text) if len(text) <= MAX_CHARACTERS else None
+    tags = _tags(text) if held is not None else []
+    if held is None or _is_denied(text, (*held, *tags)):
+        return ()
+    marks = list(islice(_MARKER.finditer(text), MAX_FRAMES + 1))
+    if len(marks) > MAX_FRAMES or any(_is_doubted(text, mark.start()) for mark in marks):
         return ()
     ends = [*(mark.start() for mark in marks[1:]), len(text)][: len(marks)]
     said = [text[mark.end() : end] for mark, end in zip(marks, ends, strict=True)]
     early = [re.split(r"[.!?;\n]\s", f"{one.strip()} ")[0] for one in said[:-1]]
     plain = filter(None, map(_before_frame, (*early, *said[-1:])))
-    found = (*_TAG.findall(text), *held, *plain) or (text,)
+    found = (*_outer(text, tags), *_outer(text, held), *plain) or (text,)
     stripped = tuple(_bare(_TEXT.sub(r"\1", _bare(one).strip("$")).strip()) for one in found)
     return stripped if all(stripped) else ()
 
 
 def _before_frame(text: str) -> str:
     """The text, or what stands before the box or tag in it."""
-    frame = _BOX.search(text) or _TAG.search(text)
-    return text[: frame.start()].strip(" *_`$\n") if frame else text or " "
+    opening = _BOX.search(text)
+    start = opening.start() if opening else next((tag.start for tag in _tags(text)), None)
+    return text or " " if start is None else text[:start].strip(" *_`$\n")
 
 
-def _is_doubted(before: str) -> bool:
-    """Whether the clause that a marker stands in denies or doubts it."""
-    return _DOUBT.search(_CERTAIN.sub("", _CLAUSE.split(before)[-1])) is not None
+def _is_doubted(text: str, at: int) -> bool:
+    """Whether the clause before a marker denies or doubts it."""
+    clause = _CLAUSE.split(text[max(0, at - _NEAR) : at])[-1]
+    return _DOUBT.search(_CERTAIN.sub("", clause)) is not None
 
 
-def _is_denied(text: str) -> bool:
+def _is_denied(text: str, frames: Sequence[_Frame]) -> bool:
     """Whether a denial stands right before or behind a box or tag, or there are too many of these to tell."""
-    opened = [box.span() for box in islice(_BOX.finditer(text), MAX_FRAMES + 1)]
-    tags = [tag.span() for tag in islice(_TAG.finditer(text), MAX_FRAMES + 1)]
-    if len(opened) + len(tags) > MAX_FRAMES:
+    if len(frames) > MAX_FRAMES:
         return True
-    frames = [(start, _closing(text, end) or len(text)) for start, end in opened] + tags
-    for start, end in frames:
-        before = _CLAUSE.split(text[max(0, start - _NEAR) : start])[-1].split()[-_DENIED:]
-        behind = _CLAUSE.split(text[end : end + _NEAR].lstrip("}$*_ "))[0]
+    for frame in frames:
+        before = _CLAUSE.split(text[max(0, frame.start - _NEAR) : frame.start])[-1].split()[-_DENIED:]
+        behind = _CLAUSE.split(text[frame.after : frame.after + _NEAR].lstrip("}$*_ "))[0]
         said = " ".join(behind.split()[: _DENIED + 1]) if _IS_DENIED.search(behind) else ""
         if any(_DOUBT.search(_CERTAIN.sub("", one)) for one in (" ".join(before), f"so {said}")):
             return True
@@ -115,24 +130,42 @@ def _is_denied(text: str) -> bool:
 
 def boxes(text: str) -> tuple[str, ...] | None:
     r"""The contents of all `\boxed{...}` that do not lie in another; None where a brace is not closed."""
-    found = []
+    found = _boxes(text)
+    return None if found is None else _outer(text, found)
+
+
+def _outer(text: str, frames: Sequence[_Frame]) -> tuple[str, ...]:
+    return tuple(text[frame.inner : frame.end] for frame in frames if not frame.nested)
+
+
+def _boxes(text: str) -> list[_Frame] | None:
+    """All boxes, nested ones too; None where the brace of one is not closed."""
+    found: list[_Frame] = []
     at = 0
     while opening := _BOX.search(text, at):
-        end = _closing(text, opening.end())
-        if end is None:
+        opened: list[re.Match[str] | None] = [opening]
+        for brace in _BRACE.finditer(text, opening.end()):
+            if brace[0] == "}":
+                if box := opened.pop():
+                    found.append(_Frame(box.start(), box.end(), brace.start(), brace.end(), bool(opened)))
+                if not opened:
+                    at = brace.end()
+                    break
+            elif brace[0].endswith("{") and brace[0] != "\\{":
+                opened.append(None if brace[0] == "{" else brace)
+        else:
             return None
-        found.append(text[opening.end() : end])
-        at = end
-    return tuple(found)
+    return found
 
 
-def _closing(text: str, start: int) -> int | None:
-    depth = 1
-    for brace in re.finditer(r"\\.|[{}]", text[start:], re.S):
-        depth += {"{": 1, "}": -1}.get(brace[0], 0)
-        if depth == 0:
-            return start + brace.start()
-    return None
+def _tags(text: str) -> list[_Frame]:
+    """What stands between `<answer>` and the next `</answer>`."""
+    found: list[_Frame] = []
+    at = 0
+    while (opening := _TAG.search(text, at)) and (closing := _END_TAG.search(text, opening.end())):
+        found.append(_Frame(*opening.span(), *closing.span()))
+        at = closing.end()
+    return found
 
 
 def _bare(text: str) -> str:
