@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from fractions import Fraction
+from functools import lru_cache
 
 from ludus.rewards.base import truth_of
 from ludus.rewards.final import candidates, plain_signs
@@ -19,6 +20,8 @@ from ludus.types import Task, Trajectory
 MAX_DIGITS = 400
 """A numeral of more digits, or with a larger power of ten, is none: a float ends at 309 digits."""
 
+_SHORT = 32
+"""Characters of a numeral that is read once: most are short, and come again."""
 _RELATIVE = 1e-6
 """The room of a truth that is no whole number and says nothing else."""
 _LOST = Fraction(1, 2**50)
@@ -45,20 +48,19 @@ class Quantity:
     decimal_comma: bool = False
 
 
-def read_quantity(text: str, truth: Quantity) -> Fraction | None:
-    """The number that the whole text is, exactly, in the unit of `truth`; None where it is anything else."""
+def read_quantity(text: str, truth: Quantity, *, reduced: bool = False) -> Fraction | None:
+    """The number that the whole text is, exactly, in the unit of `truth`; None where it is anything else.
+
+    With `reduced` also where it is not in lowest terms: 435/15 is a problem, no answer to one.
+    """
     numeral, size = _read(text, truth)
+    if reduced and numeral is not None and unfinished(numeral):
+        return None
     try:
         value = None if numeral is None else exact(numeral)
     except Unreadable:
         return None
     return None if value is None else value * _as_written(size)
-
-
-def is_reduced(text: str, truth: Quantity) -> bool:
-    """Whether the number is in lowest terms: 435/15 is a problem, no answer to one."""
-    numeral, _ = _read(text, truth)
-    return numeral is not None and not unfinished(numeral)
 
 
 def _read(text: str, truth: Quantity) -> tuple[Node | None, float]:
@@ -68,7 +70,8 @@ def _read(text: str, truth: Quantity) -> tuple[Node | None, float]:
     unit, size, rest = _unit(plain, sizes)
     if truth.needs_unit and not unit:
         return None, size
-    return _number(rest, truth.decimal_comma), size
+    numeral = _short_number if len(rest) <= _SHORT else _number
+    return numeral(rest, truth.decimal_comma), size
 
 
 def close(value: Fraction, truth: Quantity) -> bool:
@@ -87,9 +90,12 @@ def close(value: Fraction, truth: Quantity) -> bool:
     return abs(value - due) <= reach + (min(lost, _LOST_OF_WHOLE) if whole else lost)
 
 
-def is_close(answer: str, truth: Quantity) -> bool:
-    """Whether the answer (all boxes of one with several) is the number, within the tolerance."""
-    values = [read_quantity(one, truth) for one in candidates(answer)]
+def is_close(answer: str, truth: Quantity, *, reduced: bool = False) -> bool:
+    """Whether the answer (all boxes of one with several) is the number, within the tolerance.
+
+    With `reduced` it has to be in lowest terms.
+    """
+    values = [read_quantity(one, truth, reduced=reduced) for one in candidates(answer)]
     return bool(values) and all(value is not None and close(value, truth) for value in values)
 
 
@@ -133,6 +139,9 @@ def _number(text: str, decimal_comma: bool) -> Node | None:
     except Unreadable:
         return None
     return node if _is_numeral(node) else None
+
+
+_short_number = lru_cache(_number)
 
 
 def _is_numeral(node: Node) -> bool:

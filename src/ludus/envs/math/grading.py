@@ -11,9 +11,8 @@ from ludus.rewards import records
 from ludus.rewards.answers import Answers, well_formed
 from ludus.rewards.base import Reward
 from ludus.rewards.choices import Choice
-from ludus.rewards.final import candidates
 from ludus.rewards.maths import Expression, is_equal
-from ludus.rewards.numbers import Quantity, is_close, is_reduced
+from ludus.rewards.numbers import Quantity, is_close
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.rewards.structures import Schema, State, Value
 from ludus.tools.calculator import show
@@ -50,8 +49,7 @@ def is_right(answer: str, right: object) -> bool:
     """
     match right:
         case Quantity():
-            reduced = all(is_reduced(one, right) for one in candidates(answer))
-            return reduced and is_close(answer, right)
+            return is_close(answer, right, reduced=True)
         case Expression():
             return is_equal(answer, replace(right, evaluated=True))
         case Answers() | Choice() | Value() | Schema() | State():
