@@ -14,6 +14,7 @@ from ludus.training.branches import last_actions
 from ludus.training.credit import assign_credit
 from ludus.training.judges import train_judge
 from ludus.training.refine import refine
+from ludus.training.scoring import own_types
 from ludus.types import StopReason
 from test_branches import episodes as episodes_of
 from test_branches import tree
@@ -50,7 +51,8 @@ def cut_group():
 def value_after(judge, tokens):
     """V of the state after a whole sequence, by the critic's own body and head."""
     model = judge.model
-    states = model["body"](input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state
+    with own_types(model):
+        states = model["body"](input_ids=torch.tensor([tokens]), use_cache=False).last_hidden_state
     return float(model["head"](states[0, -1]).detach())
 
 

@@ -17,7 +17,7 @@ from ludus.errors import LearnerError
 from ludus.rollout.ledger import Outcome
 from ludus.training.batch import row_of_trajectory
 from ludus.training.credit import assign_credit
-from ludus.training.judges import train_judge
+from ludus.training.judges import say, teach, train_judge
 from ludus.training.optimiser import OptimiserSettings
 from ludus.training.outcome_critic import OutcomeCritic, OutcomeCriticSettings
 from ludus.training.process_reward import ProcessReward, ProcessRewardSettings
@@ -167,7 +167,8 @@ def test_prime_adds_the_implicit_rewards_to_the_outcome():
     rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
     _, mask = table(credits)
     prm, ref = (torch.zeros(mask.shape, dtype=torch.float64) for _ in range(2))
-    for i, (row, p, r) in enumerate(zip(rows, judge.logprobs(rows), one.reference(rows), strict=True)):
+    said = say(judge, rows, [])
+    for i, (row, p, r) in enumerate(zip(rows, said, one.reference(rows), strict=True)):
         trains = torch.tensor(row.trains)
         prm[i, : int(trains.sum())], ref[i, : int(trains.sum())] = p[trains].double(), r[trains].double()
     rewards = torch.tensor(REWARDS, dtype=torch.float64)
@@ -197,7 +198,7 @@ def test_coderl_weighs_reward_minus_greedy_by_the_chance_of_the_true_outcome():
         train_judge(judge, first)
     credits = [c for c in refine(assign_credit(groups, algorithm), one, 0, judge) if not c.episode.greedy]
     rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
-    chances = judge.probabilities(rows, [r >= 1 for r in REWARDS])
+    chances = say(judge, rows, [r >= 1 for r in REWARDS])
     for credit, reward, chance, row in zip(credits, REWARDS, chances, rows, strict=True):
         expected = (reward - REWARDS[1]) * chance[torch.tensor(row.trains)].double()
         assert credit.advantages == pytest.approx(expected.tolist(), abs=1e-12)
@@ -214,7 +215,7 @@ def test_only_what_trains_is_learned_from():
     train_judge(judge, credits)
     own = outcome_critic(one.scorer.model)
     rows = [row_of_trajectory(e.trajectory, 0.0) for e in episodes]
-    own.train(rows, [r >= 1 for r in REWARDS])
+    teach(own, rows, [], [r >= 1 for r in REWARDS])
     for a, b in zip(judge.model.parameters(), own.model.parameters(), strict=True):
         assert torch.equal(a, b)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch import distributed
 
+from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
 from ludus.training import meeting
 from ludus.training.crew import Crew
@@ -48,19 +47,19 @@ def test_nobody_waits_for_a_leader_that_torchrun_did_not_start(monkeypatch):
 
 
 def test_a_process_that_does_not_begin_is_named():
-    crew = Crew(tempfile.TemporaryDirectory())
+    crew = Crew(TemporaryFolder("ludus-ranks-"))
     crew.processes.append(subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"]))
     with pytest.raises(LearnerError, match=r"Process 1 .* has not begun within 0.1 s"):
         crew.gather(0.1)
     crew.close()
     assert crew.processes[0].returncode == -9
-    assert not os.path.exists(crew.folder.name)
+    assert not crew.folder.path.exists()
 
 
 def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
-    crew, begin = Crew(tempfile.TemporaryDirectory()), time.monotonic()
+    crew, begin = Crew(TemporaryFolder("ludus-ranks-")), time.monotonic()
     for program in ("import time; time.sleep(60)", "raise SystemExit('no such model')"):
-        with (Path(crew.folder.name) / f"said-{len(crew.processes) + 1}").open("wb") as said:
+        with (crew.folder.path / f"said-{len(crew.processes) + 1}").open("wb") as said:
             crew.processes.append(subprocess.Popen([sys.executable, "-c", program], stderr=said))
     with pytest.raises(LearnerError, match=r"process 2 \(1\): no such model"):
         crew.gather(60.0)
@@ -69,14 +68,14 @@ def test_where_one_process_does_not_begin_nobody_waits_for_the_others_to_end():
 
 
 _MEETS = """
-import subprocess, sys, tempfile, torch
-from pathlib import Path
+import subprocess, sys, torch
+from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
 from ludus.training.crew import Crew, meet
 from ludus.training.meeting import Meeting
-meeting, crew = Meeting.called(2, 20.0), Crew(tempfile.TemporaryDirectory())
-with (Path(crew.folder.name) / "said-1").open("wb") as said:
-    command = [sys.executable, "-c", sys.argv[1], str(meeting.port), crew.folder.name]
+meeting, crew = Meeting.called(2, 20.0), Crew(TemporaryFolder("ludus-ranks-"))
+with (crew.folder.path / "said-1").open("wb") as said:
+    command = [sys.executable, "-c", sys.argv[1], str(meeting.port), str(crew.folder.path)]
     crew.processes.append(subprocess.Popen(command, stdout=said, stderr=said))
 crew.gather(120.0)
 try:
