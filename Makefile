@@ -1,6 +1,8 @@
 # `make test` and `make demo` need python3 (3.11 or newer), make and git. Everything lands in .venv.
 VENV := .venv
 export OMP_NUM_THREADS := 1
+# Tests start many processes, each of which would compile Ludus again.
+export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
