@@ -12,8 +12,9 @@ from __future__ import annotations
 import argparse
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
@@ -34,6 +35,7 @@ SHOWN = {
     "truncated share": "policy/truncated_share",
 }
 Rows = list[Mapping[str, float]]
+T = TypeVar("T")
 
 
 def run(args: argparse.Namespace, arm: str, seed: int) -> Rows:
@@ -104,6 +106,30 @@ def over(values: Sequence[float], scale: float, sign: str) -> str:
     return f"{found.mean:{sign}.1f} [{low:{sign}.1f}, {high:{sign}.1f}]"
 
 
+def compare(
+    parser: argparse.ArgumentParser,
+    place: str,
+    arms: Iterable[str],
+    run: Callable[[argparse.Namespace, str, int], T],
+    report: Callable[[Mapping[str, Sequence[T]], argparse.Namespace], str],
+    arguments: Sequence[str] | None,
+) -> None:
+    """Run each arm with each seed, print the table, and fill it into the place of a page if one is given."""
+    parser.add_argument("--page", type=Path, help="fill the table into this page")
+    args = parser.parse_args(arguments)
+    if args.page:
+        check_place(args.page, place)
+    args.folder.mkdir(parents=True, exist_ok=True)
+    found: dict[str, list[T]] = {arm: [] for arm in arms}
+    for seed in SEEDS:
+        for arm, results in found.items():
+            results.append(run(args, arm, seed))
+    text = report(found, args)
+    print(text)
+    if args.page:
+        fill(args.page, place, text)
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train what is missing, and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
@@ -111,19 +137,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--bound", type=int, default=8, help="max_staleness")
     parser.add_argument("--rate", type=float, default=3e-4, help="learning rate")
-    parser.add_argument("--page", type=Path, help="fill the table into this page")
-    args = parser.parse_args(arguments)
-    if args.page:
-        check_place(args.page, "correction")
-    args.folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Rows]] = {arm: [] for arm in ARMS}
-    for seed in SEEDS:
-        for arm in ARMS:
-            found[arm].append(run(args, arm, seed))
-    text = report(found, args)
-    print(text)
-    if args.page:
-        fill(args.page, "correction", text)
+    compare(parser, "correction", ARMS, run, report, arguments)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from cold_start import cold_start
-from correction import over
+from correction import SEEDS, compare, over
 from ludus.cli.opening import open_weights
 from ludus.cli.players import EnginePlayer
 from ludus.config.load import load_config
@@ -27,10 +27,8 @@ from ludus.envs.functions.gold import truth_of
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.setup import Play
-from rollout import check_place, fill
 
 ARMS = {"with negatives": {}, "without negatives": {"sft.classes.negatives": 0}}
-SEEDS = (0, 1, 2)
 SHOWN = {
     "hallucinated": "calls where none is right",
     "decline": "of these: no tool fits",
@@ -128,19 +126,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--folder", type=Path, default=Path(".bench/negatives"))
     parser.add_argument("--steps", type=int, default=400)
     parser.add_argument("--tasks", type=int, default=200, help="tasks of the split test")
-    parser.add_argument("--page", type=Path, help="fill the table into this page")
-    args = parser.parse_args(arguments)
-    if args.page:
-        check_place(args.page, "negatives")
-    args.folder.mkdir(parents=True, exist_ok=True)
-    found: dict[str, list[Rates]] = {arm: [] for arm in ARMS}
-    for seed in SEEDS:
-        for arm in ARMS:
-            found[arm].append(run(args, arm, seed))
-    text = report(found, args)
-    print(text)
-    if args.page:
-        fill(args.page, "negatives", text)
+    compare(parser, "negatives", ARMS, run, report, arguments)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import math
 import re
+from abc import ABC, abstractmethod
 from fractions import Fraction
 
 from ludus.rewards.notation import (
@@ -81,17 +82,17 @@ class _Reader:
             raise Unreadable("nested too deep")
 
 
-class _Structures(_Reader):
+class _Structures(_Reader, ABC):
     """Brackets, sets and matrices."""
 
-    def _items(self, closing: str | None) -> Node:
-        raise NotImplementedError
+    @abstractmethod
+    def _items(self, closing: str | None) -> Node: ...
 
-    def _relation(self) -> Node:
-        raise NotImplementedError
+    @abstractmethod
+    def _relation(self) -> Node: ...
 
-    def _sum(self) -> Node:
-        raise NotImplementedError
+    @abstractmethod
+    def _sum(self) -> Node: ...
 
     def _bracket(self, opening: str) -> Node:
         if opening == "∅":

@@ -28,6 +28,14 @@ class ClipRange:
         if self.dual_clip is not None and self.dual_clip <= 1:
             raise ValueError(f"dual_clip must be above 1, not {self.dual_clip}")
 
+    def surrogate(self, ratio: Tensor, advantages: Tensor) -> Tensor:
+        """`-min(ratio A, clip(ratio) A)`, and not above `-dual_clip A` where `A < 0`; any one shape."""
+        clipped = ratio.clamp(1 - self.eps_low, 1 + self.eps_high)
+        loss = -torch.minimum(ratio * advantages, clipped * advantages)
+        if self.dual_clip is None:
+            return loss
+        return torch.where(advantages < 0, torch.minimum(loss, -self.dual_clip * advantages), loss)
+
 
 class ClipOptions(TypedDict, total=False):
     """The fields of `ClipRange` as keywords."""
@@ -49,12 +57,7 @@ def ppo_clip(
     bounds = ClipRange(**clip)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = token_ratio(logprobs, old_logprobs, mask)
-    scores = select(advantages, mask).detach()
-    clipped = ratio.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
-    loss = -torch.minimum(ratio * scores, clipped * scores)
-    if bounds.dual_clip is not None:
-        loss = torch.where(scores < 0, torch.minimum(loss, -bounds.dual_clip * scores), loss)
-    return select(loss, mask)
+    return select(bounds.surrogate(ratio, select(advantages, mask).detach()), mask)
 
 
 def cispo(

@@ -30,9 +30,7 @@ def gspo(
     bounds = ClipRange(eps_low, eps_high)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = sequence_ratio(logprobs, old_logprobs, mask)
-    scores = trajectory_mean(advantages, mask).detach()
-    clipped = ratio.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
-    return -torch.minimum(ratio * scores, clipped * scores)
+    return bounds.surrogate(ratio, trajectory_mean(advantages, mask).detach())
 
 
 def ppo_sequence(
@@ -52,9 +50,7 @@ def ppo_sequence(
     bounds = ClipRange(eps_low, eps_high)
     check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
     ratio = product_ratio(logprobs, old_logprobs, mask)
-    scores = trajectory_mean(advantages, mask).detach()
-    clipped = ratio.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
-    return -torch.minimum(ratio * scores, clipped * scores)
+    return bounds.surrogate(ratio, trajectory_mean(advantages, mask).detach())
 
 
 def gspo_token(
@@ -76,9 +72,7 @@ def gspo_token(
     ratio = sequence_ratio(logprobs, old_logprobs, mask).detach()
     own = select(logprobs, mask)
     carried = ratio[:, None] * (own - own.detach()).exp()
-    scores = select(advantages, mask).detach()
-    clipped = carried.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
-    return select(-torch.minimum(carried * scores, clipped * scores), mask)
+    return select(bounds.surrogate(carried, select(advantages, mask).detach()), mask)
 
 
 def gmpo(
