@@ -54,6 +54,29 @@ def test_rejection_by_token_and_by_sequence_with_a_veto(batch, by, veto):
     same(found, tokens(batch, keep))
 
 
+DISTANCES = {"k2": lambda g: g * g / 2, "k3": lambda g: math.exp(g) - 1 - g}
+SUMMARIES = {"geometric": lambda row: sum(row) / len(row), "sequence": sum, "largest": max}
+
+
+@quick
+@given(
+    batch=BATCHES,
+    measure=st.sampled_from(list(DISTANCES)),
+    by=st.sampled_from(["token", *SUMMARIES]),
+    high=st.sampled_from([0.001, 0.02, 0.3]),
+)
+def test_rejection_by_the_estimators_of_the_divergence(batch, measure, by, high):
+    def distance(i, t):
+        return DISTANCES[measure](float(batch.old[i, t] - batch.behavior[i, t]))
+
+    def keep(i, t):
+        row = [distance(i, u) for u in slow.actions(batch.mask, i)]
+        return float((distance(i, t) if by == "token" else SUMMARIES[by](row)) <= high)
+
+    found = corrections.reject_sequence(**off_policy(batch), high=high, low=0.0, by=by, measure=measure)
+    same(found, tokens(batch, keep))
+
+
 @quick
 @given(batch=BATCHES, bound=st.sampled_from([1e-9, 0.01, 0.04, 0.3, 99.0]))
 def test_m2po_takes_the_fewest_tokens_from_the_top(batch, bound):

@@ -65,7 +65,7 @@ CORRECTION_OPTIONS: dict[str, tuple[str, ...]] = {
     "tis": ("level", "low"),
     "icepop": ("low", "high", "level"),
     "decoupled": ("cap",),
-    "reject_sequence": ("low", "high", "by", "veto"),
+    "reject_sequence": ("low", "high", "by", "veto", "measure"),
     "m2po": ("bound",),
 }
 GRANULARITIES: tuple[Literal["token", "trajectory"], ...] = ("token", "trajectory")
@@ -76,6 +76,7 @@ CRITERIA: tuple[Literal["geometric", "largest", "sequence", "token"], ...] = (
     "sequence",
     "token",
 )
+MEASURES: tuple[Literal["ratio", "k2", "k3"], ...] = ("ratio", "k2", "k3")
 IMPORTANCES: tuple[Literal["none", "ratio"], ...] = ("none", "ratio")
 SPREADS: tuple[Literal["group", "batch"], ...] = ("group", "batch")
 COUNTS: tuple[Literal["varying", "nonzero"], ...] = ("varying", "nonzero")
@@ -84,6 +85,7 @@ SCALES: tuple[Literal["std", "none"], ...] = ("std", "none")
 OPTION_WORDS: dict[str, tuple[str, ...]] = {
     "level": LEVELS,
     "by": CRITERIA,
+    "measure": MEASURES,
     "divergence": DIVERGENCES,
     "scale": SCALES,
     "granularity": GRANULARITIES,

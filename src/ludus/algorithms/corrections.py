@@ -19,6 +19,7 @@ from ludus.algorithms.algorithm import (
     FILTERING_CORRECTIONS,
     LEVELS,
     LIMITING_CORRECTIONS,
+    MEASURES,
     Algorithm,
     number,
     word,
@@ -105,6 +106,7 @@ def reject_sequence(
     high: float = 2.0,
     by: Literal["geometric", "largest", "sequence", "token"] = "geometric",
     veto: float = 0.0,
+    measure: Literal["ratio", "k2", "k3"] = "ratio",
 ) -> Tensor:
     """1 on the action tokens whose ratio lies in `[low, high]`, else 0, [N, L].
 
@@ -112,21 +114,39 @@ def reject_sequence(
     `exp(sum_t (old - behavior))`; the `largest` of its tokens; or with `token` each token's own. A trajectory
     with a token whose ratio is below `veto` is 0 throughout, whatever the rest.
 
+    With `measure` `k2` or `k3` what is at most `high` is the mean, sum or maximum over the trajectory, or of
+    each token, of `g^2 / 2` or `exp(g) - 1 - g`, `g = old - behavior`; `low` is not read.
+
     A filter, so what it drops leaves the normaliser: meant to narrow the mask. verl's `rollout_rs` (token,
-    sequence, geometric) has 2 and its inverse; the geometric form is often held far tighter (0.999 to 1.001
-    in verl's examples), and its `rollout_token_veto_threshold` is `veto` (1e-4).
+    sequence, geometric; `seq_mean_k3` and its like) has 2 and its inverse; the geometric form is often held
+    far tighter (0.999 to 1.001 in verl's examples), and its `rollout_token_veto_threshold` is `veto` (1e-4).
     """
     _check_bounds(low, high)
     if by not in CRITERIA:
         raise ValueError(f"by = {by!r} is none of {', '.join(CRITERIA)}")
+    if measure not in MEASURES:
+        raise ValueError(f"measure = {measure!r} is none of {', '.join(MEASURES)}")
     tokens = _weights(old_logprobs, behavior_logprobs, mask, "token")
-    if by == "largest":
-        largest = tokens.amax(1, keepdim=True) if tokens.shape[1] else tokens
-        ratio = select(largest.expand(mask.shape), mask)
+    if measure != "ratio":
+        gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
+        found, low = _summary(gap.square() / 2 if measure == "k2" else gap.expm1() - gap, mask, by), 0.0
+    elif by == "largest":
+        found = _summary(tokens, mask, by)
     else:
-        ratio = _weights(old_logprobs, behavior_logprobs, mask, by)
+        found = _weights(old_logprobs, behavior_logprobs, mask, by)
     vetoed = (mask.bool() & (tokens < veto)).any(1, keepdim=True)
-    return ((ratio >= low) & (ratio <= high) & mask.bool() & ~vetoed).to(old_logprobs.dtype)
+    return ((found >= low) & (found <= high) & mask.bool() & ~vetoed).to(old_logprobs.dtype)
+
+
+def _summary(values: Tensor, mask: Tensor, by: str) -> Tensor:
+    """Mean, sum or maximum of values [N, L], 0 off the mask, over the actions of each trajectory, [N, 1]; by
+    token the values."""
+    if by == "largest":
+        return values.amax(1, keepdim=True) if values.shape[1] else values
+    if by == "token":
+        return values
+    total = values.sum(1, keepdim=True)
+    return total / mask.bool().sum(1, keepdim=True).clamp(min=1) if by == "geometric" else total
 
 
 def m2po(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, bound: float = 0.04) -> Tensor:

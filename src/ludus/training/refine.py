@@ -18,6 +18,7 @@ from ludus.algorithms.algorithm import (
     CRITERIA,
     FILTERING_CORRECTIONS,
     FULL_KL_NAMES,
+    MEASURES,
     PROBABILITY_ADVANTAGES,
     WHITENED_ADVANTAGES,
     Algorithm,
@@ -184,6 +185,7 @@ def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorit
         high=number(options, "high", 2.0),
         by=word(options, "by", CRITERIA),
         veto=number(options, "veto", 0.0),
+        measure=word(options, "measure", MEASURES),
     ).bool()
 
 
