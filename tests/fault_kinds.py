@@ -17,6 +17,7 @@ from pathlib import Path
 
 from fault_runs import Process, fork, named
 
+TOKEN = "a-token-of-the-tests"
 WORLDS = str(Path(__file__).with_name("fault_worlds.py"))
 _PLACE = re.compile(r"(engine|worker) (\d+) runs at \S+ \((\d+)\)")
 
@@ -129,7 +130,6 @@ class Pool(Fault):
     name = "environment pool"
     ways = ("killed, back after a while", "killed for good")
     codes = (0, 4)
-    token = "a-token-of-the-tests"
     server: Process | None = None
     port = 0
 
@@ -144,7 +144,7 @@ class Pool(Fault):
 
     @contextmanager
     def ready(self):
-        (self.work / "token").write_text(self.token)
+        (self.work / "token").write_text(TOKEN)
         self.port = free_port()
         self.mend()
         try:
@@ -250,6 +250,7 @@ class Link(Fault):
     def settings(self):
         return {
             "engine.url": f"http://{self.there}:{self.port}",
+            "engine.token_file": str(self.work / "token"),
             "engine.broadcast_host": self.here,
             "engine.timeout_s": "6",
             "engine.patience_s": "6",
@@ -257,6 +258,7 @@ class Link(Fault):
 
     @contextmanager
     def ready(self):
+        (self.work / "token").write_text(TOKEN)
         with self._laid():
             self._serve()
             try:
@@ -277,6 +279,7 @@ class Link(Fault):
 
     def _serve(self):
         words = ["serve", str(self.work / "cold"), "--control", "--name", "policy", "--host", self.there]
+        words += ["--token-file", str(self.work / "token")]
         with in_network(self.network):
             self.server = fork(
                 [*words, "--port", str(self.port), "--context-tokens", "512"], self.work / "serve.txt"
