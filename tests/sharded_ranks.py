@@ -24,6 +24,7 @@ from ludus.training.checkpoint import (
 )
 from ludus.training.critic import Critic, CriticSettings
 from ludus.training.dry_run import dry_run
+from ludus.training.judges import say, teach
 from ludus.training.learner import Known, Learner, LearnerSettings
 from ludus.training.optimiser import Optimiser, OptimiserSettings
 from ludus.training.ranks import Alone, SharedBatch
@@ -106,15 +107,15 @@ def critic_results(dtype):
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
     unclipped = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=1e9)
     critic = Critic(tiny_model(dtype), unclipped, CriticSettings(states=StateSettings(60)), ranks)
-    old = critic.values(rows)
-    found |= {f"first/{n}": torch.tensor(v) for n, v in critic.train(rows, targets, old).items()}
+    old = say(critic, rows, [])
+    found |= {f"first/{n}": torch.tensor(v) for n, v in teach(critic, rows, (targets, old), []).items()}
     found |= {f"old/{i}": values for i, values in enumerate(old)}
     found |= {f"gradient/{n}": g for n, g in first_gradient(critic.optimiser).items()}
     how = replace(unclipped, max_grad_norm=0.05)
     critic = Critic(tiny_model(dtype), how, CriticSettings(epochs=2, states=StateSettings(60)), ranks)
-    found |= {f"metrics/{n}": torch.tensor(v) for n, v in critic.train(rows, targets, old).items()}
+    found |= {f"metrics/{n}": torch.tensor(v) for n, v in teach(critic, rows, (targets, old), []).items()}
     found |= {f"weights/{n}": whole(p).clone() for n, p in critic.model.named_parameters()}
-    return found | {f"value/{i}": values for i, values in enumerate(critic.values(rows))}
+    return found | {f"value/{i}": values for i, values in enumerate(say(critic, rows, []))}
 
 
 def first_gradient(optimiser):
@@ -174,7 +175,7 @@ def take_step(one, critic, seed):
     """A step of both; gives its metrics."""
     rows = random_rows(seed=seed)
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=torch.float64) for row in rows]
-    return critic.train(rows, targets, critic.values(rows)) | one.train(rows, seed)
+    return teach(critic, rows, (targets, say(critic, rows, [])), []) | one.train(rows, seed)
 
 
 def everything(one, critic):

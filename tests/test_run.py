@@ -209,13 +209,15 @@ def test_a_finished_run_is_extended_by_resuming_with_more_steps(finished, tmp_pa
 
 @pytest.mark.fault
 def test_a_run_that_is_extended_does_not_stop_its_policy_for_the_critic_once_more(tmp_path):
-    """One step has a warm-up of one step, eleven would have two: in the second one the policy trains."""
-    folder, changes = tmp_path / "vapo", SMALLEST | {"algorithm__preset": "vapo", "training__steps": "1"}
-    run(folder, **changes)
-    settings = config(folder, **changes | {"training__steps": "11"})
-    reporter = Cutting(2)
+    """Ten steps have a warm-up of one step, twenty would have two: in the second one the policy trains."""
+    folder, changes = tmp_path / "vapo", SMALLEST | {"algorithm__preset": "vapo"}
+    settings = config(folder, **changes | {"training__steps": "10"})
+    made = new_run(settings, "search", "rl")
+    with locked(made), pytest.raises(Cut):
+        train(open_session(settings), made, Cutting(2))
+    settings = config(folder, **changes | {"training__steps": "20"})
     with locked(RunFolder(folder)), pytest.raises(Cut):
-        train(open_session(settings), RunFolder(folder), reporter)
+        train(open_session(settings), RunFolder(folder), Cutting(3))
     assert json.loads((folder / "checkpoints/step-000001/trainer/state.json").read_text())["warmup"] == 1
     assert "optim/learning_rate" in read_metrics(folder / "metrics.jsonl")[1].metrics
 
