@@ -102,7 +102,11 @@ def policy_results(kind, dtype):
 
 
 def critic_results(dtype):
-    """Values before and after two steps of a critic, its metrics, weights and the gradient of one step."""
+    """Values before and after two steps of a critic, its metrics, weights and the gradient of one step.
+
+    Over all rows the gradient of its bias, which begins at the mean of the targets, is rounding alone: the two
+    steps are over half of them each.
+    """
     ranks, rows, found = ranks_here(), random_rows(), {}
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
     unclipped = OptimiserSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=1e9)
@@ -112,7 +116,7 @@ def critic_results(dtype):
     found |= {f"old/{i}": values for i, values in enumerate(old)}
     found |= {f"gradient/{n}": g for n, g in first_gradient(critic.optimiser).items()}
     how = replace(unclipped, max_grad_norm=0.05)
-    critic = Critic(tiny_model(dtype), how, CriticSettings(epochs=2, states=StateSettings(60)), ranks)
+    critic = Critic(tiny_model(dtype), how, CriticSettings(minibatches=2, states=StateSettings(60)), ranks)
     found |= {f"metrics/{n}": torch.tensor(v) for n, v in teach(critic, rows, (targets, old), []).items()}
     found |= {f"weights/{n}": whole(p).clone() for n, p in critic.model.named_parameters()}
     return found | {f"value/{i}": values for i, values in enumerate(say(critic, rows, []))}

@@ -126,8 +126,7 @@ def test_two_processes_with_split_weights_learn_as_one():
             exact = "float64" in kind
             # Adam divides by the size of a gradient, however small it is, and so enlarges its rounding
             moved_by_adam = kind.partition("/")[2] in ("weights", "score", "value")
-            bound = (1e-9 if moved_by_adam else 1e-10) if exact else (1e-4 if moved_by_adam else 1e-5)
-            assert gap < bound, (kind, gap)
+            assert gap < (1e-10 if exact else 1e-4 if moved_by_adam else 1e-5), (kind, gap)
         for kind, gap in gradient_differences(found, expected).items():
             assert gap < (1e-10 if "float64" in kind else 1e-5), (kind, gap)
 
