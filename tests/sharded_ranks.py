@@ -104,8 +104,8 @@ def policy_results(kind, dtype):
 def critic_results(dtype):
     """Values before and after two steps of a critic, its metrics, weights and the gradient of one step.
 
-    Over all rows the gradient of its bias, which begins at the mean of the targets, is rounding alone: the two
-    steps are over half of them each.
+    Over all rows the gradient of its bias, which begins at the mean of the targets, is rounding alone: each
+    of the two steps is over half of them.
     """
     ranks, rows, found = ranks_here(), random_rows(), {}
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
