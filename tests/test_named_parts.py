@@ -148,7 +148,7 @@ def test_where_one_episode_alone_lacked_its_parts_its_failure_is_one_among_all_o
         (part("well_formed"), "a part of that name. Set rewards.weights.well_formed"),
         (part("citation_support", weight=0.9), "a failure could earn as much"),
         (part("patch_similarity"), "reads a truth of the type Patch"),
-        ([*part("extra_calls", free=1, limit=2), "--env.settings.access", "once"], "has no tools"),
+        ([*part("extra_calls", free=1, limit=2), "--env.settings.access", '"none"'], "has no tools"),
     ],
 )
 def test_parts_that_cannot_be_are_refused(words, said):
