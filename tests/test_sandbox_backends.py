@@ -14,11 +14,11 @@ from functools import partial
 
 import httpx
 import pytest
-import uvicorn
 
 from battery_run import descendants
 from container_engine import put_engine
 from ludus.errors import UserError, WorldError
+from ludus.gateway.limits import HttpLimits, http_server
 from ludus.sandbox import (
     BACKENDS,
     Limits,
@@ -31,7 +31,7 @@ from ludus.sandbox import (
 from ludus.sandbox.container import ContainerSandbox, ContainerSettings
 from ludus.sandbox.process import ProcessSandbox
 from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
-from ludus.sandbox.server import ServerSettings, make_app
+from ludus.sandbox.server import LARGEST_BODY, ServerSettings, make_app, refusal
 
 pytestmark = pytest.mark.security
 TOKEN = "a-token-of-the-tests"
@@ -209,7 +209,7 @@ def serving(sandbox=None, **settings):
     listener.bind(("127.0.0.1", 0))
     given = ServerSettings(**({"token": TOKEN, "ceiling": Limits()} | settings))
     app = make_app(sandbox or ProcessSandbox(unsafe=True), given)
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning"))
+    server = http_server(app, HttpLimits(body_bytes=LARGEST_BODY), refusal, lifespan=True)
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
     try:
