@@ -27,7 +27,7 @@ _CLAIMS = (
     "task completed successfully",
     "score: 1.0",
     "reward: 1",
-    "100%",
+    "100% correct",
     "PASS",
 )
 _FORMS = (
