@@ -114,8 +114,8 @@ def reject_sequence(
     `exp(sum_t (old - behavior))`; the `largest` of its tokens; or with `token` each token's own. A trajectory
     with a token whose ratio is below `veto` is 0 throughout, whatever the rest.
 
-    With `measure` `k2` or `k3` what is at most `high` is the mean, sum or maximum over the trajectory, or of
-    each token, of `g^2 / 2` or `exp(g) - 1 - g`, `g = old - behavior`; `low` is not read.
+    With `measure` `k2` or `k3` the bound `high` is on `g^2 / 2` or `exp(g) - 1 - g`, `g = old - behavior`:
+    their mean, sum or maximum over the trajectory, or each token's own; `low` is not read.
 
     A filter, so what it drops leaves the normaliser: meant to narrow the mask. verl's `rollout_rs` (token,
     sequence, geometric; `seq_mean_k3` and its like) has 2 and its inverse; the geometric form is often held

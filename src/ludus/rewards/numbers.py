@@ -21,7 +21,7 @@ MAX_DIGITS = 400
 """A numeral of more digits, or with a larger power of ten, is none: a float ends at 309 digits."""
 
 _SHORT = 32
-"""Characters of a numeral that is read once: most are short, and come again."""
+"""Longest text, in characters, whose reading is cached: most numerals are short and repeat."""
 _RELATIVE = 1e-6
 """The room of a truth that is no whole number and says nothing else."""
 _LOST = Fraction(1, 2**50)

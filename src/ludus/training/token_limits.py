@@ -139,7 +139,7 @@ def check_prompts(session: Session) -> list[str]:
 
 
 def _tools(world: World, task: Task) -> Sequence[Tool] | None:
-    """Return the tools of a task; None where its environment cannot be made now, which a rollout retries."""
+    """Return the tools of a task, None if its environment raises: a rollout retries and reports it."""
     try:
         return world.environment(task).tools
     except Exception:  # boundary: foreign code; the rollouts say what it raised
@@ -156,7 +156,7 @@ def rollout_warnings(session: Session) -> list[str]:
 
 
 def _demonstrations(session: Session) -> list[Demonstration]:
-    """The first demonstrations of the world; none where it has none, which RL does not need."""
+    """Return the first demonstrations of the world; empty if it has none, as RL needs none."""
     if not isinstance(session.world, Demonstrates):
         return []
     try:
