@@ -15,6 +15,8 @@ from ludus.config import Config, config_from_toml, describe, list_settings, load
 from ludus.config.model import LoraConfig, ModelConfig
 from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.config.settings import NAME
+from ludus.envs.search.world import SearchSettings
+from ludus.envs.settings import read_settings
 from ludus.errors import ConfigError
 from ludus.recipes import list_recipes, recipe_folder
 
@@ -96,11 +98,20 @@ def test_a_table_is_merged_into_the_one_that_is_there(tmp_path):
 
 
 def test_none_takes_back_what_the_file_said(tmp_path):
-    text = '[model]\npath = "x"\n[model.lora]\nrank = 4\n[env.settings]\nk = 1\n'
+    text = '[model]\npath = "x"\n[model.lora]\nrank = 4\n[rewards.weights]\nk = 1.0\n'
     config = from_file(
-        tmp_path, text, "--model.path", "none", "--model.lora=none", "--env.settings.k", "none"
+        tmp_path, text, "--model.path", "none", "--model.lora=none", "--rewards.weights.k", "none"
     )
     assert config == Config()
+
+
+def test_none_is_a_worlds_choice_or_the_default_of_its_setting(tmp_path):
+    text = '[env]\nname = "search"\n[env.settings]\nk = 3\n'
+    words = ("--env.settings.access", "none", "--env.settings.k", "none")
+    given = from_file(tmp_path, text, *words).env.settings
+    settings = read_settings(SearchSettings, given)
+    assert settings.access == "none"
+    assert settings.k == SearchSettings().k != 3
 
 
 def test_none_is_a_name_where_the_setting_lists_it():

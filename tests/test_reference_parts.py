@@ -73,7 +73,7 @@ def test_rejection_by_the_estimators_of_the_divergence(batch, measure, by, high)
         row = [distance(i, u) for u in slow.actions(batch.mask, i)]
         return float((distance(i, t) if by == "token" else SUMMARIES[by](row)) <= high)
 
-    found = corrections.reject_sequence(**off_policy(batch), high=high, low=0.0, by=by, measure=measure)
+    found = corrections.reject_sequence(**off_policy(batch), high=high, by=by, measure=measure)
     same(found, tokens(batch, keep))
 
 
@@ -340,6 +340,10 @@ REFUSED = [
     ({"correction": "tis", "options": {"correction": {"low": 3.0}}}, "at most algorithm.tis_cap, which is 2"),
     ({"correction": "m2po", "options": {"correction": {"bound": 0}}}, "must be above 0"),
     ({"correction": "reject_sequence", "options": {"correction": {"by": "turn"}}}, "is not known"),
+    (
+        {"correction": "reject_sequence", "options": {"correction": {"measure": "k3", "low": 0.1}}},
+        "with measure k3 there is high alone",
+    ),
     ({"preset": "distill", "opsm_delta": 0.1}, "reads a teacher"),
     ({"loss": "ppo_sequence", "correction": "tis"}, "one term per trajectory"),
     ({"loss": "ppo_sequence", "dual_clip": 3.0}, "no second clip"),
@@ -356,6 +360,7 @@ def test_what_goes_together_is_taken():
     for taken in (
         {"preset": "dppo", "correction": "m2po", "opsm_delta": 1e-4},
         {"preset": "gspo", "correction": "reject_sequence", "options": {"correction": {"by": "token"}}},
+        {"correction": "reject_sequence", "options": {"correction": {"measure": "k3", "high": 0.01}}},
         {"preset": "rloo_ppo", "correction": "tis", "options": {"correction": {"level": "sequence"}}},
         {"kl_coef": 0.1, "options": {"kl": {"importance": "ratio"}, "advantage": {"std_over": "batch"}}},
     ):

@@ -107,7 +107,13 @@ def check_together(algorithm: Algorithm) -> None:
         ("loss", algorithm.loss, algorithm.options.loss),
         ("correction", algorithm.correction, algorithm.options.correction),
     ):
-        if "low" in options or "high" in options:
+        if options.get("measure", "ratio") != "ratio":
+            if "low" in options:
+                raise ConfigError(
+                    f"algorithm.options.{part}.low bounds ratios; with measure {options['measure']} there is"
+                    " high alone."
+                )
+        elif "low" in options or "high" in options:
             low = number(options, "low", _number_of(part, name, "low"))
             upper, high = "high", algorithm.tis_cap
             if name == "tis":

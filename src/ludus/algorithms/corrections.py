@@ -121,7 +121,8 @@ def reject_sequence(
     sequence, geometric; `seq_mean_k3` and its like) has 2 and its inverse; the geometric form is often held
     far tighter (0.999 to 1.001 in verl's examples), and its `rollout_token_veto_threshold` is `veto` (1e-4).
     """
-    _check_bounds(low, high)
+    if measure == "ratio":
+        _check_bounds(low, high)
     if by not in CRITERIA:
         raise ValueError(f"by = {by!r} is none of {', '.join(CRITERIA)}")
     if measure not in MEASURES:

@@ -20,7 +20,8 @@ class Override:
 def apply_overrides(data: dict[str, object], words: Sequence[str]) -> list[str]:
     """Write the settings of a command line into `data`, in order: the last one for a key holds.
 
-    A table is merged into the one that is there. `none` takes a key out, so that its default holds.
+    A table is merged into the one that is there. `none` takes a key out, so that its default holds; a
+    world's own setting keeps the word, which may be one of its choices (`ludus.envs.settings` reads it).
     Returns one sentence for each word that is no setting; values are checked later, with the whole.
     """
     problems: list[str] = []
@@ -71,7 +72,8 @@ def _value(text: str, setting: Setting | None, free: bool) -> object:
     """The value that a word means to a setting; text that does not fit stays text, to be refused later."""
     parsed = _parse(text)
     if free or setting is None:
-        return None if text == "none" else parsed if parsed is not None else text
+        of_world = setting is not None and setting.key.endswith("settings")
+        return None if text == "none" and not of_world else parsed if parsed is not None else text
     if text.lower() == "none" and type(None) in setting.accepts and text not in setting.choices:
         return None
     if str in setting.accepts and not isinstance(parsed, str) and type(parsed) not in setting.accepts:

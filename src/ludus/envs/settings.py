@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
@@ -17,14 +17,21 @@ Settings = TypeVar("Settings", bound=BaseModel)
 def read_settings(schema: type[Settings], given: Mapping[str, Any]) -> Settings:
     """The settings as the schema says; it should forbid extra keys.
 
+    The word `none` means the default, unless it is one of the setting's choices (a `Literal`).
+
     Raises ConfigError with one sentence a line, one for each mistake: the key, its value, and the nearest key
     or what the value must be.
     """
+    fields = schema.model_fields
+    unset = {
+        key for key in fields if given.get(key) == "none" and "none" not in get_args(fields[key].annotation)
+    }
+    kept = {key: value for key, value in given.items() if key not in unset}
     try:
-        return schema.model_validate_json(json.dumps(dict(given)), strict=True)  # lists may be tuples
+        return schema.model_validate_json(json.dumps(kept), strict=True)  # lists may be tuples
     except ValidationError as error:
-        problems = [_sentence(details, list(schema.model_fields)) for details in error.errors()]
-    known = ", ".join(schema.model_fields)
+        problems = [_sentence(details, list(fields)) for details in error.errors()]
+    known = ", ".join(fields)
     raise ConfigError("\n".join(dict.fromkeys(problems)), f"This world has the settings {known}.")
 
 
