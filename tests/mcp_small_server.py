@@ -14,6 +14,8 @@ from pathlib import Path
 TEXT = {"type": "object", "properties": {"text": {"type": "string"}}, "required": ["text"]}
 NONE = {"type": "object", "properties": {}, "additionalProperties": False}
 SAFE = {"readOnlyHint": True}
+KIND = {"type": "object", "properties": {"kind": {"type": "string"}}, "required": ["kind"]}
+BACKTRACKS = {"type": "object", "properties": {"x": {"type": "string", "pattern": "^(a+)+$"}}}
 TOOLS = [
     {"name": "echo", "description": "Say it again.", "inputSchema": TEXT, "annotations": SAFE},
     {"name": "many.kinds", "description": "Of each kind one.", "inputSchema": NONE},
@@ -31,6 +33,8 @@ TOOLS = [
     },
     {"name": "die_once_unsafe", "description": "Ends.", "inputSchema": NONE},
     {"name": "count", "description": "Calls so far.", "inputSchema": NONE},
+    {"name": "hostile", "description": "Sends lines that harm.", "inputSchema": KIND},
+    {"name": "pattern", "description": "Data.", "inputSchema": NONE, "outputSchema": BACKTRACKS},
     {"name": "pid", "description": "Processes.", "inputSchema": NONE},
 ]
 KINDS = [
@@ -42,6 +46,24 @@ KINDS = [
     {"type": "resource_link", "uri": "memo://c", "name": "c", "description": "another"},
 ]
 SLEEP = [sys.executable, "-S", "-c", "import time; time.sleep(600)"]
+HOSTILE = {
+    "long": '{"jsonrpc":"2.0","id":%d,"result":{"content":[{"type":"text","text":"' + "a" * 200_000 + '"}]}}',
+    "id last": '{"result":{"content":[{"type":"text","text":"'
+    + "a" * 200_000
+    + '"}]},"id":%d,"jsonrpc":"2.0"}',
+    "long and nothing else": "a" * 200_000 + '\n{"id": %d}',
+    "values": '{"jsonrpc":"2.0","id":%d,"result":{"content":[],"x":[' + "0," * 70_000 + "0]}}",
+    "pieces": '{"jsonrpc":"2.0","id":%d,"result":{"content":[' + "0," * 2_000 + "0]}}",
+    "deep": '{"jsonrpc":"2.0","id":%d,"result":{"content":' + "[" * 60_000 + "}}",
+    "no JSON": '{"jsonrpc":"2.0","id":%d,"result":nothing',
+    "digits": '{"jsonrpc":"2.0","id":%d,"result":{"content":[],"x":' + "9" * 5_000 + "}}",
+    "structured": '{"jsonrpc":"2.0","id":%d,"result":{"content":[],"structuredContent":{"x":['
+    + "0," * 60_000
+    + "0]}}}",
+    "texts": '{"jsonrpc":"2.0","id":%d,"result":{"content":['
+    + '{"type":"text","text":"a"},' * 2_000
+    + '{"type":"text","text":"\\ud800"}]}}',
+}
 calls = 0
 child = None
 
@@ -54,6 +76,7 @@ def answer(name, arguments):
         "many.kinds": lambda: {"content": KINDS, "structuredContent": {"kinds": 6}},
         "data": lambda: {"content": [], "structuredContent": {"a": [1, "é"]}},
         "nothing": lambda: {"content": []},
+        "pattern": lambda: {"content": [], "structuredContent": {"x": "a" * 60 + "b"}},
         "fail": lambda: {"content": [{"type": "text", "text": "no such thing: try echo"}], "isError": True},
         "count": lambda: {"content": [{"type": "text", "text": str(calls)}]},
     }
@@ -90,6 +113,10 @@ def serve():
     for line in sys.stdin:
         request = json.loads(line)
         if "id" not in request:
+            continue
+        given = request.get("params", {})
+        if given.get("name") == "hostile":
+            print(HOSTILE[given["arguments"]["kind"]] % request["id"], flush=True)
             continue
         head = {"jsonrpc": "2.0", "id": request["id"]}
         try:

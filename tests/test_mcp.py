@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+import heartbeat
 from ludus.config import config_from_toml
 from ludus.envs import registry
 from ludus.envs.tool_env import ToolEnv
@@ -19,6 +20,7 @@ from ludus.envs.tool_world import ToolWorld
 from ludus.envs.toolbox import Toolbox, ToolLimits
 from ludus.errors import ConfigError, ToolFault, UserError, WorldError
 from ludus.tools.mcp import McpServer, McpSettings, mcp_server
+from ludus.tools.mcp_messages import Screen
 from ludus.types import Action, Message, ToolCall, ToolStatus
 from waiting import free_port, until
 
@@ -155,6 +157,110 @@ def test_a_call_that_hangs_is_late_and_the_next_one_is_answered():
     assert say(made, "echo", text="here") == (ToolStatus.OK, "here")
     assert made.starts == 1
     made.disconnect()
+
+
+# Messages that would harm
+
+
+@pytest.fixture(scope="module")
+def hostile():
+    made = small(max_message_bytes=150_000, timeout_s=20)
+    yield made
+    assert made.starts == 1
+    made.disconnect()
+
+
+LONG = "its answer has more than 150000 bytes"
+HOSTILE = {
+    "long": LONG,
+    "id last": LONG,
+    "values": "its answer cannot be read: it has more than 65536 values",
+    "pieces": "its answer cannot be read: it has more than 1024 pieces",
+    "deep": "its answer cannot be read: maximum recursion depth exceeded",
+    "no JSON": "its answer cannot be read: Expecting value",
+    "digits": "its answer cannot be read: Exceeds the limit",
+}
+
+
+@pytest.mark.parametrize(("kind", "words"), HOSTILE.items(), ids=HOSTILE)
+def test_a_message_that_would_harm_is_an_error_of_its_call_alone(hostile, kind, words):
+    calls = ("hostile", {"kind": kind}), ("echo", {"text": "here"})
+    bad, good = heartbeat.run(Toolbox(hostile.tools, ToolLimits(max_output=5000)).run(action(*calls)))
+    assert bad.status is ToolStatus.RAISED
+    assert words in bad.output
+    assert (good.status, good.output) == (ToolStatus.OK, "here")
+
+
+def test_results_of_many_values_become_text_in_another_process(hostile):
+    assert say(hostile, "hostile", kind="structured")[1].startswith('{"x": [0, 0, ')
+    status, output = say(hostile, "hostile", kind="texts")
+    assert (status, output.count("a"), output[-1]) == (ToolStatus.OK, 2_000, "?")
+
+
+def event(number, text):
+    return b'{"jsonrpc":"2.0","id":%d,"result":{"content":[{"type":"text","text":"%s"}]}}' % (number, text)
+
+
+@pytest.mark.parametrize("size", [1, 7, 1000])
+def test_streams_are_screened_message_by_message_however_they_are_cut(size):
+    good, long = event(1, b"here"), event(2, b"a" * 300)
+    streams = {
+        "lines": [good, long, b"no JSON", good],
+        "events": [b"id: 1\r\ndata: " + good, b": a comment", b"data:" + long, b"data: " + good],
+    }
+
+    async def screened(read, joined, *call):
+        async def parts():
+            for begin in range(0, len(joined), size):
+                yield joined[begin : begin + size]
+
+        return [message async for message in read(Screen(200), parts(), *call)]
+
+    async def all_kinds():
+        lines = await screened(Screen.lines, b"\n".join(streams["lines"]) + b"\n")
+        events = await screened(Screen.events, b"\n\n".join(streams["events"]) + b"\n\n", b"2")
+        return lines, events, await screened(Screen.body, long, b"2"), await screened(Screen.body, good, b"1")
+
+    lines, events, long_body, body = asyncio.run(all_kinds())
+    refused = json.loads(long_body[0])
+    assert refused["error"]["message"] == "the tool failed: its answer has more than 200 bytes"
+    assert [json.loads(line) for line in lines] == [json.loads(good), refused, json.loads(good)]
+    assert body == [good]
+    assert events[0] == b"id: 1\ndata: " + good + b"\n\n"
+    assert json.loads(events[2].removeprefix(b"data: ")) == refused
+    assert b"".join(events).endswith(b"data: " + good + b"\n\n")
+
+
+def test_an_event_without_an_end_is_not_held_whole():
+    read = []
+
+    async def parts():
+        for _ in range(100):
+            read.append(1)
+            yield b"data: aaaa"
+
+    async def ask():
+        return [part async for part in Screen(100).events(parts(), b'"x"')]
+
+    (only,) = asyncio.run(ask())
+    assert b'"id": "x"' in only
+    assert len(read) < 25
+
+
+def test_the_patterns_of_output_schemas_are_not_matched(hostile):
+    assert say(hostile, "pattern")[0] is ToolStatus.OK
+
+
+def test_a_long_line_that_answers_no_call_is_left_out(hostile, caplog):
+    tool = next(tool for tool in hostile.tools if tool.name == "hostile")
+
+    async def use():
+        waits = asyncio.ensure_future(tool.function(kind="long and nothing else"))
+        await until(lambda: "is left out" in caplog.text)
+        waits.cancel()
+
+    asyncio.run(use())
+    assert say(hostile, "echo", text="here") == (ToolStatus.OK, "here")
 
 
 # Servers that die
@@ -410,6 +516,11 @@ def add(a: int, b: int) -> int:
     return a + b
 
 @server.tool()
+def long(number: int) -> str:
+    "Long."
+    return "a" * number
+
+@server.tool()
 def divide(a: int, b: int) -> float:
     "Divide."
     return a / b
@@ -423,13 +534,20 @@ def test_a_server_over_http(tmp_path):
     (tmp_path / "token").write_text("secret\n")
     process = subprocess.Popen([sys.executable, "-c", HTTP, str(port)], stderr=subprocess.DEVNULL)
     settings = McpSettings(
-        url=f"http://127.0.0.1:{port}/mcp", headers={"X-A": "b"}, token_file=str(tmp_path / "token")
+        url=f"http://127.0.0.1:{port}/mcp",
+        headers={"X-A": "b"},
+        token_file=str(tmp_path / "token"),
+        max_message_bytes=2_000_000,
     )
     try:
         made = until_it_serves(settings)
         good, bad = ask(made, ("add", {"a": 2, "b": 3}), ("divide", {"a": 1, "b": 0}))
         assert (good.status, good.output) == (ToolStatus.OK, "5")
         assert (bad.status, "divide" in bad.output) == (ToolStatus.RAISED, True)
+        status, output = say(made, "long", number=2_500_000)
+        assert (status, "its answer has more than 2000000 bytes" in output) == (ToolStatus.RAISED, True)
+        assert say(made, "long", number=900_000)[0] is ToolStatus.OK
+        assert made.starts == 1
         process.kill()
         process.wait(10)
         with pytest.raises(ToolFault):

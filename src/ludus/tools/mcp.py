@@ -14,11 +14,8 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
-import json
-import os
 import re
 import shutil
-import signal
 import sys
 import tempfile
 import weakref
@@ -29,12 +26,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from threading import Thread
-from typing import IO, TYPE_CHECKING, Final, TextIO, TypeVar, cast
+from typing import IO, TYPE_CHECKING, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.tools.base import ArgumentError, FunctionSchema, Latency, Tool, ToolError, ToolSchema, Traits
+from ludus.tools.mcp_messages import MOST_BYTES, Screen
+from ludus.tools.mcp_transport import ServerProgram, program_transport, screened_client
 from ludus.types import JSON
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 
@@ -51,12 +50,6 @@ MAX_NAME: Final = 64
 """Characters of a tool's name, by the rule of OpenAI-compatible servers."""
 STOP_S: Final = 10.0
 """What a server may take to end; its processes are killed well before."""
-_BEGIN: Final = """echo $$ > "$0"
-setpriv --pdeathsig KILL true 2>/dev/null && exec setpriv --pdeathsig KILL "$@"
-exec "$@"
-"""
-"""For the shell that becomes the server: it writes its number down first, and asks to be killed when this
-process ends, however it does, where there is util-linux: a server that hangs does not see its input close."""
 _CLOSED: Final = "Connection closed"
 """What the package says of a call whose connection went away; servers use the same code for other things."""
 _BROKEN: Final = ("Session terminated", "Server returned an error response", "SSE stream ")
@@ -89,6 +82,8 @@ class McpSettings(BaseModel):
     timeout_s: float = Field(30.0, gt=0)
     """Of a call."""
     start_timeout_s: float = Field(60.0, gt=0)
+    max_message_bytes: int = Field(MOST_BYTES, ge=2**16)
+    """Of one message of the server. A call whose answer is longer fails with an error that says so."""
     concurrency: int = Field(0, ge=0)
     """Calls of each tool at once; 0 is no bound."""
     latency: Latency = "slow"
@@ -289,11 +284,10 @@ class McpServer:
 
         if last is not None and last.task is not None:
             await asyncio.wait({last.task})
-        with _text_file() as errors, _text_file() as pid:
-            files = _Files(errors, pid)
+        with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             try:
                 async with asyncio.timeout(self.settings.start_timeout_s) as clock, AsyncExitStack() as stack:
-                    transport = _watched(await _transport(self.settings, files, stack), life.ended)
+                    transport = _watched(await _transport(self.settings, errors, stack), life.ended)
                     life.client = await stack.enter_async_context(Client(transport))
                     listed = await _all_tools(life.client)
                     clock.reschedule(None)
@@ -301,9 +295,8 @@ class McpServer:
                     await life.ended.wait()
             except Exception as error:  # boundary: foreign server, foreign transport; the cause travels on
                 if not life.up.done():
-                    life.up.set_exception(_refusal(self.settings, error, files))
+                    life.up.set_exception(_refusal(self.settings, error, errors))
             finally:
-                files.end_group()
                 life.ended.set()
                 life.up.cancel()
 
@@ -349,44 +342,21 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: Thread, lives: Sequence[_Life
         loop.close()
 
 
-@dataclass(frozen=True, slots=True)
-class _Files:
-    """What a program prints as errors, and the number of its process, whose group ends with it."""
-
-    errors: IO[str]
-    pid: IO[str]
-
-    def end_group(self) -> None:
-        """Kill what the program has started and left behind."""
-        number = self.pid.read().strip()
-        if number:
-            with suppress(ProcessLookupError, PermissionError):
-                os.killpg(int(number), signal.SIGKILL)
-
-
-def _text_file() -> IO[str]:
-    """A file that goes when it is closed."""
-    return tempfile.NamedTemporaryFile("w+", encoding="utf-8", errors="replace")
-
-
-async def _transport(settings: McpSettings, files: _Files, stack: AsyncExitStack) -> Transport:
+async def _transport(settings: McpSettings, errors: IO[str], stack: AsyncExitStack) -> Transport:
+    screen = Screen(settings.max_message_bytes)
     if settings.command:
-        from mcp.client.stdio import StdioServerParameters, get_default_environment, stdio_client
+        from mcp.client.stdio import get_default_environment
 
         path = (get_default_environment() | dict(settings.env)).get("PATH")
-        words = ["-c", _BEGIN, files.pid.name, _program(settings, path), *settings.args]
-        program = StdioServerParameters(
-            command="/bin/sh", args=words, env=dict(settings.env), cwd=settings.cwd
-        )
-        return stdio_client(program, errlog=cast(TextIO, files.errors))
+        command = [_program(settings, path), *settings.args]
+        return program_transport(ServerProgram(command, settings.env, settings.cwd, errors), screen)
     from mcp.client.streamable_http import streamable_http_client
-    from mcp.shared._httpx_utils import create_mcp_http_client
 
     headers = dict(settings.headers)
     if settings.token_file:
         headers["Authorization"] = f"Bearer {Path(settings.token_file).read_text('utf-8').strip()}"
-    client = await stack.enter_async_context(create_mcp_http_client(headers=headers))
-    return streamable_http_client(settings.url, http_client=client)
+    client = await stack.enter_async_context(screened_client(headers, screen))
+    return streamable_http_client(settings.url, http_client=client, max_sse_event_size=None)
 
 
 def _program(settings: McpSettings, path: str | None) -> str:
@@ -439,14 +409,14 @@ async def _all_tools(client: mcp.Client) -> tuple[types.Tool, ...]:
             return tuple(found)
 
 
-def _refusal(settings: McpSettings, error: BaseException, files: _Files) -> LudusError:
+def _refusal(settings: McpSettings, error: BaseException, errors: IO[str]) -> LudusError:
     """Why a server did not start, with the end of what it printed as errors."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     if isinstance(error, LudusError):
         return error
-    files.errors.seek(0)
-    printed = files.errors.read().strip()[-500:]
+    errors.seek(0)
+    printed = errors.read().strip()[-500:]
     if isinstance(error, TimeoutError):
         words = f"no answer within {settings.start_timeout_s:g} s"
     else:
@@ -499,8 +469,6 @@ def _in_words(error: ValidationError) -> str:
 def _said(result: types.CallToolResult) -> str:
     """A result as text. Raises ToolError with the same text where the server calls it an error."""
     parts = [_block(block) for block in result.content]
-    if not parts and result.structured_content is not None:
-        parts = [json.dumps(result.structured_content, ensure_ascii=False)]
     text = "\n".join(part for part in parts if part) or "[no output]"
     if result.is_error:
         raise ToolError(text)

@@ -1,0 +1,187 @@
+"""Messages of MCP servers before the package `mcp` reads them: bounded, and reduced to what Ludus uses.
+
+The package reads a message of any size on its event loop. Here long ones are read in a process with limits
+(`call_bounded`); results become text there, and output schemas, whose patterns the package would match on
+its loop, are left out. A message that cannot be taken becomes a JSON-RPC error of the call that it answers.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from typing import Final
+
+from ludus.types import JSON
+from ludus.untrusted.worker import LimitExceeded, call_bounded
+
+MOST_BYTES: Final = 8 * 2**20
+"""Of one message, unless the settings of the server have another limit."""
+MOST_VALUES: Final = 65_536
+"""Values of a reduced message. The package checks each of them, on its event loop."""
+MOST_ITEMS: Final = 1_024
+"""Pieces of one result, and tools of one page."""
+_SHORT: Final = 2**16
+"""Bytes of a message that is read on the spot."""
+_ENDS: Final = 512
+"""Bytes at either end of a message in which its id is looked for, if it is not read as a whole."""
+_INTERNAL_ERROR: Final = -32603
+_ID: Final = rb'"id"\s*:\s*(\d{1,18}|"[^"\\]{1,64}")'
+_FIRST_ID: Final = re.compile(rb'\A\s*\{(?:\s*"jsonrpc"\s*:\s*"2\.0"\s*,)?\s*' + _ID)
+_LAST_ID: Final = re.compile(_ID + rb'\s*(?:,\s*"jsonrpc"\s*:\s*"2\.0"\s*)?\}\s*\Z')
+_LINE: Final = re.compile(rb"\r\n|\n|\r")
+_BLANK: Final = re.compile(rb"\r\n\r\n|\n\n|\r\r")
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Screen:
+    """What stands between a server and the package."""
+
+    most_bytes: int = MOST_BYTES
+
+    async def message(self, raw: bytes, call: bytes | None = None) -> bytes | None:
+        """The message as the package may read it; None for one that cannot be taken and answers no call.
+
+        `call` is the JSON of the id of the call that it answers, if that is known.
+        """
+        if len(raw) > self.most_bytes:
+            return self.refused(raw, raw, call)
+        try:
+            return reduced(raw) if len(raw) <= _SHORT else await call_bounded(reduced, raw)
+        except LimitExceeded:
+            return _refused("its answer takes too much time or memory to be read", raw, raw, call)
+        except (ValueError, RecursionError) as error:
+            return _refused(f"its answer cannot be read: {error}"[:300], raw, raw, call)
+
+    def refused(self, head: bytes, tail: bytes, call: bytes | None = None) -> bytes | None:
+        """What stands for a message that is too long, of which these are the ends."""
+        return _refused(f"its answer has more than {self.most_bytes} bytes", head, tail, call)
+
+    async def lines(self, parts: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The messages of a stream of lines. Of a line that is too long the ends alone are kept."""
+        line, head = bytearray(), b""
+        async for part in parts:
+            *whole, rest = part.split(b"\n")
+            for piece in whole:
+                line += piece
+                taken = self.refused(head, bytes(line)) if head else await self.message(bytes(line))
+                line, head = bytearray(), b""
+                if taken is not None:
+                    yield taken
+            line += rest
+            if len(line) > self.most_bytes:
+                head = head or bytes(line[:_ENDS])
+            if head:
+                del line[:-_ENDS]
+
+    async def body(self, parts: AsyncIterator[bytes], call: bytes | None) -> AsyncIterator[bytes]:
+        """The one message of a body, which is no longer read once it is too long."""
+        held = bytearray()
+        async for part in parts:
+            held += part
+            if len(held) > self.most_bytes:
+                break
+        yield await self.message(bytes(held), call) or b""
+
+    async def events(self, parts: AsyncIterator[bytes], call: bytes | None) -> AsyncIterator[bytes]:
+        """Server-sent events with their messages reduced. The stream ends with one that is too long."""
+        held, looked = bytearray(), 0
+        async for part in parts:
+            held += part
+            while found := _BLANK.search(held, max(0, looked - 3)):
+                event, looked = bytes(held[: found.start()]), 0
+                del held[: found.end()]
+                yield await self._event(event, call)
+            looked = len(held)
+            if looked > 2 * self.most_bytes:  # with the words that stand around a message
+                refused = self.refused(b"", b"", call)
+                yield b"" if refused is None else b"data: " + refused + b"\n\n"
+                return
+        if held:
+            yield await self._event(bytes(held), call)
+
+    async def _event(self, event: bytes, call: bytes | None) -> bytes:
+        lines = _LINE.split(event)
+        data = b"\n".join(line[5:].removeprefix(b" ") for line in lines if line.startswith(b"data:"))
+        others = b"".join(line + b"\n" for line in lines if not line.startswith(b"data:"))
+        if not data:
+            return event + b"\n\n"
+        message = await self.message(data, call)
+        return b"" if message is None else others + b"data: " + message + b"\n\n"
+
+
+def _refused(why: str, head: bytes, tail: bytes, call: bytes | None) -> bytes | None:
+    """The error of the call that a message answers; None, and a warning, if no call is to be found."""
+    if call is None and (found := _FIRST_ID.search(head[:_ENDS]) or _LAST_ID.search(tail[-_ENDS:])):
+        call = found.group(1)
+    if call is None:
+        _log.warning("A message of an MCP server is left out: %s.", why)
+        return None
+    error = json.dumps({"code": _INTERNAL_ERROR, "message": f"the tool failed: {why}"})
+    return b'{"jsonrpc": "2.0", "id": ' + call + b', "error": ' + error.encode() + b"}"
+
+
+def reduced(raw: bytes) -> bytes:
+    """The message with less in it, in one line. Raises ValueError or RecursionError for one that is none."""
+    message: JSON = json.loads(raw)
+    if not isinstance(message, dict):
+        raise ValueError("it is no JSON object")
+    result = message.get("result")
+    if isinstance(result, dict):
+        message["result"] = _reduced_result(result)
+    if _num_values(message) > MOST_VALUES:
+        raise ValueError(f"it has more than {MOST_VALUES} values")
+    return json.dumps(message, ensure_ascii=False, separators=(",", ":")).encode("utf-8", "replace")
+
+
+def _reduced_result(result: dict[str, JSON]) -> dict[str, JSON]:
+    content, tools = result.get("content"), result.get("tools")
+    if isinstance(content, list):
+        structured = result.pop("structuredContent", None)
+        if not content and structured is not None:
+            content = [{"type": "text", "text": json.dumps(structured, ensure_ascii=False)}]
+        result["content"] = _checked_items(_joined_texts(content))
+    if isinstance(tools, list):
+        for tool in _checked_items(tools):
+            if isinstance(tool, dict):
+                tool.pop("outputSchema", None)
+    return result
+
+
+def _joined_texts(content: list[JSON]) -> list[JSON]:
+    """The pieces with neighbouring texts in one."""
+    made: list[JSON] = []
+    texts: list[str] = []
+    for block in [*content, None]:
+        text = block.get("text") if isinstance(block, dict) and block.get("type") == "text" else None
+        if isinstance(text, str):
+            texts.append(text)
+            continue
+        if texts:
+            made.append({"type": "text", "text": "\n".join(filter(None, texts))})
+            texts = []
+        made.append(block)
+    return made[:-1]
+
+
+def _checked_items(items: list[JSON]) -> list[JSON]:
+    if len(items) > MOST_ITEMS:
+        raise ValueError(f"it has more than {MOST_ITEMS} pieces")
+    return items
+
+
+def _num_values(value: JSON) -> int:
+    """Values in a value, with itself; no more are counted than a message may have."""
+    num, open_ = 0, [value]
+    while open_ and num <= MOST_VALUES:
+        one = open_.pop()
+        num += 1
+        if isinstance(one, dict):
+            open_ += one.values()
+        elif isinstance(one, list):
+            open_ += one
+    return num
