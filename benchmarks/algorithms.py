@@ -30,6 +30,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
@@ -175,15 +176,16 @@ def start_of(name: str, folder: Path) -> tuple[str, ...]:
     return cold_start(game.recipe, folder / f"{name}-cold-start", (*game.words, *steps))
 
 
-def experts_of(name: str, folder: Path) -> Path:
-    """A file with the experts' dialogues of a game's training tasks, made once."""
-    path, game = folder / f"{name}-experts.jsonl", GAMES[name]
+def experts_of(name: str, folder: Path, count: int) -> Path:
+    """A file with the experts' dialogues of a game's first `count` training tasks, made once."""
+    path, game = folder / f"{name}-{count}-experts.jsonl", GAMES[name]
     if path.is_file():
         return path
     config = load_config(game.recipe, list(game.words))
     world = build_world(config.env, config.rollout, config.sandbox)
     assert isinstance(world, ShowsTasks)
-    shown = [(task.id, one) for task in world.tasks("train") if (one := world.expert(task)) is not None]
+    tasks = islice(world.tasks("train"), count)
+    shown = [(task.id, one) for task in tasks if (one := world.expert(task)) is not None]
     lines = [
         json.dumps({"task": task, "messages": one.messages, "tools": [tool.schema for tool in one.tools]})
         for task, one in shown
@@ -241,14 +243,15 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
         "sft": ("--sft.steps", str(steps * game.episodes // game.demonstrations)),
     }
     sections = {"train": "training", "sft": "sft"}
-    num_fine = str(max(1, steps * game.groups // game.demonstrations))
+    num_fine = max(1, steps * game.groups // game.demonstrations)
 
     def one(job: tuple[Arm, str, int]) -> Path:
         arm, rate, seed = job
         own = ("--run.seed", str(seed), f"--{sections[arm.stage]}.learning_rate", rate)
         begin = start
         if arm.fine_tunes:
-            shown = ("--sft.dialogues", str(experts_of(args.game, args.folder)), "--sft.steps", num_fine)
+            dialogues = experts_of(args.game, args.folder, num_fine * game.demonstrations)
+            shown = ("--sft.dialogues", str(dialogues), "--sft.steps", str(num_fine))
             words = (*start, *FINE_TUNING, *shown, *common, "--run.seed", str(seed))
             begin = (*game.words, *newest(train(args.folder, game.recipe, words, "sft")))
         words = (*begin, *budgets[arm.stage], *common, *arm.settings, *own)
