@@ -9,8 +9,11 @@ import zlib
 
 import httpx
 import pytest
+from pydantic import BaseModel
 
 import heartbeat
+from ludus.engines.server_stats import ServerStats
+from ludus.engines.transport import Replica, ServerSettings, ask_once
 from ludus.envs.code import inside
 from ludus.envs.code.grading import Case, CodeTruth, Judge
 from ludus.envs.code.results import read_value, same_value, show_value
@@ -21,13 +24,17 @@ from ludus.envs.terminal.git_checks import Tree
 from ludus.envs.terminal.git_read import MOST_BYTES as GIT_BYTES
 from ludus.envs.terminal.job import judge_files
 from ludus.envs.toolbox import Toolbox
-from ludus.errors import did_you_mean
+from ludus.errors import LudusError, did_you_mean
 from ludus.rewards.rows import Rows, read_rows, same_rows
+from ludus.rollout.endpoint import Endpoint, EndpointSettings
+from ludus.sandbox import remote
 from ludus.sandbox.base import Outcome, Snapshot
 from ludus.sandbox.guest.wire import take_apart
+from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
+from ludus.sandbox.services import FusionSandbox, PistonSandbox, ServiceSettings
 from ludus.tools.mcp import ServedTool, _Any
 from ludus.types import Action, ToolCall, ToolStatus
-from ludus.untrusted import worker
+from ludus.untrusted import replies, worker
 from ludus.untrusted.replies import bounded_replies
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 
@@ -298,3 +305,74 @@ def test_a_reply_is_counted_while_it_streams_in(body, headers):
     with pytest.raises(httpx.DecodingError, match="more than"):
         asyncio.run(ask())
     assert sent[-1] <= 100_000
+
+
+class Health(BaseModel):
+    """What is read of any reply."""
+
+
+async def read_metrics(url):
+    stats = ServerStats(lambda: [url])
+    await stats._read()
+    return stats._servers
+
+
+async def ask_endpoint(url):
+    async with Endpoint(EndpointSettings(url, "m", retries=0)) as endpoint:
+        await endpoint._send(b"{}")
+
+
+CLIENTS = {
+    "an inference server": lambda url: Replica(url, ServerSettings()).post("/x", {}, Health),
+    "before there is a loop": lambda url: asyncio.to_thread(ask_once, url, "/x", Health),
+    "an endpoint": ask_endpoint,
+    "sandbox serve": lambda url: RemoteSandbox(RemoteSettings(url, "t")).run("print()"),
+    "SandboxFusion": lambda url: FusionSandbox(ServiceSettings(url)).run("print()"),
+    "Piston": lambda url: PistonSandbox(ServiceSettings(url)).run("print()"),
+}
+
+
+async def asked_of_a_server_that_never_ends(ask):
+    """What a client raises or returns, and the bytes that it was sent."""
+    sent = 0
+
+    async def answer(reader, writer):
+        nonlocal sent
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Type: application/json\r\nConnection: close\r\n\r\n")
+        try:
+            while True:
+                writer.write(b"[" * 10_000)
+                sent += 10_000
+                await writer.drain()
+        except OSError:
+            writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1")
+    async with server, asyncio.timeout(10):
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        try:
+            found = await ask(url)
+        except LudusError as error:
+            found = error
+    return found, sent
+
+
+MUCH = 50_000_000
+"""Bytes: far more than the bound of the tests and than sockets hold."""
+
+
+@pytest.mark.parametrize("ask", CLIENTS.values(), ids=CLIENTS)
+def test_no_client_reads_a_reply_without_an_end(ask, monkeypatch):
+    monkeypatch.setattr(replies, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(remote, "MOST_BYTES", 1_000_000)
+    error, sent = asyncio.run(asked_of_a_server_that_never_ends(ask))
+    assert "the reply has more than 1000000 bytes" in str(error)
+    assert isinstance(error, LudusError)
+    assert sent < MUCH
+
+
+def test_metrics_without_an_end_are_no_metrics():
+    found, sent = asyncio.run(asked_of_a_server_that_never_ends(read_metrics))
+    assert found == {}
+    assert sent < MUCH

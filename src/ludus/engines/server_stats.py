@@ -16,9 +16,11 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from ludus.engines.base import EngineStats, combined
+from ludus.untrusted.replies import PLAIN, bounded_replies
 
 _EVERY_S = 1.0
 _TIMEOUT_S = 2.0
+_MOST_BYTES = 2**20
 _LINE = re.compile(r"^([A-Za-z_:][\w:]*)(?:\{.*\})?\s+(\S+)", re.MULTILINE)
 _OWN = {
     "steps": "ludus_passes_total",
@@ -165,7 +167,13 @@ class ServerStats:
         loop = asyncio.get_running_loop()
         if self._turn is None or self._turn[0] is not loop:
             self._turn = loop, asyncio.Lock()
-        async with self._turn[1], httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False) as client:
+        hooks = bounded_replies(_MOST_BYTES)
+        async with (
+            self._turn[1],
+            httpx.AsyncClient(
+                timeout=_TIMEOUT_S, trust_env=False, headers=PLAIN, event_hooks=hooks
+            ) as client,
+        ):
             await asyncio.gather(*(self._ask(client, url) for url in self.urls()))
 
     async def _ask(self, client: httpx.AsyncClient, url: str) -> None:

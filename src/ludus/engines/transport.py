@@ -21,7 +21,7 @@ from pydantic import BaseModel, ValidationError
 
 from ludus.engines.control_tokens import find_token
 from ludus.errors import EngineError, UserError
-from ludus.untrusted.replies import PLAIN, bounded_replies
+from ludus.untrusted.replies import PLAIN, bounded_replies, get_bounded
 
 _EXCERPT_CHARS = 300
 _LONGEST_WAIT_S, _HEALTH_S = 5.0, 5.0
@@ -200,6 +200,8 @@ class Replica:
                 self._down_since = begin if self._down_since is None else self._down_since
                 if self.gone or time.monotonic() - self._down_since >= self.settings.patience_s:
                     raise self._unreached(path, error, attempt + 1) from error
+            except httpx.DecodingError as error:
+                raise EngineError(f"{self.url}{path} sent a reply that cannot be taken: {error}.") from error
             else:
                 self._down_since = None
                 if not path.startswith(_ABORT):  # which it answers although it may do nothing
@@ -268,7 +270,7 @@ class Replica:
 def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
     """The answer to a GET before there is an event loop. Raises EngineError, UserError for a bad address."""
     try:
-        response = httpx.get(f"{url}{path}", timeout=10.0, trust_env=False)
+        response = get_bounded(f"{url}{path}", 10.0)
         response.raise_for_status()
         return reply.model_validate_json(response.content)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:
@@ -276,6 +278,8 @@ def ask_once(url: str, path: str, reply: type[Reply]) -> Reply:
     except httpx.HTTPStatusError as error:
         status = error.response.status_code
         raise EngineError(f"{url}{path} answered {status}: {server_words(error.response)}") from error
+    except httpx.DecodingError as error:
+        raise EngineError(f"{url}{path} sent a reply that cannot be taken: {error}.") from error
     except httpx.HTTPError as error:
         raise NoServer(
             f"The inference server {url} cannot be reached: {type(error).__name__}: {error}.",

@@ -10,17 +10,21 @@ import httpx
 from ludus.errors import WorldError
 from ludus.untrusted.replies import PLAIN, bounded_replies
 
-_MOST_BYTES = 256 * 2**20
-"""Of a reply, with all files of a run."""
+MOST_BYTES = 256 * 2**20
+"""Of a reply with all files of a run."""
 
 
 @dataclass(eq=False)
 class Asker:
-    """A service at `url`; `hint` says what helps where it cannot be reached. For one event loop at a time."""
+    """A service at `url`; `hint` says what helps where it cannot be reached. For one event loop at a time.
+
+    A reply has at most `most_bytes`, by default as many as any (`ludus.untrusted.replies`).
+    """
 
     url: str
     token: str = ""
     hint: str = ""
+    most_bytes: int | None = None
     _client: httpx.AsyncClient | None = field(default=None, init=False)
     _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
 
@@ -32,6 +36,8 @@ class Asker:
                 return await self._own_client().post(url, content=content)
         except TimeoutError as error:
             raise WorldError(f"The sandbox server {url} gave no answer within {within_s:g} s.") from error
+        except httpx.DecodingError as error:
+            raise WorldError(f"{url} sent a reply that cannot be taken: {error}.") from error
         except httpx.HTTPError as error:
             words = f"The sandbox server {url} cannot be reached: {type(error).__name__}: {error}."
             raise WorldError(words, self.hint) from error
@@ -49,7 +55,7 @@ class Asker:
             if self.token:
                 headers["Authorization"] = f"Bearer {self.token}"
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            hooks = bounded_replies(_MOST_BYTES)
+            hooks = bounded_replies(self.most_bytes)
             self._client = httpx.AsyncClient(
                 headers=headers, limits=limits, timeout=None, trust_env=False, event_hooks=hooks
             )

@@ -13,7 +13,7 @@ import httpx
 from pydantic import BaseModel, ValidationError
 
 from ludus.errors import UserError, WorldError
-from ludus.sandbox.asking import Asker
+from ludus.sandbox.asking import MOST_BYTES, Asker
 from ludus.sandbox.base import (
     Change,
     Limits,
@@ -67,7 +67,7 @@ class RemoteSandbox:
                 "Start one: ludus sandbox serve; then set sandbox.url and sandbox.token.",
             )
         hint = "Look at its log, or start it: ludus sandbox serve"
-        self._asker = Asker(self.settings.url, self.settings.token, hint)
+        self._asker = Asker(self.settings.url, self.settings.token, hint, MOST_BYTES)
 
     async def run(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import httpx
@@ -14,31 +14,59 @@ _PACKED = 100
 """A compressed reply may have this many times fewer bytes."""
 
 
-@dataclass(frozen=True)
-class _Counted(httpx.AsyncByteStream):
-    stream: httpx.AsyncByteStream
+@dataclass
+class _Counted(httpx.AsyncByteStream, httpx.SyncByteStream):
+    stream: httpx.AsyncByteStream | httpx.SyncByteStream
     most: int
+    count: int = 0
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        count = 0
+        assert isinstance(self.stream, httpx.AsyncByteStream)
         async for part in self.stream:
-            count += len(part)
-            if count > self.most:
-                raise httpx.DecodingError(f"the reply has more than {self.most} bytes")
-            yield part
+            yield self._taken(part)
+
+    def __iter__(self) -> Iterator[bytes]:
+        assert isinstance(self.stream, httpx.SyncByteStream)
+        for part in self.stream:
+            yield self._taken(part)
 
     async def aclose(self) -> None:
+        assert isinstance(self.stream, httpx.AsyncByteStream)
         await self.stream.aclose()
+
+    def close(self) -> None:
+        assert isinstance(self.stream, httpx.SyncByteStream)
+        self.stream.close()
+
+    def _taken(self, part: bytes) -> bytes:
+        self.count += len(part)
+        if self.count > self.most:
+            raise httpx.DecodingError(f"the reply has more than {self.most} bytes")
+        return part
 
 
 def bounded_replies(
-    most: int = MOST_BYTES,
+    most: int | None = None,
 ) -> Mapping[str, list[Callable[[httpx.Response], Awaitable[None]]]]:
-    """Return `event_hooks` of an `httpx.AsyncClient` that raises DecodingError for a longer reply."""
+    """Return `event_hooks` of an `httpx.AsyncClient` that raises DecodingError for a longer reply.
+
+    `most` is `MOST_BYTES` unless it is given.
+    """
 
     async def count(response: httpx.Response) -> None:
-        assert isinstance(response.stream, httpx.AsyncByteStream)
-        packed = response.headers.get("Content-Encoding", "identity") != "identity"
-        response.stream = _Counted(response.stream, most // _PACKED if packed else most)
+        _count(response, MOST_BYTES if most is None else most)
 
     return {"response": [count]}
+
+
+def get_bounded(url: str, timeout_s: float) -> httpx.Response:
+    """Return the reply to a GET, where there is no event loop. Raises as `bounded_replies`."""
+    hooks = {"response": [lambda response: _count(response, MOST_BYTES)]}
+    with httpx.Client(timeout=timeout_s, trust_env=False, headers=PLAIN, event_hooks=hooks) as client:
+        return client.get(url)
+
+
+def _count(response: httpx.Response, most: int) -> None:
+    assert isinstance(response.stream, httpx.AsyncByteStream | httpx.SyncByteStream)
+    packed = response.headers.get("Content-Encoding", "identity") != "identity"
+    response.stream = _Counted(response.stream, most // _PACKED if packed else most)
