@@ -30,8 +30,16 @@ from ludus.gateway.listening import listening
 from ludus.gateway.requests import BadRequest
 from ludus.gateway.service import Model, Service
 from ludus.gateway.weights import WeightDesk
-from ludus.sandbox.base import Limits
-from ludus.sandbox.messages import LimitsMessage
+from ludus.sandbox.base import Limits, Outcome, Snapshot, checked_files, make_order
+from ludus.sandbox.messages import (
+    CallMessage,
+    ChangeMessage,
+    LimitsMessage,
+    Nothing,
+    RunMessage,
+    SessionMessage,
+    SnapshotMessage,
+)
 from ludus.sandbox.process import ProcessSandbox
 from ludus.sandbox.server import ServerSettings
 from ludus.sandbox.server import make_app as make_sandbox_app
@@ -404,10 +412,120 @@ def test_no_field_of_any_endpoint_breaks_the_server_or_a_neighbour():
     assert count > 1500
 
 
+def more_numbers():
+    """Numbers beside the bounds of integers and floats, as JSON."""
+    more = [str(2**k + d) for k in (31, 32, 53, 62, 63, 64, 128) for d in (-1, 0, 1)]
+    exponents = (-400, -308, -45, -11, 11, 38, 308)
+    return [*more, *(f"-{n}" for n in more), *(f"{m}e{e}" for m in (1, 9.99) for e in exponents)]
+
+
 @pytest.mark.security
 def test_no_value_of_any_field_breaks_the_server_or_a_neighbour():
-    more = [str(2**k + d) for k in (31, 32, 53, 62, 63, 64, 128) for d in (-1, 0, 1)]
-    more += [f"-{n}" for n in more] + [
-        f"{m}e{e}" for m in (1, 9.99) for e in (-400, -308, -45, -11, 11, 38, 308)
-    ]
-    here(lambda server: fuzz(server, VALUES + more, lambda n: True))
+    here(lambda server: fuzz(server, VALUES + more_numbers(), lambda n: True))
+
+
+SESSION_ACTS = {
+    "run": (CallMessage, {"code": "eD0x"}),
+    "change": (ChangeMessage, {"write": {"a": "YQ=="}, "executable": {"a": True}, "remove": ["b"]}),
+    "restore": (SnapshotMessage, {"files": {"a": "YQ=="}, "executable": ["a"], "left_out": 0}),
+    "snapshot": (Nothing, {}),
+    "processes": (Nothing, {}),
+    "reset": (Nothing, {}),
+    "no such act": (Nothing, {}),
+}
+PATHS = ["/etc/x", "../x", "a/../../x", "a\x00b", "", ".", "a" * 5000, "a/" * 3000 + "a", "x\ny", "é"]
+
+
+class Kept:
+    """A session that holds files and runs nothing."""
+
+    def __init__(self, files):
+        self.files = dict(files)
+
+    async def run(self, code):
+        return Outcome(code.encode("utf-8", "replace"), exit=0)
+
+    async def change(self, change):
+        self.files |= checked_files(change.write)
+        for path in change.remove:
+            self.files.pop(path, None)
+
+    async def snapshot(self):
+        return Snapshot(self.files)
+
+    async def restore(self, snapshot):
+        self.files = dict(checked_files(snapshot.files))
+
+    async def processes(self):
+        return ()
+
+    async def reset(self):
+        self.files = {}
+
+    async def close(self):
+        pass
+
+
+class KeepsFiles:
+    """A backend that runs nothing, after the checks that every backend makes first."""
+
+    async def run(self, program, *, files=None, stdin=b"", limits=None):
+        make_order(program, files, stdin, limits)
+        return Outcome(b"ran", exit=0)
+
+    async def session(self, kind="python", *, files=None, limits=None):
+        return Kept(checked_files(files or {}))
+
+    async def close(self):
+        pass
+
+
+async def fuzz_sandbox(values, picked):
+    """Every field of every endpoint of a sandbox server, beside a session; returns the number of cases."""
+    limits = LimitsMessage.of(Limits()).model_dump()
+    settings = ServerSettings(token=TOKEN, ceiling=Limits(), sessions=10**6)
+    transport = httpx.ASGITransport(make_sandbox_app(KeepsFiles(), settings), raise_app_exceptions=False)
+    opening = {"kind": "python", "files": {"kept": "a2VwdA=="}, "limits": limits}
+    run = {"source": "YQ==", "argv": [], "files": {"a": "YQ=="}, "stdin": "YQ==", "limits": limits}
+    count, wrong = 0, []
+    async with httpx.AsyncClient(transport=transport, base_url="http://x/v1") as client:
+
+        async def post(path, content):
+            return await client.post(path, content=content, headers=AUTHORIZED | JSON)
+
+        neighbour, own = [(await post("/sessions", json.dumps(opening))).json()["session"] for _ in range(2)]
+        cases = [("/runs", RunMessage, run), ("/sessions", SessionMessage, opening)]
+        cases += [(f"/sessions/{own}/{act}", kind, body) for act, (kind, body) in SESSION_ACTS.items()]
+        for path, kind, body in cases:
+            assert (await post(path, json.dumps(body))).status_code == (400 if "no such" in path else 200), (
+                path
+            )
+            bad = [(None, value.encode()) for value in [*values, "", "{", '{"a": 1}']]
+            for at in places(kind):
+                of_paths = [json.dumps(given) for name in PATHS for given in ({name: "YQ=="}, [name])]
+                bad += [(at, changed(body, at, value)) for value in [*values, *of_paths]]
+            for place, content in bad:
+                count += 1
+                if not picked(count):
+                    continue
+                answer = await post(path, content)
+                said = answer.json()
+                fine = answer.status_code == 200 or (answer.status_code == 400 and said["kind"] == "input")
+                if not fine or (answer.status_code == 400 and not said["message"]):
+                    wrong.append((path, place, content[:60], answer.status_code, answer.text[:200]))
+        files = (await post(f"/sessions/{neighbour}/snapshot", b"{}")).json()["files"]
+        assert files == {"kept": "a2VwdA=="}
+        assert (await post(f"/sessions/{own}/close", b"?")).status_code == 200
+        gone = await post(f"/sessions/{own}/run", b"?")
+        assert (gone.status_code, gone.json()["kind"]) == (502, "environment")
+    assert not wrong, wrong[:20]
+    return count
+
+
+def test_no_field_of_the_sandbox_server_breaks_it_or_a_neighbour():
+    assert asyncio.run(fuzz_sandbox(VALUES, lambda n: n % 13 == 0)) > 900
+
+
+@pytest.mark.security
+def test_no_value_of_any_field_of_the_sandbox_server_breaks_it_or_a_neighbour():
+    asyncio.run(fuzz_sandbox(VALUES + more_numbers(), lambda n: True))
