@@ -21,10 +21,19 @@ from starlette.routing import Route
 
 from ludus.engines.control_tokens import find_token, published
 from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.gateway.answers import (
+    ChatDelta,
+    ChatPiece,
+    ChatPieceChoice,
+    ErrorAnswer,
+    ErrorInfo,
+    TextAnswer,
+    TextChoice,
+)
 from ludus.gateway.app import Public, make_app
 from ludus.gateway.control import Control
 from ludus.gateway.door import check_shape
-from ludus.gateway.endpoints import error_response
+from ludus.gateway.endpoints import error_response, json_bytes
 from ludus.gateway.limits import HttpLimits, http_server
 from ludus.gateway.listening import listening
 from ludus.gateway.requests import BadRequest
@@ -247,6 +256,35 @@ def test_control_needs_the_token_and_no_web_page_can_use_the_server():
         await ask("/resume", b"")
 
     here(act)
+
+
+ANSWERS = [
+    *(
+        TextAnswer(id="a\ud800", model="m", choices=[TextChoice(index=i, text="é") for i in range(n)])
+        for n in (0, 1, 64)
+    ),
+    ChatPiece(
+        id="b",
+        model="m",
+        choices=[ChatPieceChoice(index=i, delta=ChatDelta(content='"')) for i in range(2)],
+        prompt_token_ids=[1, 2],
+    ),
+    ErrorAnswer(error=ErrorInfo(message="x", type="y", code=400)),
+]
+
+
+@pytest.mark.parametrize("answer", ANSWERS)
+def test_an_answer_is_encoded_choice_by_choice_to_the_same_bytes(answer, monkeypatch):
+    whole = json.dumps(answer.model_dump(), separators=(",", ":")).encode()
+    sizes, dumps = [], json.dumps
+
+    def noted(value, **given):
+        sizes.append(len(dumps(value, **given)))
+        return dumps(value, **given)
+
+    monkeypatch.setattr(json, "dumps", noted)
+    assert json_bytes(answer) == whole
+    assert max(sizes) < 400
 
 
 def test_text_that_cannot_fit_is_refused_by_its_length_before_it_is_tokenised():

@@ -237,6 +237,7 @@ class Service:
                     if isinstance(piece, BaseException):
                         raise piece
                     left -= piece.finish_reason is not None
+                    await asyncio.sleep(0)  # a full queue does not keep other requests from the loop
                     yield index, piece
             finally:
                 for task in tasks:
