@@ -16,6 +16,7 @@ from ludus.engines.base import Request
 from ludus.engines.loading import load_model, load_tokenizer
 from ludus.engines.server import ServerEngine
 from ludus.engines.transport import ServerSettings
+from ludus.gateway.text import GrowingText, TextRules
 from ludus.types import SamplingParams
 from served import COLD_START, CONTEXT, counted, serving_model, until_counts
 from tiny_run import refused
@@ -420,6 +421,27 @@ def wait_until_idle(client):
     while counts(client)["choices_under_way"]:
         assert time.monotonic() < deadline, "a request goes on that nobody waits for"
         time.sleep(0.02)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("stops", [(), ("Bern 🏔",)])
+def test_a_stream_decodes_each_token_a_bounded_number_of_times(tokenizer, size, stops):
+    """Characters whose bytes are spread over tokens and additions come once, and whole."""
+    counted = []
+
+    class Counting:
+        def decode(self, ids, **options):
+            counted.append(len(ids))
+            return tokenizer.decode(ids, **options)
+
+    tokens = tokenizer.encode("Zürich 🏔️ 日本語 is\n" * 30 + "Bern 🏔")
+    rules = TextRules(Counting(), stops=stops)
+    growing = GrowingText(rules)
+    cuts = range(0, len(tokens), size)
+    pieces = [growing.add(tokens[at : at + size], None if at < cuts[-1] else "stop") for at in cuts]
+    assert sum(counted) < 16 * len(tokens)
+    assert "".join(pieces) == rules.text(tokens, "stop")
+    assert not any(piece.endswith("\ufffd") for piece in pieces)
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -25,7 +25,14 @@ class TextRules:
 
     def text(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
         """The text of an action, without what is not settled yet where more is to come (`finish` None)."""
-        text = decode_exactly(self.tokenizer, tokens, skip_special=self.skip_special)
+        return self.cut(self.decoded(tokens), finish)
+
+    def decoded(self, tokens: Sequence[int]) -> str:
+        """The text of the tokens, with control tokens where they are kept."""
+        return decode_exactly(self.tokenizer, tokens, skip_special=self.skip_special)
+
+    def cut(self, text: str, finish: FinishReason | None) -> str:
+        """A decoded text up to its stop string, or up to what may become one where more is to come."""
         if finish is None:
             text = text.rstrip(_TORN)
             return text[: len(text) - self._open_stop(text)]
@@ -57,17 +64,25 @@ class TextRules:
 
 @dataclass
 class GrowingText:
-    """The text of one choice as it is streamed. `plain_only` holds back what a tool call may begin with."""
+    """The text of one choice as it is streamed. `plain_only` holds back what a tool call may begin with.
+
+    Tokens are decoded with the ones of the addition before them, so that a stream costs time linear in its
+    length: `settled` is the text of the tokens up to `read`, whose decoding ends with a whole character. The
+    last addition decodes all tokens, as a whole answer does.
+    """
 
     rules: TextRules
     plain_only: bool = False
     tokens: list[int] = field(default_factory=list)
     shown: str = ""
+    settled: str = ""
+    start: int = 0
+    read: int = 0
 
     def add(self, tokens: Sequence[int], finish: FinishReason | None) -> str:
         """Take the next tokens; gives the text that is new."""
         self.tokens += tokens
-        text = self.rules.text(self.tokens, finish)
+        text = self.rules.text(self.tokens, finish) if finish else self.rules.cut(self._grown(), None)
         if self.plain_only:
             text = text.lstrip()
             cut = min((at for mark in _MAY_CALL if (at := text.find(mark)) >= 0), default=len(text))
@@ -76,6 +91,14 @@ class GrowingText:
             return ""
         new, self.shown = text[len(self.shown) :], text
         return new
+
+    def _grown(self) -> str:
+        """The text of all tokens so far."""
+        before = self.rules.decoded(self.tokens[self.start : self.read])
+        text = self.settled + self.rules.decoded(self.tokens[self.start :])[len(before) :]
+        if not text.endswith(_TORN):
+            self.settled, self.start, self.read = text, self.read, len(self.tokens)
+        return text
 
 
 def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
