@@ -36,6 +36,7 @@ from ludus.gateway.door import check_shape
 from ludus.gateway.endpoints import error_response, json_bytes
 from ludus.gateway.limits import HttpLimits, http_server
 from ludus.gateway.listening import listening
+from ludus.gateway.logprobs import Scored, TokenNames, chat_logprobs
 from ludus.gateway.requests import BadRequest
 from ludus.gateway.service import Model, Service
 from ludus.gateway.weights import WeightDesk
@@ -271,6 +272,80 @@ ANSWERS = [
     ),
     ErrorAnswer(error=ErrorInfo(message="x", type="y", code=400)),
 ]
+NAMES = ["a", '"', "\\", "\n", "é", "\u2028", "</script>", "🙂", ""]
+
+
+class Listed:
+    """A tokenizer of NAMES that counts what it decodes."""
+
+    num_decoded = 0
+
+    def decode(self, ids, **_):
+        self.num_decoded += 1
+        return "".join(NAMES[i] for i in ids)
+
+
+@pytest.mark.parametrize("as_ids", [False, True])
+def test_logprobs_of_a_chat_are_those_of_the_json_module_and_a_token_is_decoded_once(as_ids, monkeypatch):
+    rows = list(range(len(NAMES)))
+    values = [-1e-300, -0.0, -123.456, -1 / 3, -1e22, *[-5.0] * (len(NAMES) - 5)]
+    top = [tuple(zip(rows, values, strict=True))[:n] for n in rows]
+    tokenizer = Listed()
+    names = TokenNames(tokenizer, as_ids)
+
+    def alternative(token, logprob):
+        name = f"token_id:{token}" if as_ids else NAMES[token]
+        return {"token": name, "logprob": logprob, "bytes": list(NAMES[token].encode())}
+
+    content = [
+        alternative(token, logprob) | {"top_logprobs": [alternative(*one) for one in likeliest]}
+        for token, logprob, likeliest in zip(rows, values, top, strict=True)
+    ]
+    whole = json.dumps({"content": content}, separators=(",", ":")).encode()
+    num, dumps = 0, json.dumps
+
+    def counted(value, **given):
+        nonlocal num
+        num += 1
+        return dumps(value, **given)
+
+    monkeypatch.setattr(json, "dumps", counted)
+    for _ in range(20):
+        assert chat_logprobs(names, Scored(rows, values, top)).text == whole
+    assert num == tokenizer.num_decoded == len(NAMES)
+
+
+def test_requests_share_what_tokens_are_called():
+    async def act(server):
+        body = json.dumps({"prompt": [5], "max_tokens": 20, "logprobs": 20, "seed": 1}).encode()
+        decode, counts = type(server.service.model.tokenizer).decode, []
+
+        def counted(self, ids, **given):
+            counts[-1] += len(ids) == 1
+            return decode(self, ids, **given)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(type(server.service.model.tokenizer), "decode", counted)
+            for _ in range(2):
+                counts.append(0)
+                assert (await server.post("/v1/completions", body)).status_code == 200
+        assert counts[0] >= 20
+        assert counts[1] == 0
+
+    here(act)
+
+
+def test_answers_are_sent_without_delay():
+    async def answer(_):
+        return PlainTextResponse("here")
+
+    with running(Starlette(routes=[Route("/", answer)]), NARROW) as port, httpx.Client() as client:
+        durations = []
+        for _ in range(20):
+            begun = time.perf_counter()
+            assert client.get(f"http://127.0.0.1:{port}/").text == "here"
+            durations.append(time.perf_counter() - begun)
+    assert min(durations[5:]) < 0.03  # what is delayed waits 40 ms for the client's acknowledgement
 
 
 @pytest.mark.parametrize("answer", ANSWERS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, Field, SerializerFunctionWrapHandler, model_serializer
@@ -18,6 +19,13 @@ class Usage(BaseModel):
     @classmethod
     def of(cls, prompt: int, completion: int) -> Usage:
         return cls(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+@dataclass(frozen=True)
+class EncodedJson:
+    """A value that is JSON already: one with so many parts that an object for each would be slow."""
+
+    text: bytes
 
 
 class TextLogprobs(BaseModel):
@@ -70,26 +78,6 @@ class TextAnswer(BaseModel):
     usage: Usage | None = None
 
 
-class ChatAlternative(BaseModel):
-    """One token that could have stood at a place. `bytes` are those of its text."""
-
-    token: str
-    logprob: float
-    bytes: list[int]
-
-
-class ChatLogprob(ChatAlternative):
-    """Of one sampled token, and of the likeliest at its place."""
-
-    top_logprobs: list[ChatAlternative]
-
-
-class ChatLogprobs(BaseModel):
-    """Of all tokens of a message, those of its calls and its thinking too."""
-
-    content: list[ChatLogprob]
-
-
 class CalledFunction(BaseModel):
     """A function's name, and its arguments as JSON text."""
 
@@ -119,7 +107,7 @@ class ChatChoice(BaseModel):
 
     index: int
     message: ChatReply
-    logprobs: ChatLogprobs | None = None
+    logprobs: EncodedJson | None = None
     finish_reason: str
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None
@@ -162,7 +150,7 @@ class ChatPieceChoice(BaseModel):
 
     index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None = None
+    logprobs: EncodedJson | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     token_ids: list[int] | None = None

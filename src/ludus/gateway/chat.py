@@ -25,7 +25,7 @@ from ludus.gateway.answers import (
     ChatReply,
     Usage,
 )
-from ludus.gateway.completions import token_names, version_spans
+from ludus.gateway.completions import version_spans
 from ludus.gateway.logprobs import Scored, chat_logprobs
 from ludus.gateway.requests import BadRequest, ChatRequest
 from ludus.gateway.service import Service, choices
@@ -74,7 +74,7 @@ async def stream(service: Service, name: str, request: ChatRequest) -> AsyncIter
     asked, renderer = await _asked(service, request), _renderer(service)
     rules = TextRules(service.model.tokenizer, request.stops, keep_stop=True)
     texts = [GrowingText(rules, plain_only=True) for _ in range(request.n)]
-    names = token_names(service, request)
+    names = service.token_names(request)
     head = ChatDelta(role="assistant", content="")
     opening = [ChatPieceChoice(index=i, delta=head) for i in range(request.n)]
     ids = list(asked.prompt) if request.return_token_ids else None
@@ -147,7 +147,7 @@ def _choice(
     )
     if request.logprobs:
         scored = Scored(done.tokens, done.logprobs, done.top_logprobs)
-        choice.logprobs = chat_logprobs(token_names(service, request), scored)
+        choice.logprobs = chat_logprobs(service.token_names(request), scored)
     if request.return_token_ids:
         choice.token_ids = list(done.tokens)
         choice.weight_versions = version_spans(done.versions)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 from ludus.gateway.answers import TextAnswer, TextChoice, Usage, VersionSpan
-from ludus.gateway.logprobs import Scored, TokenNames, prompt_logprobs, text_logprobs
-from ludus.gateway.requests import CompletionRequest, Sampling
+from ludus.gateway.logprobs import Scored, prompt_logprobs, text_logprobs
+from ludus.gateway.requests import CompletionRequest
 from ludus.gateway.service import Service, choices
 from ludus.gateway.text import GrowingText, TextRules, token_texts
 from ludus.types import Completion, SamplingParams
@@ -53,7 +53,7 @@ async def stream(service: Service, name: str, request: CompletionRequest) -> Asy
     asked = [(ids, p) for ids in prompts for p in choices(_params(service, request, ids), request.n)]
     rules = text_rules(service, request)
     texts = [GrowingText(rules) for _ in asked]
-    names = token_names(service, request)
+    names = service.token_names(request)
     served = request.model or service.model.name
     with service.under(request.model) as adapter:
         async for i, piece in service.stream(name, asked, adapter):
@@ -80,11 +80,6 @@ def text_rules(service: Service, request: CompletionRequest) -> TextRules:
         keep_stop=request.include_stop_str_in_output,
         skip_special=request.skip_special_tokens,
     )
-
-
-def token_names(service: Service, request: Sampling) -> TokenNames:
-    """What the request wants tokens to be called."""
-    return TokenNames(service.model.tokenizer, bool(request.return_tokens_as_token_ids))
 
 
 def version_spans(versions: Sequence[int]) -> list[VersionSpan]:
@@ -136,7 +131,7 @@ def _choice(
     if done.tokens:
         before = TextRules(tokenizer, skip_special=request.skip_special_tokens).text(echoed, "length")
         choice.text = before + rules.text(done.tokens, done.finish_reason)
-    names = token_names(service, request)
+    names = service.token_names(request)
     if request.logprobs is not None:
         own = Scored(done.tokens, done.logprobs, done.top_logprobs)
         echo = asked.scores.cut(request.logprobs) if echoed and asked.scores is not None else Scored()

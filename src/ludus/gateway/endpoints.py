@@ -14,7 +14,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ludus.gateway.access import ControlAccess, check_json, check_origin
-from ludus.gateway.answers import ErrorAnswer, ErrorInfo
+from ludus.gateway.answers import EncodedJson, ErrorAnswer, ErrorInfo
 from ludus.gateway.door import Door, check_shape
 from ludus.gateway.requests import BadRequest, RequestBody, read_body
 
@@ -106,26 +106,29 @@ class Router:
 def json_bytes(body: BaseModel) -> bytes:
     """A body as JSON. Text that is no Unicode (half of a pair) is escaped, not refused.
 
-    Lists of several objects are encoded one object at a time: an encoding keeps the interpreter's lock, and
-    other threads run between two of them.
+    Lists of objects are encoded one object at a time: an encoding keeps the interpreter's lock, and other
+    threads run between two of them. What is encoded already is copied.
     """
-    lists = {name: value for name, value in body if _is_long(value)}
-    rest = body.model_dump(exclude=set(lists))
-    if not lists:
+    apart = {name: value for name, value in body if _is_apart(value)}
+    rest = body.model_dump(exclude=set(apart))
+    if not apart:
         return _json(rest)
     fields = [
-        _json(name) + b":" + (_json_list(lists[name]) if name in lists else _json(rest[name]))
-        for name, _ in body
+        _json(name) + b":" + (_apart(apart[name]) if name in apart else _json(rest[name])) for name, _ in body
     ]
     return b"{" + b",".join(fields) + b"}"
 
 
-def _is_long(value: object) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(isinstance(item, BaseModel) for item in value)
+def _is_apart(value: object) -> bool:
+    if isinstance(value, list):
+        return bool(value) and all(isinstance(item, BaseModel) for item in value)
+    return isinstance(value, EncodedJson)
 
 
-def _json_list(items: Sequence[BaseModel]) -> bytes:
-    return b"[" + b",".join(_json(item.model_dump()) for item in items) + b"]"
+def _apart(value: Sequence[BaseModel] | EncodedJson) -> bytes:
+    if isinstance(value, EncodedJson):
+        return value.text
+    return b"[" + b",".join(map(json_bytes, value)) + b"]"
 
 
 def _json(value: object) -> bytes:

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ludus.chat.render import Tokenizer
-from ludus.gateway.answers import (
-    ChatAlternative,
-    ChatLogprob,
-    ChatLogprobs,
-    PromptLogprob,
-    TextLogprobs,
-)
+from ludus.gateway.answers import EncodedJson, PromptLogprob, TextLogprobs
 from ludus.gateway.text import token_texts
 from ludus.types import TopLogprobs
 
@@ -25,6 +20,7 @@ class TokenNames:
     tokenizer: Tokenizer
     as_ids: bool = False
     _texts: dict[int, str] = field(default_factory=dict)
+    _json: dict[int, tuple[str, str]] = field(default_factory=dict)
 
     def text(self, token: int) -> str:
         """The token's own text."""
@@ -36,6 +32,15 @@ class TokenNames:
 
     def name(self, token: int) -> str:
         return f"token_id:{token}" if self.as_ids else self.text(token)
+
+    def entry(self, token: int, logprob: float) -> str:
+        """The token's name, its log-probability and the bytes of its text as JSON, without the last brace."""
+        known = self._json.get(token)
+        if known is None:
+            values = ",".join(map(str, self.text(token).encode()))
+            known = f'{{"token":{json.dumps(self.name(token))},"logprob":', f',"bytes":[{values}]'
+            self._json[token] = known
+        return f"{known[0]}{logprob!r}{known[1]}"
 
 
 @dataclass(frozen=True)
@@ -91,17 +96,17 @@ def text_logprobs(names: TokenNames, scored: Scored, offset: int) -> TextLogprob
     )
 
 
-def chat_logprobs(names: TokenNames, scored: Scored) -> ChatLogprobs:
-    """As chats give them: the alternatives are the likeliest, the token among them only if it is one."""
+def chat_logprobs(names: TokenNames, scored: Scored) -> EncodedJson:
+    """As chats give them: the alternatives are the likeliest, the token among them only if it is one.
+
+    `{"content": [{"token", "logprob", "bytes", "top_logprobs": [{"token", "logprob", "bytes"}, ...]}, ...]}`
+    """
     content = []
     for token, logprob, likeliest in scored.rows:
         assert logprob is not None
-        others = [_alternative(names, other, value) for other, value in likeliest]
-        own = _alternative(names, token, logprob)
-        content.append(
-            ChatLogprob(token=own.token, logprob=own.logprob, bytes=own.bytes, top_logprobs=others)
-        )
-    return ChatLogprobs(content=content)
+        others = ",".join([names.entry(other, value) + "}" for other, value in likeliest])
+        content.append(f'{names.entry(token, logprob)},"top_logprobs":[{others}]}}')
+    return EncodedJson(f'{{"content":[{",".join(content)}]}}'.encode())
 
 
 def prompt_logprobs(names: TokenNames, scored: Scored) -> list[dict[int, PromptLogprob] | None]:
@@ -117,7 +122,3 @@ def prompt_logprobs(names: TokenNames, scored: Scored) -> list[dict[int, PromptL
             row[other] = PromptLogprob(logprob=value, rank=rank, decoded_token=names.text(other))
         found.append(row)
     return found
-
-
-def _alternative(names: TokenNames, token: int, logprob: float) -> ChatAlternative:
-    return ChatAlternative(token=names.name(token), logprob=logprob, bytes=list(names.text(token).encode()))

@@ -21,7 +21,8 @@ from ludus.engines.base import Request
 from ludus.engines.local import LocalEngine, Piece
 from ludus.gateway.adapters import Adapters, ServedAdapter
 from ludus.gateway.door import Door
-from ludus.gateway.requests import BadRequest, TokenIds
+from ludus.gateway.logprobs import TokenNames
+from ludus.gateway.requests import BadRequest, Sampling, TokenIds
 from ludus.types import Completion, SamplingParams
 
 PauseMode = Literal["abort", "wait", "keep"]
@@ -130,9 +131,15 @@ class Service:
     is_paused: bool = False
     adapters: Adapters = field(init=False)
     _under_way: set[str] = field(default_factory=set)
+    _names: dict[bool, TokenNames] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.adapters = Adapters(self.engine)
+
+    def token_names(self, request: Sampling) -> TokenNames:
+        """What the request wants tokens to be called. Kept, so that each token is decoded once."""
+        as_ids = bool(request.return_tokens_as_token_ids)
+        return self._names.setdefault(as_ids, TokenNames(self.model.tokenizer, as_ids))
 
     @property
     def num_under_way(self) -> int:
