@@ -19,6 +19,7 @@ def listening(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         listener.close()
         raise UserError(
-            f"{host}:{port} cannot be listened at: {error}.", "Give another --port, or 0 for a free one."
+            f"{host}:{port} cannot be listened at: {str(error).rstrip('.')}.",
+            "Give another --port, or 0 for a free one.",
         ) from error
     return listener
