@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup bubblewrap demo test lint types unit learning fault faults-matrix soak scale foreign cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup bubblewrap demo digests test lint types unit learning fault faults-matrix soak scale foreign cluster security pages smollm2 vllm all-tests cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -156,6 +156,11 @@ bench-async: $(VENV)/.ready
 
 async-correction: $(VENV)/.ready
 	$(PY) benchmarks/correction.py --page docs/scaling.md
+
+# Before a change of structure with DIGESTS=--write, after it without: the results must be equal.
+DIGESTS ?= --check
+digests: $(VENV)/.ready
+	$(PY) benchmarks/digests.py $(DIGESTS) benchmarks/digests.json
 
 modes-table: $(VENV)/.ready
 	$(PY) benchmarks/learning.py modes
