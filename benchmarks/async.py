@@ -38,14 +38,14 @@ import async_work
 from ludus.cluster.cluster import open_cluster
 from ludus.config.schema import Config
 from ludus.planning.costs import Setup
+from ludus.rollout.build import Play
 from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.setup import Play
-from ludus.training.batch import Row
-from ludus.training.learner import Learner
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import make_engine, open_session, session_scheduler
-from ludus.training.start import train
+from ludus.training.batches.rows import Row
+from ludus.training.learner.learner import Learner
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import make_engine, open_session, session_scheduler
 from rollout import fill
 from slow_tools import Latency, Sizes
 from watching import Watch

@@ -19,9 +19,9 @@ from typing import TypeVar
 from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.evaluation.stats import t_interval
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import open_session
-from ludus.training.start import train
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
 from rollout import check_place, fill
 from watching import Watch
 

@@ -34,16 +34,16 @@ import torch
 from torch import Tensor
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ludus.algorithms.presets import PRESETS
-from ludus.config.rollout import BranchConfig
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.config.sections.rollout import BranchConfig
 from ludus.rollout.branching import play_tree
 from ludus.rollout.trees import paths
-from ludus.training import batch, forest
-from ludus.training.batch import Row, row_of_trajectory
-from ludus.training.branches import BREAK
-from ludus.training.learner import Learner, LearnerSettings
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.scoring import Scorer
+from ludus.training.batches import prefix_packing
+from ludus.training.batches.rows import Row, row_of_trajectory
+from ludus.training.batches.trajectory_tree import BREAK
+from ludus.training.learner.learner import Learner, LearnerSettings
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
 from ludus.types import Segment, StopReason, Trajectory
 
 VOCAB = 4096
@@ -242,7 +242,7 @@ def shapes(repeats: int) -> list[str]:
     for name, make in SHAPES.items():
         rows = make()
         total = sum(len(r.tokens) for r in rows)
-        unique = forest.plant([r.tokens for r in rows], torch.device("cpu")).num_tokens
+        unique = prefix_packing.plant([r.tokens for r in rows], torch.device("cpu")).num_tokens
         sharing, padded = learner(model()), learner(model())
         padded.scorer._planted = False
         ways = {
@@ -303,7 +303,7 @@ def work(rows: Sequence[Row]) -> tuple[int, int, int]:
     return tokens, pairs, sum(sum(one.trains) for one in rows)
 
 
-def forest_of(one: Row) -> forest.Forest:
+def forest_of(one: Row) -> prefix_packing.Forest:
     """What the learner computes of one row."""
     path_tokens: list[list[int]] = [[]]
     for token in one.tokens:
@@ -311,7 +311,7 @@ def forest_of(one: Row) -> forest.Forest:
             path_tokens.append([])
         else:
             path_tokens[-1].append(token)
-    return forest.plant(path_tokens, torch.device("cpu"))
+    return prefix_packing.plant(path_tokens, torch.device("cpu"))
 
 
 def trees(repeats: int) -> list[str]:
@@ -348,12 +348,12 @@ def trees(repeats: int) -> list[str]:
 
 def without_sharing(one: Learner, rows: Sequence[Row]) -> None:
     """The same with a bound on shared prefixes that none reaches."""
-    before = forest.LEAST_SHARED
-    forest.LEAST_SHARED = batch.LEAST_SHARED = sys.maxsize
+    before = prefix_packing.LEAST_SHARED
+    prefix_packing.LEAST_SHARED = rows.LEAST_SHARED = sys.maxsize
     try:
         gradient(one, rows)
     finally:
-        forest.LEAST_SHARED = batch.LEAST_SHARED = before
+        prefix_packing.LEAST_SHARED = rows.LEAST_SHARED = before
 
 
 def status_mb(name: str) -> float:

@@ -19,14 +19,14 @@ from pathlib import Path
 
 from cold_start import cold_start
 from correction import SEEDS, compare, over
-from ludus.cli.opening import open_weights
-from ludus.cli.players import EnginePlayer
+from ludus.cli.commands.eval_backends import EnginePlayer
+from ludus.cli.ui.load_run import open_weights
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.envs.functions.gold import truth_of
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
+from ludus.rollout.build import Play
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.setup import Play
+from ludus.worlds.functions.gold_calls import truth_of
 
 ARMS = {"with negatives": {}, "without negatives": {"sft.classes.negatives": 0}}
 SHOWN = {

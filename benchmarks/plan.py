@@ -22,15 +22,15 @@ from pathlib import Path
 import torch
 
 import async_work
-from ludus.cli.plan import cost_lines
+from ludus.cli.commands.plan import cost_lines
 from ludus.diagnostics.trackers import read_metrics
 from ludus.planning.costs import Costs, Setup
 from ludus.planning.estimate import estimate
 from ludus.planning.fit import fit
 from ludus.planning.simulate import simulate
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import open_session
-from ludus.training.start import train
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
 from rollout import check_place, fill
 from slow_tools import Latency, Sizes
 from watching import Watch

@@ -44,7 +44,7 @@ SMOLLM2 = "smollm2"
 def make(name: str, folder: Path) -> Path:
     """The folder of a model, written at the first call: a Qwen3 with random weights, or SmolLM2-135M."""
     if name == SMOLLM2:
-        from ludus.engines.smollm2 import materialise_smollm2
+        from ludus.engines.models.smollm2 import materialise_smollm2
 
         return materialise_smollm2(Path.home() / ".cache" / "ludus" / SMOLLM2)
     target = folder / name

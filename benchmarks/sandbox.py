@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from ludus.sandbox import NamespaceSettings, NamespacesSandbox
-from ludus.sandbox.namespaces import find_python
+from ludus.sandbox.local.namespaces import find_python
 
 PROGRAM = "print(1)"
 COLD = 15

@@ -73,12 +73,12 @@ def ludus(job: Job, steps: int) -> dict[str, float]:
 
 
 async def _ludus(job: Job, steps: int) -> dict[str, float]:
-    from ludus.algorithms.presets import PRESETS
-    from ludus.engines.local import LocalEngine
-    from ludus.training.learner import Learner
-    from ludus.training.optimiser import Optimiser, OptimiserSettings
-    from ludus.training.scoring import Scorer
-    from ludus.training.sync import WeightSync
+    from ludus.algorithms.spec.presets import PRESETS
+    from ludus.engines.embedded.engine import LocalEngine
+    from ludus.training.learner.learner import Learner
+    from ludus.training.learner.logprobs import Scorer
+    from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+    from ludus.training.rl.weight_sync import WeightSync
     from rollout_hf import load
     from rollout_ours import Player, settings
 
@@ -100,7 +100,7 @@ async def _ludus(job: Job, steps: int) -> dict[str, float]:
 
 def _row(i: int, tokens: list[int], logprobs: list[float | None]):  # noqa: ANN202 (imported late)
     """Trained are the tokens with a log-probability; the group's half that succeeded has advantage 1."""
-    from ludus.training.batch import Row
+    from ludus.training.batches.rows import Row
 
     trains = tuple(logprob is not None for logprob in logprobs)
     sign = 2 * reward(i) - 1

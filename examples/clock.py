@@ -16,7 +16,7 @@ from ludus.envs.settings import read_settings
 from ludus.envs.tool_world import ToolWorld
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
-from ludus.tools.mcp import McpSettings, mcp_server
+from ludus.tools.mcp.client import McpSettings, mcp_server
 from ludus.types import Message, Task, Trajectory
 
 # Hours and minutes ahead of UTC, in places that have no summer time.

@@ -15,9 +15,9 @@ from transformers import PreTrainedModel
 
 from ludus.engines.base import BASE, Request
 from ludus.engines.control_tokens import find_token
-from ludus.engines.server import ServerEngine
+from ludus.engines.remote.engine import ServerEngine
 from ludus.errors import EngineError, SyncError
-from ludus.training.sync import WeightSync
+from ludus.training.rl.weight_sync import WeightSync
 from ludus.types import SamplingParams
 
 TOLERANCE = 1e-4

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import small_runs
 from ludus.cluster.cluster import Cluster, open_cluster
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import open_session
-from ludus.training.start import train
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
 from small_runs import SMALLEST, Silent
 
 CLUSTER = {

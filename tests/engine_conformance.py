@@ -22,7 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ludus.engines.base import Request, copies
 from ludus.errors import EngineError
-from ludus.training.sync import WeightSync
+from ludus.training.rl.weight_sync import WeightSync
 from ludus.types import Guide, SamplingParams
 
 LOGPROB_TOLERANCE = 2e-4

@@ -117,7 +117,7 @@ class Rank(Fault):
         return {"training.learner.ranks": "2", "training.learner.shard": "true"}
 
     def strike(self, run, folder, way, rng):
-        followers = named(run.pid, "ludus.training.follow")
+        followers = named(run.pid, "ludus.training.rl.rank_worker")
         if run.code is not None or not followers:
             return ""
         os.kill(run.pid if way == "leader killed" else followers[0], signal.SIGKILL)

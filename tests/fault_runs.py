@@ -24,8 +24,7 @@ from pathlib import Path
 
 from ludus.cli.main import main
 from ludus.diagnostics.trackers import read_metrics
-from ludus.rollout.store import RolloutRecord, read_rollouts, rollouts_path
-from ludus.training import follow, start  # noqa: F401  (loaded once, for all runs)
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path
 from small_runs import lasting_files
 from tiny_run import make_recipe
 

@@ -11,7 +11,7 @@ from ludus.envs.tool_world import ToolWorld
 from ludus.errors import WorldError
 from ludus.sandbox.base import Sandbox
 from ludus.tools.base import tool
-from ludus.tools.mcp import mcp_server
+from ludus.tools.mcp.client import mcp_server
 
 PROGRAM = "print({item!r}, 'costs', {prices!r}[{item!r}])"
 

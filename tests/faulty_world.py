@@ -10,10 +10,10 @@ import zlib
 from collections import Counter
 from dataclasses import dataclass
 
-from ludus.envs.search.world import SearchWorld, make_search_world
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import WorldError
 from ludus.tools.base import Traits, tool
+from ludus.worlds.search.world import SearchWorld, make_search_world
 
 RATE = 0.3
 LATE_S = 2.0

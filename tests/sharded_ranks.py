@@ -9,12 +9,18 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from ludus.algorithms.presets import PRESETS
-from ludus.engines.loading import load_tokenizer
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training import dry_run as dry_run_module
-from ludus.training.checkpoint import (
+from ludus.training.checks import memory_check as dry_run_module
+from ludus.training.checks.memory_check import dry_run
+from ludus.training.distributed.collectives import Alone, SharedBatch
+from ludus.training.distributed.fsdp import is_sharded, whole
+from ludus.training.learner.learner import Known, Learner, LearnerSettings
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.run.checkpoint import (
     Extra,
     TrainerState,
     load_part,
@@ -22,16 +28,10 @@ from ludus.training.checkpoint import (
     load_weights,
     save_checkpoint,
 )
-from ludus.training.critic import Critic, CriticSettings
-from ludus.training.dry_run import dry_run
-from ludus.training.judges import say, teach
-from ludus.training.learner import Known, Learner, LearnerSettings
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.ranks import Alone, SharedBatch
-from ludus.training.scoring import Scorer
-from ludus.training.sharding import is_sharded, whole
-from ludus.training.shards import SHARDS, save_shards
-from ludus.training.state_model import StateSettings
+from ludus.training.run.sharded_checkpoint import SHARDS, save_shards
+from ludus.training.value_models.base import StateSettings
+from ludus.training.value_models.critic import Critic, CriticSettings
+from ludus.training.value_models.factory import say, teach
 from rank_processes import work
 from served import COLD_START
 from test_forest import in_double

@@ -7,11 +7,11 @@ import asyncio
 from adapter_conformance import PROMPT, SCALING, factors
 from adapter_conformance import adapted as with_adapter
 from ludus.engines.base import Request
-from ludus.engines.loading import load_model
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.engines.server import ServerEngine
-from ludus.engines.transport import ServerSettings
-from ludus.rollout.stream import Stream
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.models.loading import load_model
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.http_client import ServerSettings
+from ludus.rollout.streaming.group_queue import Stream
 from ludus.types import SamplingParams
 from served import COLD_START
 from test_async_run import records, run

@@ -14,19 +14,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.algorithms.presets import PRESETS
-from ludus.config.staleness import StalenessConfig
-from ludus.rollout.admission import Admission, Pace
-from ludus.rollout.in_flight import Load, next_in_flight
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.config.sections.staleness import StalenessConfig
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.stream import Stream, StreamedGroup
+from ludus.rollout.streaming.concurrency_control import Load, next_in_flight
+from ludus.rollout.streaming.group_queue import Stream, StreamedGroup
+from ludus.rollout.streaming.staleness_control import Admission, Pace
 from ludus.tasks.order import TaskOrder
-from ludus.training.credit import Credit, training_rows
-from ludus.training.sampling import Sampler
-from ludus.training.staleness import ages, mask_over_age, staleness_metrics
-from ludus.training.stream_state import StreamState
-from ludus.training.task_stream import TaskStream
+from ludus.training.collection.prompt_stream import TaskStream
+from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.staleness import ages, mask_over_age, staleness_metrics
+from ludus.training.collection.stream_checkpoint import StreamState
+from ludus.training.credit.advantages import Credit, training_rows
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 
 TASK = Task("t", (), None)

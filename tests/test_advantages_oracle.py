@@ -12,9 +12,9 @@ import algorithms_oracle_advantages as oracle
 from algorithms_oracle import TOLERANCE
 from ludus.algorithms import advantages as adv
 from ludus.algorithms.advantages import ADVANTAGES, FUNCTIONS, RoleBaselines
-from ludus.algorithms.algorithm import ADVANTAGE_OPTIONS, PartOptions
 from ludus.algorithms.batch import Outcomes
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import ADVANTAGE_OPTIONS, PartOptions
+from ludus.algorithms.spec.presets import PRESETS
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)
 HOWS = st.sampled_from(["rewards", "turns", "both"])

@@ -11,7 +11,7 @@ import torch
 
 from ludus.algorithms import advantages, corrections, kl, losses
 from ludus.algorithms.advantages.registry import FUNCTIONS
-from ludus.algorithms.algorithm import (
+from ludus.algorithms.spec.algorithm import (
     ADVANTAGE_OPTIONS,
     CLIPPING_LOSSES,
     CORRECTION_OPTIONS,
@@ -20,9 +20,9 @@ from ludus.algorithms.algorithm import (
     OPTION_WORDS,
     TERM_NAMES,
 )
-from ludus.algorithms.bounds import BOUNDS
-from ludus.algorithms.defaults import DEFAULTS, default_of
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.bounds import BOUNDS
+from ludus.algorithms.spec.defaults import DEFAULTS, default_of
+from ludus.algorithms.spec.presets import PRESETS
 from tiny_run import ludus
 
 ROOT = Path(__file__).parent.parent

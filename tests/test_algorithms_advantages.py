@@ -11,7 +11,7 @@ import algorithms_oracle as oracle
 from ludus.algorithms import advantages, filters
 from ludus.algorithms.advantages import ADVANTAGES, grpo, opo, rloo, whiten
 from ludus.algorithms.batch import Outcomes
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.presets import PRESETS
 
 GRPO = PRESETS["grpo"]
 COMPARING = ["grpo", "dr_grpo", "rloo", "opo", "reinforce_pp_baseline"]

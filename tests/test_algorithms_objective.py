@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms.aggregate import Normaliser
-from ludus.algorithms.algorithm import AGGREGATION_NAMES, PartOptions
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import AGGREGATION_NAMES, PartOptions
+from ludus.algorithms.spec.presets import PRESETS
 
 quick = settings(max_examples=30, deadline=None, derandomize=True)
 CONSTANT = 11

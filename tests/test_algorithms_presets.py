@@ -7,19 +7,19 @@ from dataclasses import fields
 
 import pytest
 
-from ludus.algorithms import algorithm
 from ludus.algorithms.advantages import ADVANTAGES
 from ludus.algorithms.aggregate import AGGREGATIONS
-from ludus.algorithms.algorithm import Algorithm
-from ludus.algorithms.combinations import check_binary_rewards
 from ludus.algorithms.corrections import CORRECTIONS
 from ludus.algorithms.kl import FULL_KLS, KLS
 from ludus.algorithms.losses import LOSSES
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import algorithm_of, check_placement, resolve
-from ludus.config.algorithm import AlgorithmConfig
+from ludus.algorithms.spec import algorithm
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.compatibility import check_binary_rewards
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import algorithm_of, check_placement, resolve
 from ludus.config.load import load_config
-from ludus.config.rewards import RewardsConfig
+from ludus.config.sections.algorithm import AlgorithmConfig
+from ludus.config.sections.rewards import RewardsConfig
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 
@@ -46,7 +46,7 @@ def test_the_names_are_those_of_the_registry(names, registry):
 
 
 def test_checking_a_configuration_loads_no_torch():
-    code = "import sys, ludus.algorithms.resolve; sys.exit('torch' in sys.modules)"
+    code = "import sys, ludus.algorithms.spec.resolve; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

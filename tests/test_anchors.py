@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import WorldError
 from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.credit import assign_credit
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.training.credit.advantages import assign_credit
 from ludus.types import Action, Message, Segment, StepResult, Task
 from test_baselines import run
 from test_credit import group, inputs, same, table

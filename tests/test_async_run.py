@@ -13,26 +13,26 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import algorithm_of
-from ludus.cli.console import waiting_line
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.cli.ui.progress import waiting_line
 from ludus.config.load import load_config
-from ludus.config.staleness import StalenessConfig
+from ludus.config.sections.staleness import StalenessConfig
 from ludus.diagnostics.metrics import AlarmLimits
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, WorldError
-from ludus.rewards.named import NAMED, Named
+from ludus.rewards.registry import NAMED, Named
 from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, SchedulerLimits
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training import start
-from ludus.training.checkpoint import checkpoint_path, list_checkpoints
-from ludus.training.credit import Credit, training_rows
-from ludus.training.learner_thread import LearnerThread
-from ludus.training.learning import Learning
-from ludus.training.modes import Player
-from ludus.training.sampling import Sampler
-from ludus.training.staleness import ESS, EssGuard, mask_over_age, staleness_metrics
+from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.collection.staleness import ESS, EssGuard, mask_over_age, staleness_metrics
+from ludus.training.credit.advantages import Credit, training_rows
+from ludus.training.rl import build
+from ludus.training.rl.async_trainer import Player
+from ludus.training.rl.learner_thread import LearnerThread
+from ludus.training.rl.train_step import Learning
+from ludus.training.run.checkpoint import checkpoint_path, list_checkpoints
 from ludus.types import Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
 from tiny_run import cold_start, ludus, make_recipe, refused
@@ -134,7 +134,7 @@ def test_one_step_repeats_bit_for_bit_and_is_one_version_behind(tiny_run, tmp_pa
 def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
     tiny_run, tmp_path, monkeypatch
 ):
-    plain, again = start.make_engine, []
+    plain, again = build.make_engine, []
 
     def counting(session):
         engine = plain(session)
@@ -147,7 +147,7 @@ def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
         engine.stats = stats
         return engine
 
-    monkeypatch.setattr(start, "make_engine", counting)
+    monkeypatch.setattr(build, "make_engine", counting)
     changes = {"staleness__cache": "prefill", "staleness__max_staleness": BOUND, "training__steps": 4}
     folder = run(tiny_run, tmp_path / "prefill", "async", **changes)
     every = records(folder, 4)
@@ -165,13 +165,13 @@ def test_a_history_that_is_computed_again_under_new_weights_trains_as_any_other(
 
 def test_a_cache_that_a_server_does_not_keep_is_announced():
     asked = ["--training.mode", "async", *SERVED]
-    assert any("staleness.cache has no effect" in text for text in start.doubts(load_config("search", asked)))
+    assert any("staleness.cache has no effect" in text for text in build.doubts(load_config("search", asked)))
     again = [*asked, "--staleness.cache", "prefill"]
-    assert not any("staleness.cache" in text for text in start.doubts(load_config("search", again)))
+    assert not any("staleness.cache" in text for text in build.doubts(load_config("search", again)))
 
 
 def test_weights_that_take_longer_than_the_run_allows_stop_it(tiny_run, tmp_path, monkeypatch):
-    plain = start.make_engine
+    plain = build.make_engine
 
     def slow(session):
         engine = plain(session)
@@ -184,7 +184,7 @@ def test_weights_that_take_longer_than_the_run_allows_stop_it(tiny_run, tmp_path
         engine.load_weights = load_weights
         return engine
 
-    monkeypatch.setattr(start, "make_engine", slow)
+    monkeypatch.setattr(build, "make_engine", slow)
     said = refused(*words(tiny_run, tmp_path, "async", training__sync_timeout_s=5), code=6)
     assert "Sending weights 1 took longer than 5 s" in said
     assert "training.sync_timeout_s" in said
@@ -192,7 +192,7 @@ def test_weights_that_take_longer_than_the_run_allows_stop_it(tiny_run, tmp_path
 
 def with_proofs_of_the_engine(monkeypatch, proof) -> None:
     """What the engine says of its weights is what `proof` makes of their digest and version."""
-    plain = start.make_engine
+    plain = build.make_engine
 
     def made(session):
         engine, sent = plain(session), []
@@ -208,7 +208,7 @@ def with_proofs_of_the_engine(monkeypatch, proof) -> None:
         engine.load_weights, engine.fingerprint = load_weights, fingerprint
         return engine
 
-    monkeypatch.setattr(start, "make_engine", made)
+    monkeypatch.setattr(build, "make_engine", made)
 
 
 def test_the_learner_goes_on_while_the_engine_of_its_process_proves_its_weights(
@@ -231,7 +231,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
     interruptible, rests, tiny_run, tmp_path, monkeypatch
 ):
     """With a learner that takes until then."""
-    plain, learn, told = start.make_engine, Learning.learn, []
+    plain, learn, told = build.make_engine, Learning.learn, []
 
     def made(session):
         engine = plain(session)
@@ -243,7 +243,7 @@ def test_the_engine_rests_while_batches_wait_unless_its_episodes_are_to_end(
             await until(lambda: not rests or any(told), 3)
         return await learn(*given)
 
-    monkeypatch.setattr(start, "make_engine", made)
+    monkeypatch.setattr(build, "make_engine", made)
     monkeypatch.setattr(Learning, "learn", slowly)
     run(tiny_run, tmp_path, "async", staleness__interruptible=interruptible)
     assert any(told) == rests
@@ -411,13 +411,13 @@ def test_replayed_groups_train_again_and_are_no_episodes_of_the_step(tiny_run, t
 
 
 def test_a_run_keeps_the_metrics_of_as_many_steps_as_an_alarm_looks_at(tiny_run, tmp_path, monkeypatch):
-    plain, loops = start.build_loop, []
+    plain, loops = build.build_loop, []
 
-    def build(*parts):
+    def built(*parts):
         loops.append(plain(*parts))
         return loops[-1]
 
-    monkeypatch.setattr(start, "build_loop", build)
+    monkeypatch.setattr(build, "build_loop", built)
     run(tiny_run, tmp_path / "long", "async", training__steps=AlarmLimits().reach + 2)
     assert len(loops[0][0].history) == AlarmLimits().reach
 
@@ -657,7 +657,7 @@ def test_the_learner_works_while_the_event_loop_goes_on():
 
 def test_what_the_learner_raises_reaches_the_run(tiny_run, tmp_path, monkeypatch):
     folder = run(tiny_run, tmp_path / "broken", "async", training__steps=2)
-    from ludus.training.learner import Learner
+    from ludus.training.learner.learner import Learner
 
     def fail(*arguments, **options):
         raise StorageError("The learner has no room.", "Make some.")

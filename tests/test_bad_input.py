@@ -9,9 +9,9 @@ import sys
 import pytest
 
 from ludus.cli.main import main
-from ludus.config.model import ScratchConfig
-from ludus.engines.loading import build_tiny, load_tokenizer, save_model
-from ludus.training.session import model_path
+from ludus.config.sections.model import ScratchConfig
+from ludus.engines.models.loading import build_tiny, load_tokenizer, save_model
+from ludus.training.run.session import model_path
 from small_runs import SMALLEST, config, words
 from tiny_run import WORLD
 
@@ -133,7 +133,7 @@ def test_a_world_whose_infrastructure_fails_stops_with_its_own_words_and_its_own
     world = tmp_path / "broken.py"
     world.write_text(
         "from ludus.envs.tool_world import ToolWorld\n"
-        "from ludus.rewards.answers import Answers, exact_match\n"
+        "from ludus.rewards.exact_match import Answers, exact_match\n"
         "from ludus.rewards.base import Reward\n"
         "from ludus.types import Message, Task\n"
         "class Broken(ToolWorld):\n"

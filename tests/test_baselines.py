@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.rollout.ledger import Outcome, RolloutKey
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.credit import assign_credit, training_rows
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import open_session
-from ludus.training.start import train
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.training.credit.advantages import assign_credit, training_rows
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
 from ludus.types import Failure
 from small_runs import SMALLEST, Silent, config
 from test_credit import REWARDS, group, same, table

@@ -8,15 +8,15 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.algorithm import GREEDY_ADVANTAGES, WHITENED_ADVANTAGES
 from ludus.algorithms.kl import penalised_advantages
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES, WHITENED_ADVANTAGES
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.trees import paths
-from ludus.training.credit import assign_credit, training_rows, with_estimates
-from ludus.training.estimates import Estimates
-from ludus.training.refine import refine
-from ludus.training.staleness import mask_over_age
+from ludus.training.collection.staleness import mask_over_age
+from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
+from ludus.training.credit.estimates import Estimates
+from ludus.training.rl.advantage_inputs import refine
 from ludus.types import StopReason
 from test_branches import episodes as branching
 from test_branches import tree

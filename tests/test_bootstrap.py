@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ludus.algorithms.algorithm import CRITIC_ADVANTAGES
-from ludus.algorithms.resolve import resolve
-from ludus.config.algorithm import AlgorithmConfig
-from ludus.training.branches import last_actions
-from ludus.training.credit import assign_credit
-from ludus.training.judges import train_judge
-from ludus.training.refine import refine
-from ludus.training.scoring import own_types
+from ludus.algorithms.spec.algorithm import CRITIC_ADVANTAGES
+from ludus.algorithms.spec.resolve import resolve
+from ludus.config.sections.algorithm import AlgorithmConfig
+from ludus.training.batches.trajectory_tree import last_actions
+from ludus.training.credit.advantages import assign_credit
+from ludus.training.learner.logprobs import own_types
+from ludus.training.rl.advantage_inputs import refine
+from ludus.training.value_models.factory import train_judge
 from ludus.types import StopReason
 from test_branches import episodes as episodes_of
 from test_branches import tree

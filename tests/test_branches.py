@@ -11,33 +11,33 @@ import pytest
 import torch
 
 from ludus.algorithms.greso import GresoState
-from ludus.algorithms.presets import PRESETS
-from ludus.config.rewards import LengthConfig, RewardsConfig
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.schema import Config
-from ludus.config.staleness import ReplayConfig
+from ludus.config.sections.rewards import LengthConfig, RewardsConfig
+from ludus.config.sections.staleness import ReplayConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.errors import LearnerError
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.trees import paths
 from ludus.tasks.order import TaskOrder
-from ludus.training.batch import microbatches, row_of_trajectory
-from ludus.training.branches import BREAK, new_actions, num_distinct
-from ludus.training.combine import Combiner, plan_parts
-from ludus.training.credit import assign_credit, training_rows
-from ludus.training.judges import train_judge
-from ludus.training.learner import LearnerSettings
-from ludus.training.memory import Memory
-from ludus.training.refine import refine
-from ludus.training.replay import ReplayBuffer
-from ludus.training.routing import Routing
-from ludus.training.scoring import Scorer
-from ludus.training.selection import keep_most_varied
-from ludus.training.skipping import after_visits
-from ludus.training.staleness import mask_over_age
-from ludus.training.task_stream import TaskStream
+from ludus.training.batches.rows import microbatches, row_of_trajectory
+from ludus.training.batches.trajectory_tree import BREAK, new_actions, num_distinct
+from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.greso import after_visits
+from ludus.training.collection.group_filters import keep_most_varied
+from ludus.training.collection.prompt_stream import TaskStream
+from ludus.training.collection.replay_buffer import ReplayBuffer
+from ludus.training.collection.reward_mixing import Combiner, plan_parts
+from ludus.training.collection.staleness import mask_over_age
+from ludus.training.credit.advantages import assign_credit, training_rows
+from ludus.training.learner.learner import LearnerSettings
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.moe_routing_replay import Routing
+from ludus.training.rl.advantage_inputs import refine
+from ludus.training.value_models.factory import train_judge
 from ludus.types import Group, Segment, StopReason, Task, Trajectory
 from test_critic import critic
 from test_learner import learner, tiny_model

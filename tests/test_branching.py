@@ -11,24 +11,24 @@ from statistics import fmean
 import pytest
 import torch
 
-from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.load import load_config
-from ludus.config.rewards import LengthConfig, RewardsConfig
-from ludus.config.rollout import BranchConfig
 from ludus.config.schema import Config
+from ludus.config.sections.rewards import LengthConfig, RewardsConfig
+from ludus.config.sections.rollout import BranchConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollout.branching import play_tree
-from ludus.rollout.conversation import CannotRestore
-from ludus.rollout.store import read_rollouts, rollouts_path
+from ludus.rollout.chat_session import CannotRestore
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.trees import attempts, paths
-from ludus.training.combine import Combiner, plan_parts
-from ludus.training.credit import assign_credit
-from ludus.training.inactive import inactive_parts
-from ludus.training.sampling import check_branch
+from ludus.training.checks.inactive_settings import inactive_parts
+from ludus.training.collection.reward_mixing import Combiner, plan_parts
+from ludus.training.collection.rollout_collector import check_branch
+from ludus.training.credit.advantages import assign_credit
 from ludus.types import Group, Message, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
 from test_branches import episodes

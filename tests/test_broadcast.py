@@ -12,7 +12,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.engines.broadcast import (
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.engines.models.loading import load_model
+from ludus.engines.remote.api_adapters import VllmDialect
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.gloo_broadcast import (
     Line,
     Manifest,
     Place,
@@ -27,16 +31,12 @@ from ludus.engines.broadcast import (
     take,
     visit_store,
 )
-from ludus.engines.dialects import VllmDialect
-from ludus.engines.loading import load_model
-from ludus.engines.local import LocalEngine
-from ludus.engines.sending import Broadcaster
-from ludus.engines.server import ServerEngine
-from ludus.engines.transport import Replica, ServerSettings
+from ludus.engines.remote.http_client import Replica, ServerSettings
+from ludus.engines.remote.weight_broadcaster import Broadcaster
 from ludus.errors import EngineError, SyncError
 from ludus.gateway.service import Model, Service
 from ludus.gateway.weights import WeightDesk
-from ludus.training.sync import WeightSync
+from ludus.training.rl.weight_sync import WeightSync
 from served import COLD_START
 from test_engine_server import Fake, serving
 from test_learner import tiny_model

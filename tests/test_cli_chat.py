@@ -5,14 +5,14 @@ import io
 
 import pytest
 
-from ludus.cli.dialogue import Dialogue, Part, opening_messages
-from ludus.cli.opening import Opened
+from ludus.cli.serving.chat_repl import Dialogue, Part, opening_messages
+from ludus.cli.ui.load_run import Opened
 from ludus.config import load_config
 from ludus.envs.registry import build_world
-from ludus.envs.search.world import SYSTEM
 from ludus.errors import WorldError
-from ludus.training.session import Session
+from ludus.training.run.session import Session
 from ludus.types import Message
+from ludus.worlds.search.world import SYSTEM
 from tiny_run import WORLD, copy_run, ludus, refused
 from tiny_world import PRICES
 from worlds import WatchedWorld, call, end_token, renderer, scripted, tokenizer

@@ -3,14 +3,14 @@
 import tomllib
 from pathlib import Path
 
-from ludus.algorithms.resolve import resolve
+from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.arguments import model_settings
-from ludus.cli.console import use_command
+from ludus.cli.ui.progress import use_command
 from ludus.config import config_from_toml, describe, list_settings, load_config
 from ludus.config.schema import RunConfig
 from ludus.diagnostics.trackers import TRACKERS
 from ludus.recipes import list_recipes, recipe_folder
-from ludus.training.run import new_run
+from ludus.training.run.run_dir import new_run
 from tiny_run import ludus, refused
 
 

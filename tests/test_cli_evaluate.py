@@ -11,10 +11,10 @@ import torch
 
 from chat_server import Reply, error, say, serving
 from ludus.config import load_config
-from ludus.engines.loading import load_model
+from ludus.engines.models.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.evaluation.stats import pass_at_k, pass_hat_k
-from ludus.rollout.store import read_rollouts
+from ludus.rollout.rollout_files import read_rollouts
 from ludus.types import ToolStatus
 from tiny_run import copy_run, ludus, make_recipe, refused
 from tiny_world import PRICES

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.cli.curves import find_curves, sparkline
-from ludus.cli.transcripts import marked_messages
-from ludus.cli.words import alarm_words, ledger_words, loss_words
+from ludus.cli.ui.curves import find_curves, sparkline
+from ludus.cli.ui.explanations import alarm_words, ledger_words, loss_words
+from ludus.cli.ui.transcripts import marked_messages
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.rollout.ledger import Outcome
-from ludus.rollout.store import read_rollouts, rollouts_path, write_rollouts
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.types import Failure, StopReason, Trajectory
 from tiny_run import WORLD, copy_run, ludus, refused
 
@@ -202,7 +202,7 @@ def test_an_evaluations_episodes_can_be_read(tiny_run):
 
 
 def test_tokens_are_shown_as_the_model_saw_them(tiny_run):
-    from ludus.engines.loading import load_tokenizer
+    from ludus.engines.models.loading import load_tokenizer
 
     said = ludus("show", tiny_run, "--step", "2", "--tokens", "--episodes", "1").out
     own = load_tokenizer(str(tiny_run / "checkpoints" / "step-000002"))

@@ -19,10 +19,11 @@ import torch
 
 from cluster_runs import all_gone
 from ludus.cluster.cluster import check_cluster
-from ludus.cluster.crowd import Crowd, Plan, WorkerLost
-from ludus.cluster.frames import LENGTH_BYTES, Call, Cancel, Reply, pack, read_frame, unpack
-from ludus.cluster.local import LocalLauncher, LocalRemote
-from ludus.cluster.messages import (
+from ludus.cluster.handles import Needs, RoleLost
+from ludus.cluster.local_launcher import LocalLauncher, LocalRemote
+from ludus.cluster.log_forwarding import MOST, Ear, Said, repeat
+from ludus.cluster.pickle_rpc import LENGTH_BYTES, Call, Cancel, Reply, pack, read_frame, unpack
+from ludus.cluster.protocol import (
     Answer,
     Begin,
     EngineSpec,
@@ -36,19 +37,18 @@ from ludus.cluster.messages import (
     WorkerSpec,
     failed,
 )
-from ludus.cluster.pool import Limits, Pool
-from ludus.cluster.remote import Needs, RoleLost
-from ludus.cluster.roles import WorkerRole, sandbox_of
-from ludus.cluster.said import MOST, Ear, Said, repeat
+from ludus.cluster.supervisor import Crowd, Plan, WorkerLost
+from ludus.cluster.worker_pool import Limits, Pool
+from ludus.cluster.workers import WorkerRole, sandbox_of
 from ludus.config import load_config
-from ludus.config.cluster import ClusterConfig
+from ludus.config.sections.cluster import ClusterConfig
 from ludus.engines.base import EngineStats, Request, combined
-from ludus.engines.server import ServerEngine
-from ludus.engines.transport import Refused, ServerSettings
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.http_client import Refused, ServerSettings
 from ludus.errors import ConfigError, EngineError, SyncError, UserError, WorldError
+from ludus.rollout.build import Play
 from ludus.rollout.ledger import RolloutKey
 from ludus.rollout.scheduler import Job
-from ludus.rollout.setup import Play
 from ludus.types import SamplingParams, StopReason, Task, Trajectory
 from served import COLD_START
 from test_engine_server import Fake, serving
@@ -602,7 +602,7 @@ def test_a_real_child_begins_logs_answers_raises_and_dies(tmp_path, caplog):
 
 def test_a_ray_that_takes_too_long_to_start_is_said_in_words(monkeypatch):
     ray = pytest.importorskip("ray")
-    from ludus.cluster.ray_actors import RayLauncher
+    from ludus.cluster.ray_launcher import RayLauncher
 
     def late(**settings):
         raise Exception("The current node timed out during startup. This could happen because ...")
@@ -613,7 +613,7 @@ def test_a_ray_that_takes_too_long_to_start_is_said_in_words(monkeypatch):
 
 
 def test_without_ray_the_extra_is_named(monkeypatch):
-    from ludus.cluster.ray_actors import RayLauncher
+    from ludus.cluster.ray_launcher import RayLauncher
 
     monkeypatch.setitem(sys.modules, "ray", None)
     with pytest.raises(UserError, match=r"pip install 'ludus\[cluster\]'"):

@@ -10,11 +10,11 @@ import pytest
 
 import small_runs
 from cluster_runs import CLUSTER, Meddling, all_gone, pids, run, started
-from ludus.cluster.background import Background
 from ludus.cluster.cluster import Cluster
 from ludus.cluster.control import controlled
-from ludus.cluster.crowd import Crowd
-from ludus.training.run import RunFolder, locked, new_run
+from ludus.cluster.event_loop_thread import Background
+from ludus.cluster.supervisor import Crowd
+from ludus.training.run.run_dir import RunFolder, locked, new_run
 from small_runs import SMALLEST
 from test_cluster_moments import STATE, FakeLauncher, plan, serving
 from test_rolling import Vllm

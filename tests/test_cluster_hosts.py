@@ -16,7 +16,7 @@ import small_runs
 from cluster_hosts import PORT, ray_hosts, why_not
 from cluster_runs import CLUSTER, all_gone, keys
 from ludus.diagnostics.trackers import read_metrics
-from ludus.training.run import RunFolder
+from ludus.training.run.run_dir import RunFolder
 from small_runs import SMALLEST, lasting_files
 
 pytestmark = [

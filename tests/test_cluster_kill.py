@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from cluster_runs import CLUSTER, all_gone, started
-from ludus.training.run import RunFolder
+from ludus.training.run.run_dir import RunFolder
 from small_runs import SMALLEST, lasting_files, start, words
 from test_kill import NUM_KILLS, finish
 

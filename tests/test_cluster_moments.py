@@ -13,16 +13,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.background import Background
-from ludus.cluster.child import attend
 from ludus.cluster.cluster import Cluster, ClusterEngine
-from ludus.cluster.crowd import Crowd, WorkerLost
-from ludus.cluster.frames import LENGTH_BYTES, Call, Cancel, Unread, pack, unpack
-from ludus.cluster.local import LocalLauncher
-from ludus.cluster.messages import Begin, Ping, Pulse, RewardSpec, Started, WorkerSpec, failed
-from ludus.cluster.pool import Member
-from ludus.cluster.remote import Needs, RoleLost
-from ludus.cluster.roles import Host
+from ludus.cluster.event_loop_thread import Background
+from ludus.cluster.handles import Needs, RoleLost
+from ludus.cluster.local_launcher import LocalLauncher
+from ludus.cluster.pickle_rpc import LENGTH_BYTES, Call, Cancel, Unread, pack, unpack
+from ludus.cluster.protocol import Begin, Ping, Pulse, RewardSpec, Started, WorkerSpec, failed
+from ludus.cluster.supervisor import Crowd, WorkerLost
+from ludus.cluster.worker_main import attend
+from ludus.cluster.worker_pool import Member
+from ludus.cluster.workers import Host
 from ludus.config import load_config
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rollout.ledger import RolloutKey

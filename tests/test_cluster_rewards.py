@@ -7,17 +7,17 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.crowd import Crowd
-from ludus.cluster.messages import Begin, Ping, PlayJob, Pulse, RewardSpec, ScoreJob, Scores, Started, Stop
-from ludus.cluster.pool import Limits
-from ludus.cluster.remote import RoleLost
-from ludus.cluster.rewards import TRIES, RewardWorkers, ScoringLost
-from ludus.cluster.roles import Host
+from ludus.cluster.handles import RoleLost
+from ludus.cluster.protocol import Begin, Ping, PlayJob, Pulse, RewardSpec, ScoreJob, Scores, Started, Stop
+from ludus.cluster.reward_pool import TRIES, RewardWorkers, ScoringLost
+from ludus.cluster.supervisor import Crowd
+from ludus.cluster.worker_pool import Limits
+from ludus.cluster.workers import Host
 from ludus.config import load_config
-from ludus.config.cluster import ClusterConfig
+from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollout.scoring import RewardLate
+from ludus.rollout.reward_executor import RewardLate
 from ludus.types import StopReason, Task, Trajectory
 from test_cluster import JOB, FakeLauncher, plan
 from test_engine_server import Fake, serving
@@ -32,7 +32,7 @@ import time
 from pathlib import Path
 from ludus.envs.tool_world import ToolWorld
 from ludus.rewards.base import Reward
-from ludus.rollout.scoring import RewardLate
+from ludus.rollout.reward_executor import RewardLate
 
 def turns(task, trajectory):
     here = Path(trajectory.tags["waits"])

@@ -23,13 +23,13 @@ from cluster_runs import (
     sends,
     started,
 )
-from ludus.cluster.messages import Answer, Ping
-from ludus.cluster.remote import Needs, RoleLost
+from ludus.cluster.handles import Needs, RoleLost
+from ludus.cluster.protocol import Answer, Ping
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LudusError
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.run import RunFolder
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.training.run.run_dir import RunFolder
 from served import COLD_START
 from small_runs import SMALLEST, lasting_files
 
@@ -197,7 +197,7 @@ def test_what_a_worker_meets_is_raised_here_in_its_own_words(tmp_path):
         f"sys.path.insert(0, {here!r})\n"
         "from tiny_world import make_world as plain\n"
         "def make_world(settings, limits):\n"
-        "    if 'ludus.cluster.child' in sys.orig_argv:\n"
+        "    if 'ludus.cluster.worker_main' in sys.orig_argv:\n"
         "        raise RuntimeError('the index of this machine is gone')\n"
         "    return plain(settings, limits)\n"
     )
@@ -214,7 +214,7 @@ class Unreadable:
 
 def test_what_an_actor_of_ray_cannot_read_is_no_lost_actor():
     ray = pytest.importorskip("ray")
-    from ludus.cluster.ray_actors import RayRemote
+    from ludus.cluster.ray_launcher import RayRemote
 
     class Echo:
         async def call(self, number, message):

@@ -16,26 +16,26 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.envs.base import UsesSandbox
-from ludus.envs.code import inside
-from ludus.envs.code.generate import LEVELS, SPLITS, catalogue, is_held_out, split_of_chain
-from ludus.envs.code.grading import LIMITS, Case, CodeTruth, Judge, same_output
-from ludus.envs.code.layouts import LAYOUTS
-from ludus.envs.code.problems import NUM_SHOWN, TooLarge, _pool, source_of
-from ludus.envs.code.records import load_tasks
-from ludus.envs.code.results import read_value, same_value
-from ludus.envs.code.shapes import shape_of
-from ludus.envs.code.survey import borrowed, constant, rates, unchanged, variety
-from ludus.envs.code.tools import program_of, run_tests_tool
-from ludus.envs.code.world import CodeSettings, CodeWorld, make_code_world
 from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
-from ludus.evaluation.agents import actions_of, say
-from ludus.evaluation.check import CheckPlan, check_world
-from ludus.evaluation.scorecard import form_of
+from ludus.evaluation.env_audit import CheckPlan, check_world
+from ludus.evaluation.scripted_agents import actions_of, say
+from ludus.evaluation.verifier_report import form_of
 from ludus.rewards.base import check_rewards, score, success
 from ludus.sandbox import open_sandbox
 from ludus.types import StopReason, Trajectory
+from ludus.worlds.code import guest_runner
+from ludus.worlds.code.difficulty_report import borrowed, constant, rates, unchanged, variety
+from ludus.worlds.code.generate import LEVELS, SPLITS, catalogue, is_held_out, split_of_chain
+from ludus.worlds.code.grader import LIMITS, Case, CodeTruth, Judge, same_output
+from ludus.worlds.code.layouts import LAYOUTS
+from ludus.worlds.code.problems import NUM_SHOWN, TooLarge, _pool, source_of
+from ludus.worlds.code.records import load_tasks
+from ludus.worlds.code.results import read_value, same_value
+from ludus.worlds.code.shapes import shape_of
+from ludus.worlds.code.tools import program_of, run_tests_tool
+from ludus.worlds.code.world import CodeSettings, CodeWorld, make_code_world
 from tables.check_tasks import CHEATS, TASKS
 
 NUM = 320
@@ -205,20 +205,20 @@ def test_a_shape_is_what_is_left_without_names_and_numbers():
     ],
 )
 def test_plain_values_come_through_with_their_types(value):
-    back = inside.decode(json.loads(json.dumps(inside.encode(value))))
+    back = guest_runner.decode(json.loads(json.dumps(guest_runner.encode(value))))
     assert back == value
     assert type(back) is type(value)
 
 
 def test_other_values_do_not_come_through():
     for value in (object(), lambda: 0, range(3), iter([])):
-        with pytest.raises(inside.NotPlain):
-            inside.encode(value)
+        with pytest.raises(guest_runner.NotPlain):
+            guest_runner.encode(value)
     deep = []
     for _ in range(100):
         deep = [deep]
-    with pytest.raises(inside.NotPlain, match="deep"):
-        inside.encode(deep)
+    with pytest.raises(guest_runner.NotPlain, match="deep"):
+        guest_runner.encode(deep)
     for text in (
         '{"set": [[]]}',
         '{"a": 1, "b": 2}',
@@ -227,7 +227,7 @@ def test_other_values_do_not_come_through():
         '{"dict": [[1]]}',
     ):
         with pytest.raises(ValueError, match=r"\w"):
-            inside.decode(json.loads(text))
+            guest_runner.decode(json.loads(text))
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_other_values_do_not_come_through():
     ],
 )
 def test_values_are_compared_as_values(value, due, loose, right):
-    assert same_value(read_value(inside.encode(value)), due, loose) is right
+    assert same_value(read_value(guest_runner.encode(value)), due, loose) is right
 
 
 @pytest.mark.parametrize(

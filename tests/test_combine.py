@@ -15,26 +15,26 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ludus.algorithms.advantages.running import DomainMoments
-from ludus.algorithms.algorithm import GREEDY_ADVANTAGES
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.advantages.running_baselines import DomainMoments
+from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.load import load_config
-from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
+from ludus.config.sections.rewards import RewardsConfig
 from ludus.diagnostics.trackers import read_metrics
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.tasks.order import TaskOrder
-from ludus.training.combine import Combiner, check_reward_settings, plan_parts
-from ludus.training.credit import Credit, assign_credit
-from ludus.training.head_model import HeadModel
-from ludus.training.reward_model import RewardEnsemble, RewardModel
-from ludus.training.sampling import Sampler
-from ludus.training.task_stream import TaskStream
+from ludus.training.collection.prompt_stream import TaskStream
+from ludus.training.collection.reward_mixing import Combiner, check_reward_settings, plan_parts
+from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.credit.advantages import Credit, assign_credit
+from ludus.training.reward_model.train import RewardEnsemble, RewardModel
+from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Failure, Group, Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
 from test_credit import group as attempts

@@ -12,13 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.config import Config, config_from_toml, describe, list_settings, load_config, to_toml
-from ludus.config.model import LoraConfig, ModelConfig
-from ludus.config.rollout import EnvConfig, RolloutConfig
+from ludus.config.sections.model import LoraConfig, ModelConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.config.settings import NAME
-from ludus.envs.search.world import SearchSettings
 from ludus.envs.settings import read_settings
 from ludus.errors import ConfigError
 from ludus.recipes import list_recipes, recipe_folder
+from ludus.worlds.search.world import SearchSettings
 
 ROOT = Path(__file__).parent.parent
 SHIPPED = sorted([*ROOT.glob("src/ludus/recipes/**/*.toml"), *ROOT.glob("docs/examples/**/*.toml")])
@@ -402,7 +402,7 @@ def test_bounds_in_words_are_the_bounds_that_hold():
 def test_the_light_modules_import_no_heavy_library():
     code = (
         "import sys, ludus.types, ludus.errors, ludus.recipes, ludus.config, ludus.config.schema,"
-        " ludus.algorithms.resolve\n"
+        " ludus.algorithms.spec.resolve\n"
         "ludus.config.load_config('search', ['--training.steps', '1'])\n"
         "heavy = {'torch', 'transformers', 'numpy', 'tokenizers', 'peft'} & set(sys.modules)\n"
         "print(sorted(heavy))"

@@ -17,8 +17,9 @@ from battery_run import descendants
 from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import Change, Limits, SandboxSettings, Snapshot, container, open_sandbox
+from ludus.sandbox import Change, Limits, SandboxSettings, Snapshot, open_sandbox
 from ludus.sandbox.base import BoundsSessions
+from ludus.sandbox.local import container
 from ludus.tools.files import files_tools
 from ludus.tools.python import python_session_tool
 from ludus.tools.workspace import Workspace

@@ -11,32 +11,32 @@ import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages import optimal_token_baseline
-from ludus.algorithms.algorithm import (
+from ludus.algorithms.kl import penalised_advantages, penalised_rewards
+from ludus.algorithms.kl_controller import control_of
+from ludus.algorithms.shaping import soft_overlong
+from ludus.algorithms.spec.algorithm import (
     ALONE_ADVANTAGES,
     GREEDY_ADVANTAGES,
     TURN_READING_ADVANTAGES,
     PartOptions,
 )
-from ludus.algorithms.kl import penalised_advantages, penalised_rewards
-from ludus.algorithms.kl_run import control_of
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import resolve
-from ludus.algorithms.shaping import soft_overlong
-from ludus.config.algorithm import AlgorithmConfig
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import resolve
 from ludus.config.load import load_config
+from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError, SyncError
 from ludus.recipes import list_recipes
 from ludus.rewards.base import Reward
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
-from ludus.training.batch import row_of_trajectory
-from ludus.training.credit import assign_credit, training_rows, with_estimates
-from ludus.training.estimates import Estimates
-from ludus.training.learning import Learning
-from ludus.training.memory import Memory
-from ludus.training.refine import check_parity, refine, rejected_share, with_entropy_filter
-from ludus.training.rl import RlLoop
-from ludus.training.sampling import overlong_limit
+from ludus.training.batches.rows import row_of_trajectory
+from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.rollout_collector import overlong_limit
+from ludus.training.credit.advantages import assign_credit, training_rows, with_estimates
+from ludus.training.credit.estimates import Estimates
+from ludus.training.rl.advantage_inputs import check_parity, refine, rejected_share, with_entropy_filter
+from ludus.training.rl.sync_trainer import RlLoop
+from ludus.training.rl.train_step import Learning
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 from test_learner import learner, tiny_model
 

@@ -10,27 +10,33 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.algorithm import CRITIC_ADVANTAGES
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import algorithm_of
+from ludus.algorithms.spec.algorithm import CRITIC_ADVANTAGES
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.main import main
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError, UserError
 from ludus.rollout.ledger import Outcome
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.credit import assign_credit
-from ludus.training.critic import Critic, CriticSettings
-from ludus.training.judges import check_critic, make_judge, planned_warmup, train_judge, warmup_steps
-from ludus.training.learner import Learner, LearnerSettings
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.refine import refine
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.scoring import Scorer
-from ludus.training.session import open_session
-from ludus.training.start import train
-from ludus.training.state_model import StateSettings, batches
+from ludus.training.credit.advantages import assign_credit
+from ludus.training.learner.learner import Learner, LearnerSettings
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
+from ludus.training.value_models.base import StateSettings, batches
+from ludus.training.value_models.critic import Critic, CriticSettings
+from ludus.training.value_models.factory import (
+    check_critic,
+    make_judge,
+    planned_warmup,
+    train_judge,
+    warmup_steps,
+)
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group, real_group
 from test_judges import outcome_critic

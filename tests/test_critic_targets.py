@@ -8,16 +8,16 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import algorithm_of
+from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.config.load import load_config
-from ludus.training.batch import row_of_trajectory
-from ludus.training.credit import assign_credit, with_estimates
-from ludus.training.estimates import Estimates
-from ludus.training.judges import at_openings, make_judge, train_judge
-from ludus.training.refine import refine
-from ludus.training.scoring import Scorer
+from ludus.training.batches.rows import row_of_trajectory
+from ludus.training.credit.advantages import assign_credit, with_estimates
+from ludus.training.credit.estimates import Estimates
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.rl.advantage_inputs import refine
+from ludus.training.value_models.factory import at_openings, make_judge, train_judge
 from ludus.types import Segment, StopReason, Trajectory
 from test_credit import group, inputs, real_group
 from test_learner import tiny_model

@@ -8,12 +8,12 @@ import pytest
 import torch
 
 from ludus.algorithms.aggregate import Normaliser
-from ludus.algorithms.algorithm import CLIPPING_LOSSES, PartOptions
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.losses import LOSSES
-from ludus.algorithms.losses.cuts import CUTS
+from ludus.algorithms.losses.clipping import CUTS
 from ludus.algorithms.objective import objective
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import CLIPPING_LOSSES, PartOptions
+from ludus.algorithms.spec.presets import PRESETS
 from test_losses_batch import batch_of
 
 NARROW = {"eps_low": 0.05, "eps_high": 0.08}

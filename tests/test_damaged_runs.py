@@ -9,11 +9,11 @@ import pytest
 from ludus.envs.registry import build_world
 from ludus.errors import StorageError
 from ludus.rollout.ledger import AccountingError, Ledger, Outcome, RolloutKey
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.checkpoint import checkpoint_path, read_state
-from ludus.training.manifest import MANIFEST, check_manifest, write_manifest
-from ludus.training.run import RunFolder
-from ludus.training.start import task_order
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.training.rl.build import task_order
+from ludus.training.run.checkpoint import checkpoint_path, read_state
+from ludus.training.run.manifest import MANIFEST, check_manifest, write_manifest
+from ludus.training.run.run_dir import RunFolder
 from tiny_run import copy_run, ludus, refused
 
 DAMAGES = {

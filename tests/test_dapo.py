@@ -17,15 +17,15 @@ import pytest
 import torch
 
 from ludus.algorithms.aggregate import Normaliser
-from ludus.algorithms.algorithm import Algorithm
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.rollout.ledger import Ledger
 from ludus.tasks.order import TaskOrder
-from ludus.training.credit import training_rows
-from ludus.training.sampling import Sampler
+from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.credit.advantages import training_rows
 from ludus.types import Task
 from test_credit import group
 

@@ -14,10 +14,10 @@ import pytest
 from ludus.chat.render import TemplateRenderer
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
-from ludus.engines.loading import load_tokenizer
+from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import UserError
-from ludus.rollout.store import rollout_line, rollouts_path
-from ludus.training.data import (
+from ludus.rollout.rollout_files import rollout_line, rollouts_path
+from ludus.training.datasets.files import (
     FileDialogue,
     FilePair,
     check_file,
@@ -27,7 +27,7 @@ from ludus.training.data import (
     read_records,
     row_of,
 )
-from ludus.training.session import model_path, open_session
+from ludus.training.run.session import model_path, open_session
 from ludus.training.sft import batches, dialogue_row
 from small_runs import lasting_files
 from test_store import RECORD

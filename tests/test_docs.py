@@ -28,9 +28,9 @@ from chat_server import Reply, say, serving
 from ludus.cli.main import main
 from ludus.config import config_from_toml, list_settings, load_config
 from ludus.config.settings import find, is_section
-from ludus.envs.search import world as search_world
-from ludus.envs.search.world import SearchWorld
-from ludus.training.session import model_path
+from ludus.training.run.session import model_path
+from ludus.worlds.search import world as search_world
+from ludus.worlds.search.world import SearchWorld
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted(

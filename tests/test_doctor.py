@@ -4,7 +4,7 @@ from importlib import metadata
 
 import pytest
 
-from ludus.cli.doctor import check_libraries, examine, locked_versions
+from ludus.cli.commands.doctor import check_libraries, examine, locked_versions
 from tiny_run import ludus
 
 

@@ -11,14 +11,17 @@ from hypothesis import strategies as st
 
 from chat_server import DROP, Reply, call, error, fault_in, say, serving
 from ludus.chat.parse import PARSERS
-from ludus.config.rollout import RolloutConfig
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
-from ludus.rewards.answers import Answers, exact_match, well_formed
 from ludus.rewards.base import Reward
-from ludus.rollout.conversation import Conversation
-from ludus.rollout.endpoint import (
+from ludus.rewards.exact_match import Answers, exact_match, well_formed
+from ludus.rollout.build import Play, scheduler
+from ludus.rollout.chat_session import Conversation
+from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.openai_client import (
     Endpoint,
     EndpointConversation,
     EndpointSettings,
@@ -26,10 +29,7 @@ from ludus.rollout.endpoint import (
     endpoint_conversations,
     read_answer,
 )
-from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.rollout.ledger import Ledger, RolloutKey
 from ludus.rollout.scheduler import Job
-from ludus.rollout.setup import Play, scheduler
 from ludus.tools.search import PassageIndex, search_tool
 from ludus.types import SamplingParams, StopReason, Task, ToolStatus
 

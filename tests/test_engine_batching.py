@@ -13,16 +13,15 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ludus.engines import kernel
-from ludus.engines.attention import RaggedPass
 from ludus.engines.base import Request
-from ludus.engines.core import EngineCore, Sequence
-from ludus.engines.forward import RaggedForward
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.engines.memory import LayerShape, PagePool
-from ludus.engines.pages import PAGE, PageTree
-from ludus.engines.scores import Scores
-from ludus.engines.torch_attention import Span, TorchPass
+from ludus.engines.embedded import attention_c
+from ludus.engines.embedded.attention import RaggedPass
+from ludus.engines.embedded.attention_torch import Scores, Span, TorchPass
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.embedded.kv_pool import LayerShape, PagePool
+from ludus.engines.embedded.model_runner import RaggedForward
+from ludus.engines.embedded.radix_cache import PAGE, PageTree
+from ludus.engines.embedded.scheduler import EngineCore, Sequence
 from ludus.errors import EngineError
 from ludus.types import Completion, SamplingParams
 from waiting import until
@@ -184,7 +183,7 @@ def test_log_probabilities_keep_to_the_tolerances_of_the_docs(dtype, changes, co
     """Beside others against a score alone, and against a plain forward pass."""
     changes = dict(changes)
     if changes.pop("no_kernel", False):
-        monkeypatch.setattr(kernel, "_library", lambda: None)
+        monkeypatch.setattr(attention_c, "_library", lambda: None)
     model, settings = build().to(dtype), replace(SMALL, **changes)
     requests = [replace(r, params=replace(r.params, temperature=1.0)) for r in varied_requests(20)]
 
@@ -544,7 +543,7 @@ def test_who_waits_for_a_prefix_lets_others_pass_and_is_next_when_it_is_there():
 
 
 def test_subnormal_numbers_survive_the_kernel():
-    if kernel._library() is None:
+    if attention_c._library() is None:
         pytest.skip("no compiler here")
     assert np.float32(1e-40) * np.float32(0.5) > 0
     assert torch.tensor(1e-40).mul(0.5).item() > 0
@@ -571,7 +570,7 @@ def test_kernel_sparse_and_padded_attention_agree_with_a_loop(window, softcap, m
     """Ragged lengths, grouped heads, pages out of order, padding; one turn is without MKL."""
     source = np.random.default_rng(0)
     shape, num_pages, query_heads = LayerShape(2, 16, 16), 40, 6
-    compiled = kernel.make_kernel([shape], 16, 256, threads=2)
+    compiled = attention_c.make_kernel([shape], 16, 256, threads=2)
     cpu = torch.device("cpu")
     pool, pools = (
         PagePool([shape], num_pages, torch.float32, cpu, transposed=True),
@@ -631,7 +630,7 @@ def test_without_a_compiler_the_engine_does_the_same(monkeypatch):
     model = build()
     requests = [replace(r, params=replace(r.params, temperature=0.0)) for r in varied_requests(12)]
     expected = alone(model, requests)
-    monkeypatch.setattr(kernel, "_library", lambda: None)
+    monkeypatch.setattr(attention_c, "_library", lambda: None)
 
     async def run():
         engine = LocalEngine(model, settings=SMALL)
@@ -647,7 +646,7 @@ def test_without_a_compiler_the_engine_does_the_same(monkeypatch):
 
 def test_without_a_compiler_turns_agree_with_scores_under_new_weights(monkeypatch):
     """Turns of several episodes with new weights between them; each agrees with a score from nothing."""
-    monkeypatch.setattr(kernel, "_library", lambda: None)
+    monkeypatch.setattr(attention_c, "_library", lambda: None)
     source = random.Random(0)
 
     async def run():
@@ -676,14 +675,14 @@ def test_without_a_compiler_turns_agree_with_scores_under_new_weights(monkeypatc
 
 
 def test_the_kernel_is_compiled_once_and_a_compiler_that_fails_is_no_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(kernel.Path, "home", lambda: tmp_path)
-    monkeypatch.setattr(kernel.shutil, "which", lambda name: "/bin/false")
-    kernel._library.cache_clear()
+    monkeypatch.setattr(attention_c.Path, "home", lambda: tmp_path)
+    monkeypatch.setattr(attention_c.shutil, "which", lambda name: "/bin/false")
+    attention_c._library.cache_clear()
     try:
-        assert kernel.make_kernel([LayerShape(1, 8, 8)], 8, 64, 1) is None
+        assert attention_c.make_kernel([LayerShape(1, 8, 8)], 8, 64, 1) is None
         assert not list(tmp_path.rglob("*.so"))
     finally:
-        kernel._library.cache_clear()
+        attention_c._library.cache_clear()
 
 
 def test_widths_that_the_kernel_does_not_have_go_to_torch():
@@ -727,7 +726,7 @@ def test_the_tree_finds_the_longest_prefix_and_frees_what_nobody_holds():
 @pytest.mark.parametrize("compiled", [True, False])
 def test_an_engine_gives_its_cache_up_and_takes_it_back(compiled, monkeypatch):
     if not compiled:
-        monkeypatch.setattr(kernel, "_library", lambda: None)
+        monkeypatch.setattr(attention_c, "_library", lambda: None)
     requests = varied_requests(6, seed=3)
 
     async def run():

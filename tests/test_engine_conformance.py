@@ -15,9 +15,9 @@ import pytest
 
 import engine_conformance as suite
 from engine_conformance import Case, count_sampled
-from ludus.engines.loading import load_model, load_tokenizer
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.engines.server import ServerEngine
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.models.loading import load_model, load_tokenizer
+from ludus.engines.remote.engine import ServerEngine
 from served import COLD_START, CONTEXT
 
 REAL = {"vllm": "LUDUS_VLLM_URL", "sglang": "LUDUS_SGLANG_URL"}

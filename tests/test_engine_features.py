@@ -13,12 +13,12 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from ludus.chat.guides import hermes_guide
 from ludus.engines.base import BASE, Request, copies
-from ludus.engines.guided import GuideCompiler
-from ludus.engines.loading import load_model, load_tokenizer
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.engines.sampling import SamplingRules, sample
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.embedded.guided_decoding import GuideCompiler
+from ludus.engines.embedded.sampler import SamplingRules, sample
+from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
-from ludus.training.session import model_path
+from ludus.training.run.session import model_path
 from ludus.types import Guide, SamplingParams
 from small_runs import config
 from waiting import until

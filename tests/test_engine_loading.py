@@ -8,10 +8,10 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BertConfig, BertForMaskedLM, PreTrainedTokenizerFast
 
-from ludus.config.model import ScratchConfig
-from ludus.engines.fingerprint import fingerprint_module
-from ludus.engines.loading import build_tiny, load_model, load_tokenizer, resolve_device, save_model
-from ludus.engines.local import LocalEngine
+from ludus.config.sections.model import ScratchConfig
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.engines.models.fingerprint import fingerprint_module
+from ludus.engines.models.loading import build_tiny, load_model, load_tokenizer, resolve_device, save_model
 from ludus.errors import StorageError, UserError
 from test_engine_local import ask, batch, build, gemma2, hf_greedy
 

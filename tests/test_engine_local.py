@@ -34,12 +34,12 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from ludus.engines import fingerprint
 from ludus.engines.base import Request, check_params
-from ludus.engines.fingerprint import fingerprint_module
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.engines.memory import LayerShape, PagePool
-from ludus.engines.stopping import StopStrings
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.embedded.kv_pool import LayerShape, PagePool
+from ludus.engines.embedded.stop_strings import StopStrings
+from ludus.engines.models import fingerprint
+from ludus.engines.models.fingerprint import fingerprint_module
 from ludus.errors import EngineError, RequestRefused, SyncError, UserError
 from ludus.types import SamplingParams
 from waiting import until
@@ -690,7 +690,7 @@ def test_a_row_that_breaks_fails_alone_and_leaves_its_neighbours_their_bits(monk
     engine = LocalEngine(build(), byte_tokenizer(), EngineSettings(max_batch=8))
     good = ask(prompts(3), max_new_tokens=12, top_k=20)
     expected = batch(engine, good)
-    monkeypatch.setattr("ludus.engines.local.check_params", lambda params: None)
+    monkeypatch.setattr("ludus.engines.embedded.engine.check_params", lambda params: None)
     bad = [
         Request("bad", (1, 2, 3), SamplingParams(temperature=1e-320, max_new_tokens=5)),
         Request("bad", (1, 2, 3), SamplingParams(temperature=0.5, top_p=float("nan"), seed=-(10**30))),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.engines.sampling import SamplingRules, sample, seed_words, uniforms
+from ludus.engines.embedded.sampler import SamplingRules, sample, seed_words, uniforms
 from ludus.types import SamplingParams
 
 CPU = torch.device("cpu")
@@ -121,7 +121,7 @@ def test_a_token_without_probability_is_never_drawn(seed, step, support):
 
 
 def test_a_point_at_the_very_end_stays_inside_the_support(monkeypatch):
-    monkeypatch.setattr("ludus.engines.sampling.uniforms", lambda words, step: np.ones(len(words)))
+    monkeypatch.setattr("ludus.engines.embedded.sampler.uniforms", lambda words, step: np.ones(len(words)))
     logits = torch.tensor([[0.3, 0.1, -torch.inf, -torch.inf], [0.0, -torch.inf, 0.2, 0.7]])
     tokens, _ = draw(logits, [SamplingParams(), SamplingParams()])
     assert tokens.tolist() == [1, 3]

@@ -8,7 +8,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from ludus.engines.base import Engine, Request
-from ludus.engines.fingerprint import fingerprint_module
+from ludus.engines.models.fingerprint import fingerprint_module
 from ludus.engines.scripted import Faults, ScriptedEngine
 from ludus.errors import EngineError, UserError
 from ludus.types import Completion, SamplingParams

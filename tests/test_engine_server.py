@@ -15,10 +15,10 @@ import pytest
 import torch
 
 from ludus.engines.base import Request
-from ludus.engines.checksums import compare_digests, tensor_digest
-from ludus.engines.dialects import Sampled, Span
-from ludus.engines.server import ServerEngine
-from ludus.engines.transport import ServerSettings
+from ludus.engines.models.checksums import compare_digests, tensor_digest
+from ludus.engines.remote.api_adapters import Sampled, Span
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.http_client import ServerSettings
 from ludus.errors import EngineError, SyncError, UserError
 from ludus.types import Guide, SamplingParams
 from waiting import until

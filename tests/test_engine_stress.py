@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from ludus.engines.base import Request
-from ludus.engines.core import EngineCore, Sequence
-from ludus.engines.forward import RaggedForward
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.engines.pages import PAGE, PageTree
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.embedded.model_runner import RaggedForward
+from ludus.engines.embedded.radix_cache import PAGE, PageTree
+from ludus.engines.embedded.scheduler import EngineCore, Sequence
 from ludus.types import Completion, SamplingParams
 from test_engine_batching import build, tokens, what_is_left
 

@@ -14,10 +14,10 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Qwen3Config, Qwen3ForCausalLM
 
-from ludus.engines import worker
 from ludus.engines.base import Request
-from ludus.engines.local import LocalEngine
-from ludus.training.session import engine_settings
+from ludus.engines.embedded import compute_thread
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.training.run.session import engine_settings
 from ludus.types import SamplingParams
 from small_runs import config
 from test_engine_batching import SMALL, VOCAB, build
@@ -152,7 +152,7 @@ def test_a_request_whose_time_ends_during_a_rest_ends_then():
 
 def test_a_rest_that_ends_while_the_engine_makes_up_its_mind_is_over(monkeypatch):
     clock = itertools.count()  # a hundredth of a second passes whenever it is looked at
-    monkeypatch.setattr(worker, "time", SimpleNamespace(monotonic=lambda: next(clock) / 100))
+    monkeypatch.setattr(compute_thread, "time", SimpleNamespace(monotonic=lambda: next(clock) / 100))
 
     async def run():
         engine = LocalEngine(build(), settings=replace(SMALL, threads=1))

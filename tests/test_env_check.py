@@ -10,22 +10,22 @@ from pathlib import Path
 import pytest
 
 from ludus.config import load_config
-from ludus.config.rollout import EnvConfig
 from ludus.config.schema import Config
+from ludus.config.sections.rollout import EnvConfig
 from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError, WorldError
-from ludus.evaluation.agents import PROGRAMS, Kind, edit_tests, run_program
 from ludus.evaluation.arguments import random_arguments
-from ludus.evaluation.check import CheckPlan, Play, check_world, refuse_cheats, some_tasks
-from ludus.evaluation.scorecard import EPISODES, Share, form_of, scorecard
-from ludus.rewards.answers import Answers, exact_match, well_formed
+from ludus.evaluation.env_audit import CheckPlan, Play, check_world, refuse_cheats, some_tasks
+from ludus.evaluation.scripted_agents import PROGRAMS, Kind, edit_tests, run_program
+from ludus.evaluation.verifier_report import EPISODES, Share, form_of, scorecard
 from ludus.rewards.base import Reward
-from ludus.rewards.published import calls_made
+from ludus.rewards.exact_match import Answers, exact_match, well_formed
+from ludus.rewards.paper_rewards import calls_made
 from ludus.rewards.shaping import only_if
 from ludus.tools.base import tool
-from ludus.training.start import check_cheats
+from ludus.training.rl.build import check_cheats
 from ludus.types import Message, Task, ToolOutcome, ToolStatus
 from tiny_run import ludus, make_recipe, refused
 
@@ -433,7 +433,7 @@ def test_tasks_that_differ_in_words_are_two():
 BROKEN = """
 from ludus.envs.tool_world import ToolWorld
 from ludus.rewards.base import Reward
-from ludus.rewards.published import calls_made
+from ludus.rewards.paper_rewards import calls_made
 from ludus.types import Message, Task
 
 def make_world(settings, limits):

@@ -6,14 +6,14 @@ import re
 import pytest
 
 from ludus.envs.tool_world import Dialogue, ToolWorld
-from ludus.evaluation.agents import cheats
 from ludus.evaluation.cheats import TEXTS
-from ludus.evaluation.check import CheckPlan, CheckReport, check_world, play_all, some_tasks, vocabulary
+from ludus.evaluation.env_audit import CheckPlan, CheckReport, check_world, play_all, some_tasks, vocabulary
 from ludus.evaluation.perturb import other, same
-from ludus.evaluation.scorecard import Scorecard, Share, perturbed, scorecard
+from ludus.evaluation.scripted_agents import cheats
 from ludus.evaluation.verdicts import problems_in, refuses_wrong, verdicts
-from ludus.rewards.answers import Answers, exact_match, normalise
+from ludus.evaluation.verifier_report import Scorecard, Share, perturbed, scorecard
 from ludus.rewards.base import Reward
+from ludus.rewards.exact_match import Answers, exact_match, normalise
 from ludus.types import Message, Task
 
 TRUTHS = ("ant hill", "bumble bee", "5 kg", "dogfish", "eels", "12 hours", "gnat", "hen house")

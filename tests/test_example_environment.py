@@ -9,7 +9,7 @@ import pytest
 
 from ludus.cli.main import main
 from ludus.config.load import load_config
-from ludus.config.rollout import EnvConfig, RolloutConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world
 from ludus.envs.tool_world import call_and_result
 from ludus.errors import ConfigError, UserError

@@ -12,26 +12,26 @@ import torch
 from transformers import GPT2Config
 
 from ludus.algorithms import advantages
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.chat.render import render_dialogue
 from ludus.cli.main import main
-from ludus.config.algorithm import ExpertsConfig
 from ludus.config.schema import Config
-from ludus.envs.functions.gold import truth_of
+from ludus.config.sections.algorithm import ExpertsConfig
 from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.errors import ConfigError, UserError
-from ludus.evaluation.agents import Agent, Kind, actions_of
-from ludus.evaluation.check import CheckPlan, play
+from ludus.evaluation.env_audit import CheckPlan, play
+from ludus.evaluation.scripted_agents import Agent, Kind, actions_of
+from ludus.rollout.build import episode_limits
 from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.rollout_files import read_rollouts
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.setup import episode_limits
-from ludus.rollout.store import read_rollouts
-from ludus.training.credit import EXPERT, assign_credit, settle, training_rows
-from ludus.training.experts import Experts, check_experts, make_experts
-from ludus.training.refine import refine
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import open_session
-from ludus.training.start import train
+from ludus.training.collection.demonstrations import Experts, check_experts, make_experts
+from ludus.training.credit.advantages import EXPERT, assign_credit, settle, training_rows
+from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
+from ludus.worlds.functions.gold_calls import truth_of
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import real_group, trajectory
 from test_learner import gradients, largest_difference, learner, tiny_model

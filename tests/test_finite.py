@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import LearnerError
-from ludus.training.batch import microbatches
-from ludus.training.credit import assign_credit, with_estimates
-from ludus.training.estimates import Estimates
-from ludus.training.finite import Watch
-from ludus.training.learner import Known, LearnerSettings
-from ludus.training.scoring import Scorer
+from ludus.training.batches.finite_checks import Watch
+from ludus.training.batches.rows import microbatches
+from ludus.training.credit.advantages import assign_credit, with_estimates
+from ludus.training.credit.estimates import Estimates
+from ludus.training.learner.learner import Known, LearnerSettings
+from ludus.training.learner.logprobs import Scorer
 from test_credit import group
 from test_learner import learner, random_rows, tiny_model
 

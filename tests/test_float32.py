@@ -7,10 +7,10 @@ import random
 import pytest
 import torch
 
-from ludus.algorithms.presets import PRESETS
-from ludus.engines.loading import load_model
-from ludus.training.learner import Known, LearnerSettings
-from ludus.training.scoring import Scorer
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.engines.models.loading import load_model
+from ludus.training.learner.learner import Known, LearnerSettings
+from ludus.training.learner.logprobs import Scorer
 from served import COLD_START
 from test_forest import PLANTED, branching_rows, families, gradients
 from test_learner import learner, tiny_model

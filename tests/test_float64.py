@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ludus.algorithms.presets import PRESETS
-from ludus.engines.loading import load_model
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.engines.models.loading import load_model
 from ludus.recipes import recipe_folder
-from ludus.training.float64 import Float64
-from ludus.training.learner import Learner, LearnerSettings
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.scoring import Scorer
+from ludus.training.learner.float64 import Float64
+from ludus.training.learner.learner import Learner, LearnerSettings
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
 from test_learner import gradients, largest_difference, random_rows
 
 COLD_START = str(recipe_folder("search") / "cold_start")

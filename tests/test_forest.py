@@ -21,11 +21,11 @@ from transformers import (
     Qwen3MoeForCausalLM,
 )
 
-from ludus.engines.pages import common_prefix
-from ludus.training.batch import Row, microbatches
-from ludus.training.forest import LEAST_SHARED, plant
-from ludus.training.head import Head, logits_to_scores
-from ludus.training.scoring import Scorer
+from ludus.engines.embedded.radix_cache import common_prefix
+from ludus.training.batches.chunked_lm_head import Head, logits_to_scores
+from ludus.training.batches.prefix_packing import LEAST_SHARED, plant
+from ludus.training.batches.rows import Row, microbatches
+from ludus.training.learner.logprobs import Scorer
 
 VOCAB = 53
 SHAPE = {

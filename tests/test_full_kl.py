@@ -8,14 +8,14 @@ import pytest
 import torch
 
 from ludus.algorithms.kl import FULL_KLS
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import resolve
-from ludus.config.algorithm import AlgorithmConfig
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import resolve
+from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import LearnerError
-from ludus.training.full_kl import Against, States, divergence
-from ludus.training.head import Head
-from ludus.training.learner import LearnerSettings
-from ludus.training.scoring import Scorer
+from ludus.training.batches.chunked_lm_head import Head
+from ludus.training.learner.full_kl import Against, States, divergence
+from ludus.training.learner.learner import LearnerSettings
+from ludus.training.learner.logprobs import Scorer
 from test_learner import gradients, learner, random_rows, tiny_model
 
 WIDE = torch.float64

@@ -2,10 +2,10 @@
 
 import pytest
 
-from ludus.envs.functions.catalogue import catalogue
-from ludus.envs.functions.names import other_words
-from ludus.envs.functions.replies import asks_for, make_ask, refuses, speaks
-from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld
+from ludus.worlds.functions.domains.catalogue import catalogue
+from ludus.worlds.functions.domains.names import other_words
+from ludus.worlds.functions.replies import asks_for, make_ask, refuses, speaks
+from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld
 from tables import held_out_replies
 from tables.reply_pairs import ASKS_RIGHT, ASKS_WRONG, REFUSALS_RIGHT, REFUSALS_WRONG
 

@@ -6,12 +6,12 @@ import textwrap
 
 import pytest
 
-from ludus.envs.functions.turns import read_call
-from ludus.envs.functions.world import make_functions_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import UserError, WorldError
-from ludus.evaluation.check import actions_of
+from ludus.evaluation.env_audit import actions_of
 from ludus.types import Action, StopReason, ToolCall, ToolStatus, Trajectory
+from ludus.worlds.functions.turns import read_call
+from ludus.worlds.functions.world import make_functions_world
 
 SHELF = """
 import random

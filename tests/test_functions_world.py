@@ -11,29 +11,29 @@ from itertools import islice
 import pytest
 
 from ludus.config.load import load_config
-from ludus.config.rollout import EnvConfig, RolloutConfig
-from ludus.envs.functions.catalogue import catalogue
-from ludus.envs.functions.generate import SPLITS, request_of
-from ludus.envs.functions.gold import GoldCall, calls_agree, equal, solved
-from ludus.envs.functions.kinds import KINDS
-from ludus.envs.functions.names import ALIASES
-from ludus.envs.functions.offers import Scene, changed_offer, plain_offer
-from ludus.envs.functions.oracle import DONE, Attempt, Flaws, play
-from ludus.envs.functions.plans import HELD_OUT_DOMAIN, HELD_OUT_LINKS, LOOKALIKES, looks_like
-from ludus.envs.functions.state import Known, State
-from ludus.envs.functions.survey import looks, majority_rate, no_tool_rate
-from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
+from ludus.envs.difficulty_report import variety
 from ludus.envs.registry import build_world
 from ludus.envs.toolbox import ToolLimits
-from ludus.envs.variety import variety
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success
+from ludus.rewards.paper_rewards import ExpectedCall, tool_correctness, toolrl
 from ludus.rewards.presets import PUBLISHED
-from ludus.rewards.published import ExpectedCall, tool_correctness, toolrl
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
+from ludus.worlds.functions.difficulty_report import looks, majority_rate, no_tool_rate
+from ludus.worlds.functions.domains.catalogue import catalogue
+from ludus.worlds.functions.domains.kinds import KINDS
+from ludus.worlds.functions.domains.names import ALIASES
+from ludus.worlds.functions.domains.state import Known, State
+from ludus.worlds.functions.generate import SPLITS, request_of
+from ludus.worlds.functions.gold_calls import GoldCall, calls_agree, equal, solved
+from ludus.worlds.functions.plans import HELD_OUT_DOMAIN, HELD_OUT_LINKS, LOOKALIKES, looks_like
+from ludus.worlds.functions.solver import DONE, Attempt, Flaws, play
+from ludus.worlds.functions.tool_distractors import Scene, changed_offer, plain_offer
+from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld, make_functions_world
 
 NO_FLAWS = Flaws()
 

@@ -9,22 +9,22 @@ from types import SimpleNamespace
 import pytest
 
 from ludus.algorithms.greso import GresoState
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.recipes import recipe_folder
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.stream import StreamedGroup
+from ludus.rollout.streaming.group_queue import StreamedGroup
 from ludus.tasks.order import TaskOrder
-from ludus.training.checkpoint import checkpoint_path
-from ludus.training.credit import assign_credit
-from ludus.training.memory import Memory
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.sampling import Sampler
-from ludus.training.session import open_session
-from ludus.training.skipping import SETTINGS, Draw, after_visits, choose
-from ludus.training.start import train
-from ludus.training.task_stream import TaskStream
+from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.greso import SETTINGS, Draw, after_visits, choose
+from ludus.training.collection.prompt_stream import TaskStream
+from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.credit.advantages import assign_credit
+from ludus.training.rl.build import train
+from ludus.training.run.checkpoint import checkpoint_path
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
 from ludus.types import Failure, Task
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import group

@@ -7,10 +7,10 @@ import re
 
 import pytest
 
-from ludus.envs.guess import found, make_guess_world, make_task
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.types import Action, StopReason, Trajectory
+from ludus.worlds.guess.world import found, make_guess_world, make_task
 
 WORLD = make_guess_world({}, ToolLimits())
 

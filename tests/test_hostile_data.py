@@ -12,31 +12,31 @@ import pytest
 from pydantic import BaseModel
 
 import heartbeat
-from ludus.engines.server_stats import ServerStats
-from ludus.engines.transport import Replica, ServerSettings, ask_once
-from ludus.envs.code import inside
-from ludus.envs.code.grading import Case, CodeTruth, Judge
-from ludus.envs.code.results import read_value, same_value, show_value
-from ludus.envs.code.tools import program_of
+from ludus.engines.remote.http_client import Replica, ServerSettings, ask_once
+from ludus.engines.remote.metrics import ServerStats
 from ludus.envs.git_objects import GitObjects, object_head
-from ludus.envs.terminal.checks import Gzipped
-from ludus.envs.terminal.git_checks import Tree
-from ludus.envs.terminal.git_read import MOST_BYTES as GIT_BYTES
-from ludus.envs.terminal.job import judge_files
 from ludus.envs.toolbox import Toolbox
 from ludus.errors import LudusError, did_you_mean
-from ludus.rewards.rows import Rows, read_rows, same_rows
-from ludus.rollout.endpoint import Endpoint, EndpointSettings
-from ludus.sandbox import remote
+from ludus.rewards.code.sql_rows import Rows, read_rows, same_rows
+from ludus.rollout.openai_client import Endpoint, EndpointSettings
 from ludus.sandbox.base import Outcome, Snapshot
 from ludus.sandbox.guest.wire import take_apart
-from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
-from ludus.sandbox.services import FusionSandbox, PistonSandbox, ServiceSettings
-from ludus.tools.mcp import ServedTool, _Any
+from ludus.sandbox.remote import client as sandbox_client
+from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
+from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox, ServiceSettings
+from ludus.tools.mcp.client import ServedTool, _Any
 from ludus.types import Action, ToolCall, ToolStatus
 from ludus.untrusted import replies, worker
 from ludus.untrusted.replies import bounded_replies
 from ludus.untrusted.worker import LimitExceeded, call_bounded
+from ludus.worlds.code import guest_runner
+from ludus.worlds.code.grader import Case, CodeTruth, Judge
+from ludus.worlds.code.results import read_value, same_value, show_value
+from ludus.worlds.code.tools import program_of
+from ludus.worlds.terminal.checks import Gzipped
+from ludus.worlds.terminal.git_checks import Tree
+from ludus.worlds.terminal.git_read import MOST_BYTES as GIT_BYTES
+from ludus.worlds.terminal.job import judge_files
 
 PRIME = 2**61 - 1
 """Multiples of it have the hash 0."""
@@ -114,7 +114,7 @@ VALUES = [
 
 def sent(value):
     """The value as it comes out of a sandbox."""
-    return read_value(json.loads(json.dumps(inside.encode(value))))
+    return read_value(json.loads(json.dumps(guest_runner.encode(value))))
 
 
 def test_a_value_is_the_one_that_is_due_alone():
@@ -153,7 +153,7 @@ def test_elements_and_keys_are_equal_where_they_are_in_python(value, due, same):
 
 def test_a_long_number_is_right_where_it_is_due():
     due = 3**20_000
-    line = json.dumps({"number": 0, "value": inside.encode(due)})
+    line = json.dumps({"number": 0, "value": guest_runner.encode(due)})
     assert judged(due, line).passed
     assert judged(due + 1, line).said.startswith("it gave 0x")
 
@@ -365,7 +365,7 @@ MUCH = 50_000_000
 @pytest.mark.parametrize("ask", CLIENTS.values(), ids=CLIENTS)
 def test_no_client_reads_a_reply_without_an_end(ask, monkeypatch):
     monkeypatch.setattr(replies, "MOST_BYTES", 1_000_000)
-    monkeypatch.setattr(remote, "MOST_BYTES", 1_000_000)
+    monkeypatch.setattr(sandbox_client, "MOST_BYTES", 1_000_000)
     error, sent = asyncio.run(asked_of_a_server_that_never_ends(ask))
     assert "the reply has more than 1000000 bytes" in str(error)
     assert isinstance(error, LudusError)

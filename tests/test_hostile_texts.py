@@ -6,21 +6,22 @@ import time
 
 import pytest
 
-from ludus.config.rollout import EnvConfig, RolloutConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import WORLDS, build_world
-from ludus.rewards import composite, final, maths, published, shaping
-from ludus.rewards.answers import Answers, exact_match, token_f1
+from ludus.rewards import answer_extraction, composite, paper_rewards, shaping
 from ludus.rewards.base import score
-from ludus.rewards.choices import Choice, multiple_choice
-from ludus.rewards.evidence import final_answer
-from ludus.rewards.maths import Expression, mathematics
-from ludus.rewards.numbers import Quantity, number_close
-from ludus.rewards.patches import Patch, patch_similarity
-from ludus.rewards.published import ExpectedCall, ExpectedCalls
-from ludus.rewards.records import by_record
-from ludus.rewards.rows import Rows, rows_match
-from ludus.rewards.structures import Schema, State, Value, json_schema, json_value, same_state
-from ludus.rewards.suites import Suite, share_passed, suite_passes, thrift
+from ludus.rewards.code.patches import Patch, patch_similarity
+from ludus.rewards.code.sql_rows import Rows, rows_match
+from ludus.rewards.code.unit_tests import Suite, share_passed, suite_passes, thrift
+from ludus.rewards.exact_match import Answers, exact_match, token_f1
+from ludus.rewards.extract import final_answer
+from ludus.rewards.json_match import Schema, State, Value, json_schema, json_value, same_state
+from ludus.rewards.math import math_verify
+from ludus.rewards.math.math_verify import Expression, mathematics
+from ludus.rewards.math.numeric import Quantity, number_close
+from ludus.rewards.multiple_choice import Choice, multiple_choice
+from ludus.rewards.paper_rewards import ExpectedCall, ExpectedCalls
+from ludus.rewards.truth_records import by_record
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tables.hostile_texts import TEXTS, VALUES
 
@@ -38,7 +39,7 @@ SUITE = Suite(("a",), seconds=10, memory_bytes=100)
 CASES = [
     *((number_close, truth) for truth in NUMBERS),
     *((by_record, truth) for truth in (NUMBERS[0], Choice("A", {"A": "a", "B": "b"}), Answers(("Paris",)))),
-    *((verifier, Answers(("Paris", "x y"))) for verifier in (exact_match, token_f1, published.accuracy)),
+    *((verifier, Answers(("Paris", "x y"))) for verifier in (exact_match, token_f1, paper_rewards.accuracy)),
     (multiple_choice, Choice("A", {"A": "Paris", "B": "London"})),
     *((json_schema, Schema(schema)) for schema in SCHEMAS),
     *((json_value, Value(value, 0.1)) for value in (1.5, [1.5], {"a": 1})),
@@ -49,7 +50,10 @@ CASES = [
         (verifier, SUITE)
         for verifier in (suite_passes(final_answer), share_passed(final_answer), thrift(final_answer))
     ),
-    *((verifier, CALLS) for verifier in (published.tool_correctness, published.right_argument_values)),
+    *(
+        (verifier, CALLS)
+        for verifier in (paper_rewards.tool_correctness, paper_rewards.right_argument_values)
+    ),
     (shaping.citation_support, None),
     (shaping.repeated_calls(), None),
     (composite.format_score, Quantity(1.5)),
@@ -74,7 +78,7 @@ REPORTS = ("report", "state", "tests", "verdict")
 
 @pytest.fixture(autouse=True)
 def hasty(monkeypatch):
-    monkeypatch.setattr(maths, "CPU_S", 0.02)
+    monkeypatch.setattr(math_verify, "CPU_S", 0.02)
 
 
 def episode(text, calls=()):
@@ -100,10 +104,10 @@ def test_every_verifier_has_a_verdict_on_every_text():
 
 @pytest.mark.parametrize("part", [*PARTS, "Paris "])
 def test_an_answer_is_read_in_linear_time(part):
-    text, begin = "Paris " + part * (final.MAX_CHARACTERS // len(part) - 6), time.process_time()
-    assert len(text) > final.MAX_CHARACTERS // 2
-    assert isinstance(final.candidates(text), tuple)
-    assert isinstance(final.short_answers(text), tuple)
+    text, begin = "Paris " + part * (answer_extraction.MAX_CHARACTERS // len(part) - 6), time.process_time()
+    assert len(text) > answer_extraction.MAX_CHARACTERS // 2
+    assert isinstance(answer_extraction.candidates(text), tuple)
+    assert isinstance(answer_extraction.short_answers(text), tuple)
     assert time.process_time() - begin < 2  # 10 to 250 s where it is quadratic
 
 
@@ -116,7 +120,7 @@ def test_mathematics_has_a_verdict_on_every_text(gold):
 def test_calls_have_a_verdict_whatever_their_arguments_are():
     for value in VALUES:
         lived = episode("Done.", [("look", {"x": value, "y": value})])
-        assert -1 <= published.tool_correctness(Task("t", (), CALLS), lived) <= 1
+        assert -1 <= paper_rewards.tool_correctness(Task("t", (), CALLS), lived) <= 1
 
 
 def some_of_each_kind(world):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from ludus.envs.code.grading import LIMITS, Judge
-from ludus.envs.code.records import load_tasks
 from ludus.sandbox import open_sandbox
+from ludus.worlds.code.grader import LIMITS, Judge
+from ludus.worlds.code.records import load_tasks
 from tables.check_tasks import CHEATS
 
 pytestmark = pytest.mark.foreign

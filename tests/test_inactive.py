@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from ludus.algorithms.algorithm import CLIPPING_LOSSES, CRITIC_ADVANTAGES, RATIO_PARTS
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import CLIPPING_LOSSES, CRITIC_ADVANTAGES, RATIO_PARTS
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world
-from ludus.training.inactive import inactive_parts, updates_of
+from ludus.training.checks.inactive_settings import inactive_parts, updates_of
 
 WORLDS = {
     name: build_world(config.env, config.rollout, config.sandbox)

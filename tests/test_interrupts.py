@@ -9,16 +9,16 @@ import time
 
 import pytest
 
-from ludus.cli import interrupts
-from ludus.cli.interrupts import INTERRUPTED, WatchedInterrupts
-from ludus.training import sampling
-from ludus.training.checkpoint import list_checkpoints
+from ludus.cli import signals
+from ludus.cli.signals import INTERRUPTED, WatchedInterrupts
+from ludus.training.collection import rollout_collector
+from ludus.training.run.checkpoint import list_checkpoints
 from tiny_run import copy_run, ludus
 
 STUCK = """
 import signal, time
 from ludus.cli import interrupts
-from ludus.cli.interrupts import WatchedInterrupts
+from ludus.cli.signals import WatchedInterrupts
 
 interrupts._SAME_PRESS_S = SAME_PRESS_S
 signal.signal(signal.SIGINT, lambda number, frame: None)
@@ -32,7 +32,7 @@ with WatchedInterrupts("The run goes on with: ludus train --resume R"):
 @pytest.fixture
 def stuck(request):
     """A process that no interrupt stops by itself, inside the watch; a parameter is how soon is at once."""
-    same_press_s = getattr(request, "param", interrupts._SAME_PRESS_S)
+    same_press_s = getattr(request, "param", signals._SAME_PRESS_S)
     program = STUCK.replace("= SAME_PRESS_S", f"= {same_press_s}")
     process = subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -83,7 +83,7 @@ def test_an_interrupted_run_says_so_in_its_log(heard, tiny_run, tmp_path, monkey
         await asyncio.sleep(60)
 
     run = copy_run(tiny_run, tmp_path)
-    monkeypatch.setattr(sampling.Sampler, "sample", interrupt)
+    monkeypatch.setattr(rollout_collector.Sampler, "sample", interrupt)
     said = ludus("train", "--resume", run, "--training.steps", "3")
     assert said.code == INTERRUPTED
     step, _ = list_checkpoints(run / "checkpoints")[-1]

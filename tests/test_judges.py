@@ -10,22 +10,22 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from ludus.algorithms import advantages
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
-from ludus.config.model import LoraConfig
+from ludus.config.sections.model import LoraConfig
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Outcome
-from ludus.training.batch import row_of_trajectory
-from ludus.training.credit import assign_credit
-from ludus.training.judges import say, teach, train_judge
-from ludus.training.optimiser import OptimiserSettings
-from ludus.training.outcome_critic import OutcomeCritic, OutcomeCriticSettings
-from ludus.training.process_reward import ProcessReward, ProcessRewardSettings
-from ludus.training.refine import refine
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import open_session, with_adapters
-from ludus.training.start import train
-from ludus.training.state_model import StateSettings
+from ludus.training.batches.rows import row_of_trajectory
+from ludus.training.credit.advantages import assign_credit
+from ludus.training.learner.optimizer import OptimiserSettings
+from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session, with_adapters
+from ludus.training.value_models.base import StateSettings
+from ludus.training.value_models.factory import say, teach, train_judge
+from ludus.training.value_models.outcome_critic import OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
 from small_runs import SMALLEST, Cut, Cutting, config, lasting_files
 from test_baselines import run
 from test_credit import REWARDS, real_group, same, table

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from ludus.algorithms.presets import PRESETS
-from ludus.training.credit import assign_credit, training_rows
-from ludus.training.kept import Kept
-from ludus.training.learner import Known, LearnerSettings
-from ludus.training.refine import refine
-from ludus.training.scoring import Scorer, Scores
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.training.credit.advantages import assign_credit, training_rows
+from ludus.training.learner.learner import Known, LearnerSettings
+from ludus.training.learner.logprob_cache import Kept
+from ludus.training.learner.logprobs import Scorer, Scores
+from ludus.training.rl.advantage_inputs import refine
 from test_credit import group, real_group
 from test_learner import learner, random_rows, tiny_model
 

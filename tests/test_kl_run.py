@@ -10,19 +10,19 @@ import pytest
 import torch
 
 from ludus.algorithms.aggregate import Normaliser
-from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.kl_run import KlState, control_of
+from ludus.algorithms.kl_controller import KlState, control_of
 from ludus.algorithms.objective import objective
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import resolve
+from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.errors import ConfigError, LearnerError
-from ludus.training.checkpoint import list_checkpoints
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import open_session
-from ludus.training.start import train
+from ludus.training.rl.build import train
+from ludus.training.run.checkpoint import list_checkpoints
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 
 HELD = SMALLEST | {

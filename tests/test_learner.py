@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
-from ludus.algorithms.algorithm import Algorithm, PartOptions
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import LearnerError
-from ludus.training.batch import Row, microbatches, row_of_trajectory
-from ludus.training.learner import Known, Learner, LearnerSettings, choose_tokens
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.scoring import Scorer
+from ludus.training.batches.rows import Row, microbatches, row_of_trajectory
+from ludus.training.learner.learner import Known, Learner, LearnerSettings, choose_tokens
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
 from ludus.types import Segment, StopReason, Trajectory
 
 VOCAB = 61

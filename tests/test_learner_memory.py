@@ -13,18 +13,18 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from ludus.algorithms.presets import PRESETS
-from ludus.config.model import LoraConfig
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.config.sections.model import LoraConfig
 from ludus.errors import LearnerError
-from ludus.training import dry_run as dry_runs
-from ludus.training.dry_run import dry_run, dry_run_of, longest_rows
-from ludus.training.learner import LearnerSettings
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.run import locked, new_run
-from ludus.training.scoring import Scorer, own_types
-from ludus.training.session import open_session, with_adapters
-from ludus.training.start import train
-from ludus.training.token_budget import out_of_memory
+from ludus.training.checks import memory_check as dry_runs
+from ludus.training.checks.memory_check import dry_run, dry_run_of, longest_rows
+from ludus.training.learner.learner import LearnerSettings
+from ludus.training.learner.logprobs import Scorer, own_types
+from ludus.training.learner.microbatch_budget import out_of_memory
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import locked, new_run
+from ludus.training.run.session import open_session, with_adapters
 from small_runs import SMALLEST, Silent, config, lasting_files
 from test_forest import families, in_double
 from test_learner import gradients, largest_difference, learner, random_rows, tiny_model
@@ -130,8 +130,8 @@ def test_rows_of_a_dry_run_share_no_prefix():
 
 _MEASURE = """
 import torch
-from ludus.training.dry_run import dry_run
-from ludus.training.learner import LearnerSettings
+from ludus.training.checks.memory_check import dry_run
+from ludus.training.learner.learner import LearnerSettings
 from test_learner import learner, tiny_model
 torch.ones(2**28).sum()  # an older peak of 1 GiB, which is not the dry run's
 one = learner(tiny_model(torch.float32), settings=LearnerSettings(microbatch_tokens=16384))

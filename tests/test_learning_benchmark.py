@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
-from ludus.training.data import read_dialogues
+from ludus.training.datasets.files import read_dialogues
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TASKS = tuple(f"test:{i}" for i in range(200))

@@ -9,8 +9,8 @@ import pytest
 
 from ludus.chat.guides import JSON_STYLE
 from ludus.engines.base import Request
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.rollout.conversation import EngineConversation
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.rollout.chat_session import EngineConversation
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import tool
 from ludus.types import Guide, SamplingParams, StopReason

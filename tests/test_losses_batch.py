@@ -12,11 +12,11 @@ import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import corrections, losses, preference
 from ludus.algorithms.aggregate import Normaliser, aggregate
-from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.combinations import BEHAVIOUR_RATIO, check_corrections
 from ludus.algorithms.objective import objective
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.spec.compatibility import BEHAVIOUR_RATIO, check_corrections
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.errors import ConfigError
 
 quick = settings(max_examples=12, deadline=None, derandomize=True)

@@ -16,8 +16,8 @@ from torch.distributed import TCPStore
 import small_runs
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import LearnerError
-from ludus.training.meeting import LISTEN_S
-from ludus.training.run import RunFolder
+from ludus.training.distributed.rendezvous import LISTEN_S
+from ludus.training.run.run_dir import RunFolder
 
 pytestmark = pytest.mark.fault
 
@@ -66,7 +66,7 @@ def follower(leader: int) -> Path | None:
     """The process that follows, in /proc."""
     for name in Path(f"/proc/{leader}/task/{leader}/children").read_text().split():
         place = Path("/proc") / name
-        if b"ludus.training.follow" in (place / "cmdline").read_bytes():
+        if b"ludus.training.rl.rank_worker" in (place / "cmdline").read_bytes():
             return place
     return None
 

@@ -7,8 +7,8 @@ import torch
 
 from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
-from ludus.training.checkpoint import TrainerState, load_trainer, load_weights, save_checkpoint
-from ludus.training.optimiser import Optimiser, OptimiserSettings
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.run.checkpoint import TrainerState, load_trainer, load_weights, save_checkpoint
 from test_engine_local import byte_tokenizer
 from test_learner import learner, random_rows, tiny_model
 

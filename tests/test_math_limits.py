@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from ludus.rewards import maths
-from ludus.rewards.maths import Expression, is_equal
+from ludus.rewards.math import math_verify
+from ludus.rewards.math.math_verify import Expression, is_equal
 
 ENDLESS = [
     ("10**10**10", "7"),
@@ -21,7 +21,7 @@ ENDLESS = [
 
 @pytest.fixture
 def hasty(monkeypatch):
-    monkeypatch.setattr(maths, "CPU_S", 0.4)
+    monkeypatch.setattr(math_verify, "CPU_S", 0.4)
 
 
 @pytest.mark.parametrize(("answer", "gold"), ENDLESS)
@@ -31,7 +31,7 @@ def test_an_answer_that_cannot_be_worked_out_is_wrong(answer, gold, hasty):
 
 def test_the_answer_after_one_that_felled_the_process_is_judged(monkeypatch):
     with monkeypatch.context() as patch:
-        patch.setattr(maths, "CPU_S", 0.05)
+        patch.setattr(math_verify, "CPU_S", 0.05)
         assert not is_equal(r"10^{10^{10}}", Expression("8"))
     assert is_equal(r"\sqrt{16}/2", Expression("2"))
     assert not is_equal(r"\sqrt{16}/2", Expression("3"))

@@ -17,9 +17,21 @@ from ludus.chat.parse_tags import RETOOL
 from ludus.chat.render import render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.config.load import load_config
-from ludus.config.rollout import EnvConfig, RolloutConfig
-from ludus.envs.math.foreign import GymJudge
-from ludus.envs.math.generate import (
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
+from ludus.envs.difficulty_report import variety
+from ludus.envs.registry import build_world, closing
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError, UserError
+from ludus.recipes import recipe_folder
+from ludus.rewards.base import check_rewards, score, success
+from ludus.rewards.exact_match import Answers
+from ludus.rewards.math.math_verify import Expression
+from ludus.rewards.math.numeric import Quantity
+from ludus.tools.base import ToolError
+from ludus.tools.calculator import calculate, show
+from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
+from ludus.worlds.math.difficulty_report import copied_rate, head_rate, looks, majority_rate
+from ludus.worlds.math.generate import (
     DEFAULT_TOPICS,
     HELD_OUT_KINDS,
     HELD_OUT_LINKS,
@@ -29,24 +41,12 @@ from ludus.envs.math.generate import (
     make_problems,
     split_of_problem,
 )
-from ludus.envs.math.grading import SYSTEM, answer_text, as_task, is_right, solved
-from ludus.envs.math.problems import Work, worked
-from ludus.envs.math.records import load_problems
-from ludus.envs.math.survey import copied_rate, head_rate, looks, majority_rate
-from ludus.envs.math.tools import as_program
-from ludus.envs.math.world import MathSettings, MathWorld, make_math_world
-from ludus.envs.registry import build_world, closing
-from ludus.envs.toolbox import ToolLimits
-from ludus.envs.variety import variety
-from ludus.errors import ConfigError, UserError
-from ludus.recipes import recipe_folder
-from ludus.rewards.answers import Answers
-from ludus.rewards.base import check_rewards, score, success
-from ludus.rewards.maths import Expression
-from ludus.rewards.numbers import Quantity
-from ludus.tools.base import ToolError
-from ludus.tools.calculator import calculate, show
-from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
+from ludus.worlds.math.grader import SYSTEM, answer_text, as_task, is_right, solved
+from ludus.worlds.math.problems import Work, worked
+from ludus.worlds.math.reasoning_gym import GymJudge
+from ludus.worlds.math.records import load_problems
+from ludus.worlds.math.tools import as_program
+from ludus.worlds.math.world import MathSettings, MathWorld, make_math_world
 
 NUM = 400
 

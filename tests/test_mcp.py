@@ -19,8 +19,8 @@ from ludus.envs.tool_env import ToolEnv
 from ludus.envs.tool_world import ToolWorld
 from ludus.envs.toolbox import Toolbox, ToolLimits
 from ludus.errors import ConfigError, ToolFault, UserError, WorldError
-from ludus.tools.mcp import McpServer, McpSettings, mcp_server
-from ludus.tools.mcp_messages import Screen
+from ludus.tools.mcp.client import McpServer, McpSettings, mcp_server
+from ludus.tools.mcp.messages import Screen
 from ludus.types import Action, Message, ToolCall, ToolStatus
 from waiting import free_port, until
 
@@ -339,7 +339,7 @@ def test_without_the_package_the_error_names_the_extra():
     code = (
         "import sys; sys.modules['mcp'] = None; import importlib.util as u\n"
         "u.find_spec = lambda name: None\n"
-        "from ludus.tools.mcp import mcp_server\n"
+        "from ludus.tools.mcp.client import mcp_server\n"
         "from ludus.errors import UserError\n"
         "try: mcp_server(command='x')\n"
         "except UserError as error: print(error)\n"
@@ -370,7 +370,7 @@ def test_closing_ends_the_server_and_what_it_started():
 
 LEAVES = f"""
 import asyncio
-from ludus.tools.mcp import mcp_server
+from ludus.tools.mcp.client import mcp_server
 server = mcp_server(command={sys.executable!r}, args={SMALL!r})
 tool = next(tool for tool in server.tools if tool.name == "pid")
 print(asyncio.run(tool.function()))

@@ -13,15 +13,15 @@ from torch import distributed
 
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
-from ludus.training import meeting
-from ludus.training.crew import Crew
-from ludus.training.meeting import Meeting
+from ludus.training.distributed import rendezvous
+from ludus.training.distributed.launcher import Crew
+from ludus.training.distributed.rendezvous import Meeting
 
 CPU = torch.device("cpu")
 
 
 def test_whoever_gives_no_sign_of_life_and_left_no_words_is_silent(monkeypatch):
-    monkeypatch.setattr(meeting, "LISTEN_S", 1.5)
+    monkeypatch.setattr(rendezvous, "LISTEN_S", 1.5)
     leader = Meeting.called(1, 5.0)
     leader.form_group(CPU)
     distributed.destroy_process_group()
@@ -71,8 +71,8 @@ _MEETS = """
 import subprocess, sys, torch
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError
-from ludus.training.crew import Crew, meet
-from ludus.training.meeting import Meeting
+from ludus.training.distributed.launcher import Crew, meet
+from ludus.training.distributed.rendezvous import Meeting
 meeting, crew = Meeting.called(2, 20.0), Crew(TemporaryFolder("ludus-ranks-"))
 with (crew.folder.path / "said-1").open("wb") as said:
     command = [sys.executable, "-c", sys.argv[1], str(meeting.port), str(crew.folder.path)]
@@ -87,8 +87,8 @@ crew.close()
 _FOLLOWER = """
 import os, sys, torch
 from pathlib import Path
-from ludus.training.crew import here
-from ludus.training.meeting import Meeting
+from ludus.training.distributed.launcher import here
+from ludus.training.distributed.rendezvous import Meeting
 port, folder = sys.argv[1:]
 Path(folder, here(1)).touch()
 Meeting.joined(int(port), 1, 2, 60.0).form_group(torch.device("cpu"))
@@ -109,8 +109,8 @@ def test_a_process_that_ends_when_all_have_met_is_named_with_its_words():
 
 _LEADER = """
 import time, torch
-from ludus.training.crew import Crew
-from ludus.training.meeting import Meeting
+from ludus.training.distributed.launcher import Crew
+from ludus.training.distributed.rendezvous import Meeting
 meeting, crew = Meeting.called(3, 600.0), Crew()
 crew.start(meeting, torch.device("cpu"))
 crew.gather(60.0)

@@ -23,13 +23,13 @@ from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.evaluate import Conditions, load_evaluation
 from ludus.rewards.base import Reward, score, success
-from ludus.rollout.conversation import EngineConversation
+from ludus.rollout.build import Play, engine_scheduler
+from ludus.rollout.chat_session import EngineConversation
 from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.setup import Play, engine_scheduler
-from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.tasks.mixture import MixtureOrder, Pool, Shares
-from ludus.training.combine import check_reward_settings, combiner_of
+from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of
 from ludus.types import Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
 from tiny_run import RECIPE, WORLD, copy_run, ludus, refused

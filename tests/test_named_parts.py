@@ -6,20 +6,20 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.config import load_config
-from ludus.config.rewards import PARTS
+from ludus.config.sections.rewards import PARTS
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, WorldError
-from ludus.rewards.answers import Answers
-from ludus.rewards.named import NAMED, Named, named_part
+from ludus.rewards.exact_match import Answers
+from ludus.rewards.registry import NAMED, Named, named_part
 from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.reward_executor import ProcessScoring
 from ludus.rollout.scheduler import Episode, FailureBudget
-from ludus.rollout.scoring import ProcessScoring
-from ludus.training.combine import check_reward_settings, combiner_of, with_added
-from ludus.training.credit import settle
-from ludus.training.sampling import Sampler
-from ludus.training.session import Session
+from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of, with_added
+from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.credit.advantages import settle
+from ludus.training.run.session import Session
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tiny_run import ludus, refused
 

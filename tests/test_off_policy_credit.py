@@ -7,15 +7,15 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import algorithm_of, resolve
-from ludus.config.algorithm import AlgorithmConfig
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import algorithm_of, resolve
 from ludus.config.load import load_config
+from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError
-from ludus.training.credit import assign_credit, training_rows
-from ludus.training.judges import train_judge
-from ludus.training.old_logprobs import check_old_logprobs
-from ludus.training.refine import refine
+from ludus.training.credit.advantages import assign_credit, training_rows
+from ludus.training.learner.old_logprobs import check_old_logprobs
+from ludus.training.rl.advantage_inputs import refine
+from ludus.training.value_models.factory import train_judge
 from test_credit import real_group
 from test_critic import critic
 

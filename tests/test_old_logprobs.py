@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ludus.algorithms.resolve import resolve
+from ludus.algorithms.spec.resolve import resolve
 from ludus.errors import ConfigError, SyncError
-from ludus.training.learner import Known, LearnerSettings
-from ludus.training.old_logprobs import OLD_FROM_ENGINE, check_old_logprobs
-from ludus.training.refine import check_parity
+from ludus.training.learner.learner import Known, LearnerSettings
+from ludus.training.learner.old_logprobs import OLD_FROM_ENGINE, check_old_logprobs
+from ludus.training.rl.advantage_inputs import check_parity
 from small_runs import config
 from test_learner import gradients, largest_difference, learner, random_rows, tiny_model
 

@@ -12,23 +12,23 @@ import pytest
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from ludus.algorithms.presets import PRESETS
-from ludus.config.training import TrainingConfig
-from ludus.envs.search.facts import load_facts
-from ludus.envs.search.questions import all_questions
-from ludus.envs.search.world import SearchWorld
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.config.sections.training import TrainingConfig
 from ludus.envs.tool_env import ToolEnv
-from ludus.rewards.answers import Answers, exact_match, normalise
 from ludus.rewards.base import Reward
+from ludus.rewards.exact_match import Answers, exact_match, normalise
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
 from ludus.tools.search import PassageIndex, search_tool
-from ludus.training.batch import row_of_trajectory
-from ludus.training.credit import assign_credit
-from ludus.training.learner import Known, Learner, LearnerSettings
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.scoring import Scorer, own_types
+from ludus.training.batches.rows import row_of_trajectory
+from ludus.training.credit.advantages import assign_credit
+from ludus.training.learner.learner import Known, Learner, LearnerSettings
+from ludus.training.learner.logprobs import Scorer, own_types
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
 from ludus.types import Message, Segment, StopReason, Task, Trajectory
+from ludus.worlds.search.facts import load_facts
+from ludus.worlds.search.questions import all_questions
+from ludus.worlds.search.world import SearchWorld
 from worlds import call as call_text
 from worlds import end_token, play, renderer, scripted, tokenizer
 

@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from ludus.envs.math.grading import solved
-from ludus.envs.math.records import load_problems
 from ludus.errors import UserError
-from ludus.rewards.answers import Answers
-from ludus.rewards.choices import Choice
-from ludus.rewards.named import named_part
-from ludus.rewards.numbers import Quantity
-from ludus.rewards.records import TYPES, by_record, is_right, read_truth
-from ludus.rewards.structures import Schema, State, Value
+from ludus.rewards.exact_match import Answers
+from ludus.rewards.json_match import Schema, State, Value
+from ludus.rewards.math.numeric import Quantity
+from ludus.rewards.multiple_choice import Choice
+from ludus.rewards.registry import named_part
+from ludus.rewards.truth_records import TYPES, by_record, is_right, read_truth
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
+from ludus.worlds.math.grader import solved
+from ludus.worlds.math.records import load_problems
 from tiny_run import ludus
 
 SCHEMA = {"type": "object", "required": ["a"], "properties": {"a": {"type": "integer"}}}

@@ -9,17 +9,17 @@ from pathlib import Path
 
 import pytest
 
-from ludus.algorithms.resolve import algorithm_of
+from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import Request
-from ludus.engines.local import LocalEngine
+from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import ConfigError
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.manifest import write_manifest
-from ludus.training.sampling import check_partial
-from ludus.training.staleness import staleness_doubts
-from ludus.training.unread import unread_settings
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.training.checks.unused_settings import unread_settings
+from ludus.training.collection.rollout_collector import check_partial
+from ludus.training.collection.staleness import staleness_doubts
+from ludus.training.run.manifest import write_manifest
 from ludus.types import SamplingParams
 from small_runs import lasting_files
 from test_engine_features import build, with_engine

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from ludus.cli.pipeline import stage_config
+from ludus.cli.training.pipeline import stage_config
 from ludus.config import load_config
 from ludus.config.pipeline import load_pipeline
 from ludus.errors import LearnerError
-from ludus.rollout.store import read_rollouts, rollouts_path, write_rollouts
-from ludus.training import preference
-from ludus.training.run import RunFolder, kind_of
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.training.preference import train
+from ludus.training.run.run_dir import RunFolder, kind_of
 from small_runs import lasting_files
 from test_store import RECORD
 from tiny_run import ludus, make_recipe, refused
@@ -57,7 +57,7 @@ def test_a_pipeline_that_breaks_goes_on_where_it_stopped_and_then_is_complete(tm
     file, folder = pipeline(tmp_path), tmp_path / "run"
     command = ("pipeline", file, "--folder", folder, *WORDS)
     steps = []
-    plain = preference.preference_step
+    plain = train.preference_step
 
     def breaks_at_the_second(*given):
         steps.append(given)
@@ -65,7 +65,7 @@ def test_a_pipeline_that_breaks_goes_on_where_it_stopped_and_then_is_complete(tm
             raise LearnerError("The loss is inf.")
         return plain(*given)
 
-    monkeypatch.setattr(preference, "preference_step", breaks_at_the_second)
+    monkeypatch.setattr(train, "preference_step", breaks_at_the_second)
     said = ludus(*command)
     assert said.code == 5
     assert f"ludus pipeline {file} --folder {folder} --evaluation.temperatures '[0.0]'" in said.err

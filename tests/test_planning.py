@@ -23,9 +23,9 @@ from ludus.planning.devices import Overlap, Pool, SimEngine, SimLearner
 from ludus.planning.estimate import estimate, model_seconds, running_of, slowest_of
 from ludus.planning.fit import Calls, fit, measured, tool_cost
 from ludus.planning.simulate import simulate
-from ludus.rollout import stream
-from ludus.rollout.in_flight import Flow, InFlight, Load, Passes, PassLine
-from ludus.training.run import RunFolder
+from ludus.rollout.streaming import group_queue
+from ludus.rollout.streaming.concurrency_control import Flow, InFlight, Load, Passes, PassLine
+from ludus.training.run.run_dir import RunFolder
 from tiny_run import ludus, refused
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -136,7 +136,7 @@ def test_a_simulated_engine_of_the_learner_s_process_rests_and_one_elsewhere_doe
 
     def both(costs):
         with monkeypatch.context() as patch:
-            patch.setattr(stream, "REST", 0.0)
+            patch.setattr(group_queue, "REST", 0.0)
             never = simulate(costs, setup)
         return never, simulate(costs, setup)
 

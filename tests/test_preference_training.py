@@ -15,14 +15,15 @@ from transformers import AutoModelForCausalLM
 
 from ludus.algorithms import preference as losses
 from ludus.config import load_config
-from ludus.config.stages import SMOOTHED, PreferenceConfig, PreferenceLoss
+from ludus.config.sections.stages import SMOOTHED, PreferenceConfig, PreferenceLoss
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
-from ludus.rollout.store import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
-from ludus.training.laps import batch_of_step, num_steps
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.pairs import (
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
+from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.preference.pairs import (
     NO_ARM,
     Arm,
     Pair,
@@ -32,9 +33,8 @@ from ludus.training.pairs import (
     with_others,
     with_reference,
 )
-from ludus.training.preference import LOSSES, PairTensors, RunningMean, preference_step
-from ludus.training.scoring import Scorer
-from ludus.training.session import open_session
+from ludus.training.preference.train import LOSSES, PairTensors, RunningMean, preference_step
+from ludus.training.run.session import open_session
 from ludus.types import Failure, Segment, StopReason, Trajectory
 from small_runs import lasting_files
 from tiny_run import cold_start, ludus, make_recipe, refused, with_unlike_rewards

@@ -22,13 +22,13 @@ import algorithms_oracle_losses as slow_losses
 from ludus.algorithms import losses
 from ludus.algorithms.advantages import ADVANTAGES, RoleBaselines
 from ludus.algorithms.aggregate import Normaliser
-from ludus.algorithms.algorithm import TOKEN_ADVANTAGES, Algorithm
 from ludus.algorithms.batch import Outcomes, TokenBatch
 from ludus.algorithms.kl import KLS, penalised_rewards
 from ludus.algorithms.objective import objective
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import resolve
-from ludus.config.algorithm import AlgorithmConfig
+from ludus.algorithms.spec.algorithm import TOKEN_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import resolve
+from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError
 
 EXACT, MISSED = 1e-10, 1e-6

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn.functional import linear as plain
 
-from ludus.engines import products
+from ludus.engines.embedded import onednn_linear
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.ops.mkldnn, "_linear_pointwise"), reason="torch was built without oneDNN"
@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture(autouse=True)
 def anywhere(monkeypatch):
     """As on a machine where it is used."""
-    monkeypatch.setattr(products, "is_faster", lambda: True)
+    monkeypatch.setattr(onednn_linear, "is_faster", lambda: True)
 
 
 def gradients(multiply, inputs):
@@ -33,7 +33,7 @@ def test_products_and_gradients_are_those_of_torch(shape, with_bias):
     torch.manual_seed(0)
     inputs = [torch.randn(*shape, 48), torch.randn(40, 48), *([torch.randn(40)] if with_bias else [])]
     exact = gradients(plain, [x.double() for x in inputs])
-    found = gradients(products.linear, inputs)
+    found = gradients(onednn_linear.linear, inputs)
     assert found[0].shape == exact[0].shape
     for own, theirs in zip(found, exact, strict=True):
         torch.testing.assert_close(own.double(), theirs, rtol=1e-5, atol=2e-4)
@@ -41,57 +41,59 @@ def test_products_and_gradients_are_those_of_torch(shape, with_bias):
 
 def test_nothing_is_lost_where_only_some_need_a_gradient():
     rows, weight = torch.randn(64, 8), torch.randn(5, 8, requires_grad=True)
-    products.linear(rows, weight).sum().backward()
+    onednn_linear.linear(rows, weight).sum().backward()
     torch.testing.assert_close(weight.grad, rows.sum(0).expand(5, 8))
     rows, weight = torch.randn(64, 8, requires_grad=True), torch.randn(5, 8)
-    products.linear(rows, weight).sum().backward()
+    onednn_linear.linear(rows, weight).sum().backward()
     torch.testing.assert_close(rows.grad, weight.sum(0).expand(64, 8))
-    assert not products.linear(rows.detach(), weight).requires_grad
+    assert not onednn_linear.linear(rows.detach(), weight).requires_grad
 
 
 def test_products_without_gradient_take_transposed_matrices():
     left, right = torch.randn(300, 24), torch.randn(24, 72)
-    torch.testing.assert_close(products.product(left, right), left @ right, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(onednn_linear.product(left, right), left @ right, rtol=1e-4, atol=1e-4)
     torch.testing.assert_close(
-        products.product(left, right.t().contiguous().t()), left @ right, rtol=1e-4, atol=1e-4
+        onednn_linear.product(left, right.t().contiguous().t()), left @ right, rtol=1e-4, atol=1e-4
     )
     other = torch.randn(300, 56)
-    torch.testing.assert_close(products.outer_sum(left, other), left.t() @ other, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(onednn_linear.outer_sum(left, other), left.t() @ other, rtol=1e-4, atol=1e-4)
 
 
 def test_a_row_gives_the_same_bits_whatever_stands_beside_it():
     rows, weight = torch.randn(600, 96), torch.randn(80, 96)
-    whole = products.linear(rows, weight)
+    whole = onednn_linear.linear(rows, weight)
     for start, count in ((0, 16), (7, 17), (100, 48), (3, 256), (250, 300), (599 - 33, 33)):
-        part = products.linear(rows[start : start + count], weight)
+        part = onednn_linear.linear(rows[start : start + count], weight)
         assert torch.equal(part, whole[start : start + count])
 
 
 def test_other_formats_and_a_switched_off_onednn_are_torch_s_own():
     rows, weight = torch.randn(64, 32), torch.randn(24, 32)
-    assert not torch.equal(products.linear(rows, weight), torch.zeros(64, 24))
+    assert not torch.equal(onednn_linear.linear(rows, weight), torch.zeros(64, 24))
     with torch.backends.mkldnn.flags(enabled=False):
-        assert torch.equal(products.linear(rows, weight), plain(rows, weight))
-    assert torch.equal(products.linear(rows.double(), weight.double()), plain(rows.double(), weight.double()))
-    assert products.by_onednn(weight)
-    assert not products.by_onednn(weight.double())
-    assert not products.by_onednn(weight.bfloat16())
+        assert torch.equal(onednn_linear.linear(rows, weight), plain(rows, weight))
+    assert torch.equal(
+        onednn_linear.linear(rows.double(), weight.double()), plain(rows.double(), weight.double())
+    )
+    assert onednn_linear.by_onednn(weight)
+    assert not onednn_linear.by_onednn(weight.double())
+    assert not onednn_linear.by_onednn(weight.bfloat16())
 
 
 def test_layers_of_a_model_multiply_by_it_and_stay_what_they_are():
     model = nn.Sequential(nn.Linear(32, 48), nn.ReLU(), nn.Linear(48, 8, bias=False))
     rows, names = torch.randn(40, 32), list(model.state_dict())
     before = model(rows)
-    changed = products.use_onednn(model)
-    assert products.use_onednn(model) == []
-    assert [type(m) for m in model] == [products.OneDnnLinear, nn.ReLU, products.OneDnnLinear]
+    changed = onednn_linear.use_onednn(model)
+    assert onednn_linear.use_onednn(model) == []
+    assert [type(m) for m in model] == [onednn_linear.OneDnnLinear, nn.ReLU, onednn_linear.OneDnnLinear]
     assert list(model.state_dict()) == names
     torch.testing.assert_close(model(rows), before, rtol=1e-5, atol=1e-5)
     twin = copy.deepcopy(model)
     with torch.no_grad():
         model[0].weight.zero_()
     torch.testing.assert_close(twin(rows), before, rtol=1e-5, atol=1e-5)
-    products.as_before(changed)
+    onednn_linear.as_before(changed)
     assert [type(m) for m in model] == [nn.Linear, nn.ReLU, nn.Linear]
 
 
@@ -103,8 +105,8 @@ def resident_mib():
 def test_memory_does_not_grow_with_the_numbers_of_rows_that_were_seen():
     weight, rows = torch.randn(768, 256), torch.randn(2000, 256)
     for count in range(16, 272, 16):
-        products.linear(rows[:count], weight)
+        onednn_linear.linear(rows[:count], weight)
     before = resident_mib()
     for count in range(300, 1000):
-        products.linear(rows[:count], weight)
+        onednn_linear.linear(rows[:count], weight)
     assert resident_mib() - before < 60  # a product for each number takes hundreds

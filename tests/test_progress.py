@@ -10,17 +10,17 @@ from dataclasses import replace
 from rich.console import Console
 from rich.progress import Progress, TextColumn
 
-from ludus.cli.console import ProgressReporter
-from ludus.cli.terminal import PIPE_COLUMNS, bars
-from ludus.cli.words import mean_timings, time_words
+from ludus.cli.ui.explanations import mean_timings, time_words
+from ludus.cli.ui.progress import ProgressReporter
+from ludus.cli.ui.terminal import PIPE_COLUMNS, bars
 from ludus.config import load_config
 from ludus.diagnostics.timings import StepTimings, episode_shares, scoring_hint
 from ludus.diagnostics.trackers import MetricsRow
 from ludus.engines.base import EngineStats, Request
-from ludus.engines.local import LocalEngine
+from ludus.engines.embedded.engine import LocalEngine
 from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.reward_executor import places
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.scoring import places
 from ludus.types import SamplingParams, StopReason, Task, Timings, Trajectory
 from test_engine_batching import SMALL, build
 

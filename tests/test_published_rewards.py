@@ -6,28 +6,28 @@ import json
 
 import pytest
 
-from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
+from ludus.config.sections.rewards import RewardsConfig
 from ludus.diagnostics.trackers import read_metrics
-from ludus.envs.search.world import SearchSettings, SearchWorld
 from ludus.errors import ConfigError
-from ludus.rewards.answers import Answers
 from ludus.rewards.base import Reward, check_rewards, score
 from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
-from ludus.rewards.named import added_parts, parts_that_train
-from ludus.rewards.numbers import Quantity
-from ludus.rewards.presets import PUBLISHED, training_parts
-from ludus.rewards.published import (
+from ludus.rewards.exact_match import Answers
+from ludus.rewards.math.numeric import Quantity
+from ludus.rewards.paper_rewards import (
     ExpectedCall,
     ExpectedCalls,
     match_calls,
     tool_correctness,
 )
+from ludus.rewards.presets import PUBLISHED, training_parts
+from ludus.rewards.registry import added_parts, parts_that_train
 from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.combine import Combiner, plan_parts
+from ludus.training.collection.reward_mixing import Combiner, plan_parts
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
+from ludus.worlds.search.world import SearchSettings, SearchWorld
 from tables import composite_pairs
 from tiny_run import ludus, make_recipe, refused
 

@@ -2,13 +2,13 @@
 
 import pytest
 
-from ludus.config.rollout import EnvConfig
 from ludus.config.schema import Config
-from ludus.envs.math.grading import solved
+from ludus.config.sections.rollout import EnvConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
-from ludus.evaluation.check import CheckPlan, check_world
+from ludus.evaluation.env_audit import CheckPlan, check_world
 from ludus.types import Message, StopReason, Trajectory
+from ludus.worlds.math.grader import solved
 
 pytestmark = pytest.mark.foreign
 SOUND = ("basic_arithmetic", "chain_sum", "gcd", "lcm", "prime_factorization", "simple_equations")

@@ -8,12 +8,12 @@ import pytest
 import torch
 from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHeadModel
 
-from ludus.algorithms.presets import PRESETS
-from ludus.training.critic import Critic
-from ludus.training.learner import LearnerSettings
-from ludus.training.optimiser import OptimiserSettings
-from ludus.training.scoring import Scorer
-from ludus.training.start import AdapterOff
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.training.learner.learner import LearnerSettings
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import OptimiserSettings
+from ludus.training.rl.build import AdapterOff
+from ludus.training.value_models.critic import Critic
 from test_forest import SHAPE
 from test_learner import VOCAB, gradients, largest_difference, learner, random_rows, tiny_model
 

@@ -12,12 +12,12 @@ import algorithms_oracle as oracle
 import algorithms_oracle_losses as slow
 from ludus.algorithms import advantages, aggregate, corrections, kl, losses
 from ludus.algorithms.aggregate import Normaliser
-from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.objective import objective
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import resolve
-from ludus.config.algorithm import AlgorithmConfig
+from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import resolve
+from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.errors import ConfigError
 
 quick = settings(max_examples=15, deadline=None, derandomize=True)

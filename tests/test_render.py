@@ -29,16 +29,16 @@ from ludus.chat.parse_tags import RETOOL
 from ludus.chat.render import _MARK, TemplateRenderer, render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.chat.tokenizer import chat_template, train_tokenizer
-from ludus.config.rollout import EnvConfig
+from ludus.config.sections.rollout import EnvConfig
 from ludus.engines.scripted import ScriptedEngine
-from ludus.envs.search.world import SearchWorld
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, UserError
-from ludus.rollout.conversation import EngineConversation
+from ludus.rollout.chat_session import EngineConversation
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.tools.base import tool
-from ludus.training.session import make_renderer
+from ludus.training.run.session import make_renderer
 from ludus.types import Completion, Message, SamplingParams, StopReason, Task
+from ludus.worlds.search.world import SearchWorld
 
 OWN = byte_level()
 RENDERER = TemplateRenderer(OWN)

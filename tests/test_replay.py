@@ -6,16 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import algorithm_of
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.config.load import load_config
-from ludus.config.staleness import ReplayConfig, StalenessConfig
+from ludus.config.sections.staleness import ReplayConfig, StalenessConfig
 from ludus.errors import ConfigError, StorageError
 from ludus.rollout.ledger import Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode
-from ludus.training.credit import Credit
-from ludus.training.replay import ReplayBuffer, check_replay
-from ludus.training.staleness import age_metrics, staleness_metrics
+from ludus.training.collection.replay_buffer import ReplayBuffer, check_replay
+from ludus.training.collection.staleness import age_metrics, staleness_metrics
+from ludus.training.credit.advantages import Credit
 from ludus.types import Segment, StopReason, Task, Trajectory
 
 ALGORITHM = algorithm_of(load_config("search", ["--training.mode", "async"]))

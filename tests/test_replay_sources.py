@@ -12,10 +12,10 @@ from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rollout.ledger import Outcome
-from ludus.rollout.store import read_rollouts, rollouts_path, write_rollouts
-from ludus.training.modes import Player
-from ludus.training.replay import TO_REPLAY, check_replay
-from ludus.training.replay_sources import refuse_far
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.training.collection.replay_buffer import TO_REPLAY, check_replay
+from ludus.training.rl.async_trainer import Player
+from ludus.training.rl.replay_sources import refuse_far
 from test_async_run import BOUND, records, run, words
 from test_replay import ALGORITHM, buffer, counts, draw, group
 from tiny_run import refused

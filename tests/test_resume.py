@@ -14,11 +14,11 @@ from ludus.config import load_config
 from ludus.config.toml import to_toml
 from ludus.errors import EngineError, UserError
 from ludus.evaluation.evaluate import load_evaluation
-from ludus.training import sampling
-from ludus.training.origins import check_origins, origins_of
+from ludus.training.checks.reference_digests import check_origins, origins_of
+from ludus.training.collection import rollout_collector
 from ludus.training.resume import check_resume, place_of
-from ludus.training.run import RunFolder
-from ludus.training.session import open_session
+from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.session import open_session
 from small_runs import lasting_files
 from tiny_run import WORLD, cold_start, copy_run, ludus, make_recipe, refused
 
@@ -82,7 +82,7 @@ def test_a_refused_resume_changes_nothing(tiny_run, tmp_path, words):
 
 
 def test_a_resume_says_where_it_begins(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr(sampling.Sampler, "sample", interrupted)
+    monkeypatch.setattr(rollout_collector.Sampler, "sample", interrupted)
     run = copy_run(tiny_run, tmp_path)
     shelf = run / "checkpoints"
     more = ("train", "--resume", run, "--training.steps", "3")
@@ -188,7 +188,7 @@ def test_what_ends_a_run_inside_names_the_command_that_resumes_it(
 
     run = copy_run(tiny_run, tmp_path)
     with monkeypatch.context() as patch:
-        patch.setattr(sampling.Sampler, "sample", end)
+        patch.setattr(rollout_collector.Sampler, "sample", end)
         said = ludus("train", "--resume", run, "--training.steps", "3")
     assert said.code == code
     assert "Traceback" not in said.err

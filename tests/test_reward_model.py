@@ -16,15 +16,14 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
+from ludus.rollout.build import Play, engine_scheduler
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Job
-from ludus.rollout.setup import Play, engine_scheduler
-from ludus.rollout.store import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
-from ludus.training.head_model import HeadModel
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.play_on import play_on
-from ludus.training.reward_data import Example, Judged, examples_of_rollouts, hold_out, load_examples
-from ludus.training.reward_model import (
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.reward_model.data import Example, Judged, examples_of_rollouts, hold_out, load_examples
+from ludus.training.reward_model.mc_rollouts import play_on
+from ludus.training.reward_model.train import (
     RewardModel,
     auc,
     load_reward_model,
@@ -33,7 +32,8 @@ from ludus.training.reward_model import (
     parts,
     reward_step,
 )
-from ludus.training.session import make_engine, open_session
+from ludus.training.run.session import make_engine, open_session
+from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Segment, StopReason, Trajectory
 from small_runs import lasting_files, words
 from test_learner import tiny_model

@@ -18,10 +18,10 @@ from torch import Tensor
 import algorithms_oracle as oracle
 import algorithms_oracle_advantages as slow
 from ludus.algorithms.advantages import ADVANTAGES, grpo
-from ludus.algorithms.algorithm import Algorithm, PartOptions
 from ludus.algorithms.filters import variance_top, zero_variance
-from ludus.algorithms.presets import PRESETS
-from ludus.training.credit import assign_credit
+from ludus.algorithms.spec.algorithm import Algorithm, PartOptions
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.training.credit.advantages import assign_credit
 from test_credit import group, table
 from test_presets_exact import CASE, WON, Case, real_gradient, real_outcomes
 

@@ -8,22 +8,22 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.config import load_config
-from ludus.config.rewards import RewardsConfig
 from ludus.config.schema import Config
+from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
-from ludus.rollout.store import read_rollouts, rollouts_path, write_rollouts
-from ludus.training.combine import (
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.training.collection.reward_mixing import (
     Combiner,
     check_reward_settings,
     parts_of,
     plan_parts,
     reads_turns,
 )
-from ludus.training.credit import assign_credit
-from ludus.training.reward_terms import calibrate, events_of
+from ludus.training.credit.advantages import assign_credit
+from ludus.training.credit.turn_rewards import calibrate, events_of
 from ludus.types import Segment, ToolOutcome, ToolStatus
 from test_combine import WORLD, combiner, episode, rewards_of
 from tiny_run import copy_run, ludus, make_recipe, refused

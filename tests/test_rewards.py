@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ludus.errors import ConfigError
-from ludus.rewards.answers import Answers, exact_match, f1, matches, normalise, token_f1, well_formed
 from ludus.rewards.base import Reward, check_rewards, score, success
-from ludus.rewards.published import accuracy, calls_of_the_wrong, wrong_and_ill_formed
+from ludus.rewards.exact_match import Answers, exact_match, f1, matches, normalise, token_f1, well_formed
+from ludus.rewards.paper_rewards import accuracy, calls_of_the_wrong, wrong_and_ill_formed
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tables.answer_pairs import ACCEPTED, REJECTED
 

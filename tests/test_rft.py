@@ -13,10 +13,10 @@ from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.store import read_rollouts, rollouts_path
 from ludus.training.rft import judge
-from ludus.training.session import open_session
+from ludus.training.run.session import open_session
 from ludus.types import Failure, Message, Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files
 from tiny_run import ludus, make_recipe, refused

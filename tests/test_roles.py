@@ -11,27 +11,27 @@ import torch
 
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages import RoleBaselines
-from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.presets import PRESETS
+from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.spec.presets import PRESETS
 from ludus.cli.main import main
-from ludus.config.algorithm import AlgorithmConfig
 from ludus.config.schema import Config
-from ludus.config.staleness import ReplayConfig
+from ludus.config.sections.algorithm import AlgorithmConfig
+from ludus.config.sections.staleness import ReplayConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
 from ludus.rollout.ledger import Ledger
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.checkpoint import checkpoint_path
-from ludus.training.credit import assign_credit
-from ludus.training.memory import Memory
-from ludus.training.replay import ReplayBuffer
-from ludus.training.roles import check_roles
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.sampling import Sampler
-from ludus.training.selection import as_one_batch, with_role_baselines
-from ludus.training.session import open_session
-from ludus.training.start import train
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.group_filters import as_one_batch, with_role_baselines
+from ludus.training.collection.replay_buffer import ReplayBuffer
+from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.credit.advantages import assign_credit
+from ludus.training.credit.self_play_roles import check_roles
+from ludus.training.rl.build import train
+from ludus.training.run.checkpoint import checkpoint_path
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_baselines import run
 from test_credit import group, same, table

@@ -19,22 +19,22 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ludus.cluster.crowd import Crowd
-from ludus.cluster.messages import PlayJob
+from ludus.cluster.protocol import PlayJob
+from ludus.cluster.supervisor import Crowd
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import WeightCheck
-from ludus.engines.loading import load_model, load_tokenizer
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.engines.rolling import Pin, Placement, Rolling
-from ludus.engines.server import ServerEngine
-from ludus.engines.transport import Replica, ServerSettings
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.models.loading import load_model, load_tokenizer
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.http_client import Replica, ServerSettings
+from ludus.engines.remote.rolling_update import Pin, Placement, Rolling
 from ludus.errors import EngineError, SyncError
-from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Episode, episode_name
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.rollout.stream import Stream
-from ludus.training.modes import follow
+from ludus.rollout.streaming.group_queue import Stream
+from ludus.rollout.streaming.staleness_control import Admission, Pace
+from ludus.training.rl.async_trainer import follow
 from ludus.types import Segment, StopReason, Trajectory
 from test_admission import TASK, FakeLoop, World
 from test_cluster import JOB, QUICK, FakeLauncher, ask, plan, views
@@ -526,9 +526,8 @@ def embedded(path, count: int):
     import uvicorn
 
     from ludus.gateway.app import make_app
-    from ludus.gateway.listening import listening
-    from ludus.gateway.service import Service
-    from ludus.gateway.serving import served_model
+    from ludus.gateway.limits import listening
+    from ludus.gateway.service import Service, served_model
 
     made, servers = [], []
     for _ in range(count):

@@ -10,11 +10,11 @@ import pytest
 import torch
 from transformers import MixtralConfig, MixtralForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.errors import UserError
-from ludus.training.learner import Known, LearnerSettings
-from ludus.training.routing import Routing, recording
-from ludus.training.scoring import Scorer
+from ludus.training.learner.learner import Known, LearnerSettings
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.moe_routing_replay import Routing, recording
 from test_engine_local import play, prompts
 from test_forest import in_double
 from test_learner import VOCAB, gradients, largest_difference, learner, random_rows, tiny_model

@@ -14,17 +14,17 @@ from transformers import AutoModelForCausalLM
 from ludus.cli.main import main
 from ludus.config import load_config
 from ludus.diagnostics.trackers import read_metrics
-from ludus.engines.core import EngineCore
-from ludus.engines.loading import load_model
+from ludus.engines.embedded.scheduler import EngineCore
+from ludus.engines.models.loading import load_model
 from ludus.evaluation.evaluate import load_evaluation
+from ludus.rollout.build import Play, engine_scheduler
 from ludus.rollout.ledger import Ledger, RolloutKey
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
 from ludus.rollout.scheduler import Job
-from ludus.rollout.setup import Play, engine_scheduler
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.checkpoint import checkpoint_path
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.session import make_engine, model_path, open_session
-from ludus.training.start import doubts, train
+from ludus.training.rl.build import doubts, train
+from ludus.training.run.checkpoint import checkpoint_path
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import make_engine, model_path, open_session
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files, words
 
 

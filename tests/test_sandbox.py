@@ -19,21 +19,14 @@ import pytest
 
 from battery_run import a_folder, descendants
 from ludus.errors import UserError, WorldError
-from ludus.sandbox import (
-    Change,
-    Limits,
-    NamespaceSettings,
-    NamespacesSandbox,
-    Snapshot,
-    guard_session,
-    namespaces,
-)
-from ludus.sandbox.cell import Wire
+from ludus.sandbox import Change, Limits, NamespaceSettings, NamespacesSandbox, Snapshot
 from ludus.sandbox.guest.light import as_json
 from ludus.sandbox.guest.output import Kept
 from ludus.sandbox.guest.wire import pack_answer, pack_order, sizes_of, take_apart
-from ludus.sandbox.namespaces import find_python, make_plan
-from ludus.sandbox.seccomp import system_call_filter
+from ludus.sandbox.local import guard_session, namespaces
+from ludus.sandbox.local.cell import Wire
+from ludus.sandbox.local.namespaces import find_python, make_plan
+from ludus.sandbox.local.seccomp import system_call_filter
 from waiting import until
 
 BOX = NamespacesSandbox

@@ -19,19 +19,12 @@ from battery_run import descendants
 from container_engine import put_engine
 from ludus.errors import UserError, WorldError
 from ludus.gateway.limits import HttpLimits, http_server
-from ludus.sandbox import (
-    BACKENDS,
-    Limits,
-    NamespacesSandbox,
-    SandboxSettings,
-    Snapshot,
-    container,
-    open_sandbox,
-)
-from ludus.sandbox.container import ContainerSandbox, ContainerSettings
-from ludus.sandbox.process import ProcessSandbox
-from ludus.sandbox.remote import RemoteSandbox, RemoteSettings
-from ludus.sandbox.server import LARGEST_BODY, ServerSettings, make_app, refusal
+from ludus.sandbox import BACKENDS, Limits, NamespacesSandbox, SandboxSettings, Snapshot, open_sandbox
+from ludus.sandbox.local import container
+from ludus.sandbox.local.container import ContainerSandbox, ContainerSettings
+from ludus.sandbox.local.unsafe_process import ProcessSandbox
+from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
+from ludus.sandbox.remote.server import LARGEST_BODY, ServerSettings, make_app, refusal
 
 pytestmark = pytest.mark.security
 TOKEN = "a-token-of-the-tests"

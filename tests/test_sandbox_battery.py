@@ -15,9 +15,9 @@ import pytest
 import battery_run
 import ludus
 from battery_run import PROGRAMS, a_folder, a_host, judge, run_battery
-from ludus.envs.code.grading import Case, CodeTruth, Judge
 from ludus.sandbox import NamespaceSettings, NamespacesSandbox, Outcome
-from ludus.sandbox.namespaces import find_python
+from ludus.sandbox.local.namespaces import find_python
+from ludus.worlds.code.grader import Case, CodeTruth, Judge
 
 SOME = (
     "truth_file",

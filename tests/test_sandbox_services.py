@@ -18,12 +18,12 @@ from tempfile import TemporaryDirectory
 import pytest
 from pydantic import ValidationError
 
-from ludus.config.sandbox import SandboxConfig
-from ludus.envs.code.grading import Case, CodeTruth, Judge
+from ludus.config.sections.sandbox import SandboxConfig
 from ludus.envs.registry import sandbox_settings
 from ludus.errors import UserError, WorldError
 from ludus.sandbox import Limits, SandboxSettings, open_sandbox
-from ludus.sandbox.services import FusionSandbox, PistonSandbox, ServiceSettings
+from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox, ServiceSettings
+from ludus.worlds.code.grader import Case, CodeTruth, Judge
 from tiny_run import ludus, refused
 
 

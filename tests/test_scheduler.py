@@ -8,18 +8,18 @@ from dataclasses import dataclass, replace
 import pytest
 
 from ludus.config import load_config
-from ludus.config.rollout import RolloutConfig
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.base import Request
 from ludus.engines.scripted import Faults, ScriptedEngine
 from ludus.envs.base import HoldsSessions
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
+from ludus.rollout.build import Play, engine_scheduler, episodes_at_once
 from ludus.rollout.episode import EpisodeLimits
 from ludus.rollout.ledger import Ledger, Outcome
-from ludus.rollout.lockstep import LockstepEngine
+from ludus.rollout.lockstep_engine import LockstepEngine
 from ludus.rollout.scheduler import FailureBudget, SchedulerLimits, episode_name
-from ludus.rollout.setup import Play, engine_scheduler, episodes_at_once
 from ludus.sandbox import NamespacesSandbox
 from ludus.types import Group, SamplingParams, StopReason, Task
 from worlds import (

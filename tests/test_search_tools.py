@@ -10,13 +10,13 @@ import pytest
 import torch
 from transformers import BertConfig, BertModel
 
-from ludus.envs.search.world import SearchWorld, make_search_world
 from ludus.envs.toolbox import Toolbox, ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.tools.dense import RRF_K, DenseIndex, FolderEncoder, HybridIndex, fuse
 from ludus.tools.fetch import fetch_tool, load_corpus, split_pages, text_of_html
 from ludus.tools.search import MAX_PASSAGES, PassageIndex, search_tool
 from ludus.types import Action, Message, ToolCall, ToolStatus
+from ludus.worlds.search.world import SearchWorld, make_search_world
 from worlds import tokenizer
 
 PASSAGES = ["the cat sleeps", "a dog barks", "the cat and the dog", "rain falls", "nothing at all", "a dog"]
@@ -142,7 +142,7 @@ def test_the_words_ranking_goes_as_deep_as_asked_and_begins_as_the_search_does()
 
 @pytest.mark.parametrize("method", ["dense", "hybrid"])
 def test_the_search_world_takes_another_method(method, folder, monkeypatch):
-    from ludus.envs.search import world as module
+    from ludus.worlds.search import world as module
 
     few = PassageIndex(PASSAGES)
     monkeypatch.setattr(module, "_index", lambda: few)

@@ -13,11 +13,16 @@ from itertools import islice
 
 import pytest
 
-from ludus.config.rollout import EnvConfig, RolloutConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world
-from ludus.envs.search.expert import Expert, Flaws, to_messages
-from ludus.envs.search.facts import load_facts
-from ludus.envs.search.questions import (
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError, UserError
+from ludus.rewards.base import check_rewards, success
+from ludus.rewards.exact_match import Answers, matches, normalise
+from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.types import Action, Message, StopReason, ToolCall
+from ludus.worlds.search.facts import load_facts
+from ludus.worlds.search.questions import (
     ASKS,
     CHAINS,
     HELD_OUT,
@@ -27,13 +32,8 @@ from ludus.envs.search.questions import (
     WEIGHTS,
     all_questions,
 )
-from ludus.envs.search.world import SYSTEM, SearchSettings, SearchWorld, make_search_world
-from ludus.envs.toolbox import ToolLimits
-from ludus.errors import ConfigError, UserError
-from ludus.rewards.answers import Answers, matches, normalise
-from ludus.rewards.base import check_rewards, success
-from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.types import Action, Message, StopReason, ToolCall
+from ludus.worlds.search.solver import Expert, Flaws, to_messages
+from ludus.worlds.search.world import SYSTEM, SearchSettings, SearchWorld, make_search_world
 from test_turn_verifiers import calls_of, shares
 
 NO_FLAWS = Flaws(0, 0, 0, 0, 0)
@@ -565,7 +565,7 @@ def test_an_expert_without_flaws_is_always_right(world, questions):
 DIGEST = """
 import hashlib
 from itertools import islice
-from ludus.envs.search.world import SearchWorld
+from ludus.worlds.search.world import SearchWorld
 world = SearchWorld()
 print(hashlib.sha256(repr((world.tasks("validation"), world.tool.schema)).encode()).hexdigest())
 print(hashlib.sha256(repr([d.messages for d in islice(world.demonstrations(1), 30)]).encode()).hexdigest())

@@ -11,17 +11,17 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.algorithm import GREEDY_ADVANTAGES
 from ludus.algorithms.filters import variance_top, variance_top_p
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import resolve
-from ludus.config.algorithm import AlgorithmConfig
+from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import resolve
 from ludus.config.load import load_config
+from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.rollout.ledger import Ledger, Outcome
 from ludus.tasks.order import TaskOrder
-from ludus.training.credit import assign_credit, settle, training_rows
-from ludus.training.sampling import Sampler, num_training_groups
-from ludus.training.selection import EmptyBatchGuard, as_one_batch, keep_most_varied
+from ludus.training.collection.group_filters import EmptyBatchGuard, as_one_batch, keep_most_varied
+from ludus.training.collection.rollout_collector import Sampler, num_training_groups
+from ludus.training.credit.advantages import assign_credit, settle, training_rows
 from ludus.types import StopReason, Task
 from test_baselines import run
 from test_credit import group, same, table

@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from ludus.diagnostics.trackers import read_metrics
-from ludus.engines.local import LocalEngine
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training import start
-from ludus.training.sampling import Sampler
-from ludus.training.session import engine_settings
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.rl import build
+from ludus.training.run.session import engine_settings
 from test_async_run import run, words
 from tiny_run import ludus
 from waiting import until
@@ -104,7 +104,7 @@ def played_by(kind, monkeypatch) -> list[Elsewhere]:
         made.append(kind.of(session))
         return made[-1]
 
-    monkeypatch.setattr(start, "make_engine", make)
+    monkeypatch.setattr(build, "make_engine", make)
     return made
 
 

@@ -13,10 +13,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ludus.engines.base import Request
-from ludus.engines.loading import load_model, load_tokenizer
-from ludus.engines.server import ServerEngine
-from ludus.engines.transport import ServerSettings
-from ludus.gateway.text import GrowingText, TextRules
+from ludus.engines.models.loading import load_model, load_tokenizer
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.http_client import ServerSettings
+from ludus.gateway.protocol.detokenize import GrowingText, TextRules
 from ludus.types import SamplingParams
 from served import COLD_START, CONTEXT, counted, serving_model, until_counts
 from tiny_run import refused
@@ -543,7 +543,7 @@ def test_weights_are_taken_in_parts_whole_or_not_at_all(server, tmp_path):
 
 
 def test_only_a_server_started_with_control_can_be_controlled(tmp_path):
-    from ludus.engines.local import LocalEngine
+    from ludus.engines.embedded.engine import LocalEngine
     from ludus.gateway.app import make_app
     from ludus.gateway.service import Model, Service
     from test_engine_local import VOCAB, build, byte_tokenizer

@@ -15,16 +15,16 @@ from safetensors.torch import load_file
 
 from adapter_conformance import CHECKS, PROMPT, SCALING, adapted, factors, reference, run_check
 from ludus.cli.main import main
-from ludus.engines.adapter_files import read_adapter, write_adapter
 from ludus.engines.base import Request
-from ludus.engines.dialects import Sampled, Span, VllmDialect
-from ludus.engines.fingerprint import fingerprint_module
-from ludus.engines.loading import load_model
-from ludus.engines.local import LocalEngine
-from ludus.engines.server import ServerEngine
-from ludus.engines.server_weights import KNOWN_LABELS, SentWeights
-from ludus.engines.shelf import WeightShelf, read_weights
-from ludus.engines.transport import ServerSettings
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.engines.models.fingerprint import fingerprint_module
+from ludus.engines.models.loading import load_model
+from ludus.engines.models.lora_files import read_adapter, write_adapter
+from ludus.engines.remote.api_adapters import Sampled, Span, VllmDialect
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.http_client import ServerSettings
+from ludus.engines.remote.weight_folder import WeightShelf, read_weights
+from ludus.engines.remote.weight_publisher import KNOWN_LABELS, SentWeights
 from ludus.errors import EngineError, StorageError
 from ludus.types import SamplingParams
 from served import COLD_START, counted, serving_model, start_server, until_counts
@@ -277,7 +277,7 @@ def test_weights_that_have_gone_or_are_no_weights_are_said_to(tmp_path):
 
 def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):
     code = (
-        "import os, sys; from pathlib import Path; from ludus.engines.shelf import WeightShelf\n"
+        "import os, sys; from pathlib import Path; from ludus.engines.remote.weight_folder import WeightShelf\n"
         "shelf = WeightShelf(shared_memory=Path(sys.argv[1]))\nshelf.folder('x', 1)\n"
         "os.kill(os.getpid(), 9)"
     )

@@ -20,8 +20,15 @@ from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
 from ludus.engines.control_tokens import find_token, published
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.gateway.answers import (
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.gateway.app import Public, make_app
+from ludus.gateway.control import Control
+from ludus.gateway.door import check_shape
+from ludus.gateway.endpoints import error_response, json_bytes
+from ludus.gateway.limits import HttpLimits, http_server, listening
+from ludus.gateway.protocol.logprobs import Scored, TokenNames, chat_logprobs
+from ludus.gateway.protocol.requests import BadRequest
+from ludus.gateway.protocol.responses import (
     ChatDelta,
     ChatPiece,
     ChatPieceChoice,
@@ -30,18 +37,11 @@ from ludus.gateway.answers import (
     TextAnswer,
     TextChoice,
 )
-from ludus.gateway.app import Public, make_app
-from ludus.gateway.control import Control
-from ludus.gateway.door import check_shape
-from ludus.gateway.endpoints import error_response, json_bytes
-from ludus.gateway.limits import HttpLimits, http_server
-from ludus.gateway.listening import listening
-from ludus.gateway.logprobs import Scored, TokenNames, chat_logprobs
-from ludus.gateway.requests import BadRequest
 from ludus.gateway.service import Model, Service
 from ludus.gateway.weights import WeightDesk
 from ludus.sandbox.base import Limits, Outcome, Snapshot, checked_files, make_order
-from ludus.sandbox.messages import (
+from ludus.sandbox.local.unsafe_process import ProcessSandbox
+from ludus.sandbox.remote.messages import (
     CallMessage,
     ChangeMessage,
     LimitsMessage,
@@ -50,9 +50,8 @@ from ludus.sandbox.messages import (
     SessionMessage,
     SnapshotMessage,
 )
-from ludus.sandbox.process import ProcessSandbox
-from ludus.sandbox.server import ServerSettings
-from ludus.sandbox.server import make_app as make_sandbox_app
+from ludus.sandbox.remote.server import ServerSettings
+from ludus.sandbox.remote.server import make_app as make_sandbox_app
 from test_engine_local import VOCAB, build, byte_tokenizer
 
 TOKEN = "a token of these tests"

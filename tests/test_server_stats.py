@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import pytest
 
 from ludus.diagnostics.timings import StepTimings
-from ludus.engines import server_stats
 from ludus.engines.base import EngineStats, Request, counted
-from ludus.engines.server import ServerEngine
-from ludus.engines.server_stats import Reading, Watched, reading_of
-from ludus.rollout.in_flight import Flow, InFlight
+from ludus.engines.remote import metrics
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.metrics import Reading, Watched, reading_of
+from ludus.rollout.streaming.concurrency_control import Flow, InFlight
 from ludus.types import Message, SamplingParams, Segment, StopReason, Trajectory
 from test_engine_server import QUICK, Fake, serving
 from waiting import until
@@ -64,8 +64,8 @@ def test_a_server_is_counted_from_the_first_look_on_and_anew_when_it_restarts():
 
 
 def test_servers_are_read_at_each_step_and_their_tokens_add_up(monkeypatch):
-    monkeypatch.setattr(server_stats, "_EVERY_S", 3600)  # a look between the steps would be counted too
-    monkeypatch.setattr(server_stats, "_TIMEOUT_S", 60)
+    monkeypatch.setattr(metrics, "_EVERY_S", 3600)  # a look between the steps would be counted too
+    monkeypatch.setattr(metrics, "_TIMEOUT_S", 60)
 
     async def scenario(first, second, silent):
         engine = ServerEngine([first.url, second.url, silent.url], "vllm", QUICK)
@@ -97,8 +97,8 @@ class Late(Fake):
 
 
 def test_a_reading_that_is_late_is_not_taken_for_a_server_that_has_been_started_anew(monkeypatch):
-    monkeypatch.setattr(server_stats, "_EVERY_S", 3600)
-    monkeypatch.setattr(server_stats, "_TIMEOUT_S", 60)
+    monkeypatch.setattr(metrics, "_EVERY_S", 3600)
+    monkeypatch.setattr(metrics, "_TIMEOUT_S", 60)
 
     async def scenario(fake):
         engine = ServerEngine([fake.url], "vllm", QUICK)

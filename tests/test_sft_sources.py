@@ -8,16 +8,16 @@ import pytest
 
 from ludus.chat.render import TemplateRenderer
 from ludus.config import load_config
-from ludus.engines.loading import load_tokenizer
+from ludus.engines.models.loading import load_tokenizer
 from ludus.envs.base import class_of
-from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError, UserError
-from ludus.training.data import parse_record, read_dialogues, row_of
-from ludus.training.session import model_path
+from ludus.training.datasets.files import parse_record, read_dialogues, row_of
+from ludus.training.datasets.sources import MOST_LEFT_OUT, dialogues
+from ludus.training.run.session import model_path
 from ludus.training.sft import dialogue_row
-from ludus.training.sources import MOST_LEFT_OUT, dialogues
 from ludus.types import FunctionCall, Message, MessageToolCall
+from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld
 from small_runs import lasting_files
 from test_data import ASK, CALL, GOOD, SAY, messages, write
 from tiny_run import cold_start, ludus, make_recipe

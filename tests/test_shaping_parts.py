@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from ludus.rewards.answers import Answers, well_formed
-from ludus.rewards.published import (
+from ludus.rewards.exact_match import Answers, well_formed
+from ludus.rewards.paper_rewards import (
     ExpectedCall,
     ExpectedCalls,
     calls_of_the_wrong,

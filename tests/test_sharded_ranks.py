@@ -18,10 +18,10 @@ from torch import distributed
 import sharded_ranks
 from ludus.engines.temporary import TemporaryFolder
 from ludus.errors import LearnerError, StorageError, UserError
-from ludus.training.batch import balanced, row_of_segments
-from ludus.training.crew import Crew, Leader, Stop
-from ludus.training.meeting import Meeting
-from ludus.training.sharding import decoder_layers, is_sharded
+from ludus.training.batches.rows import balanced, row_of_segments
+from ludus.training.distributed.fsdp import decoder_layers, is_sharded
+from ludus.training.distributed.launcher import Crew, Leader, Stop
+from ludus.training.distributed.rendezvous import Meeting
 from ludus.types import Segment
 from rank_processes import in_processes
 from test_learner import learner, random_rows, tiny_model

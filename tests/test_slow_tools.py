@@ -9,11 +9,11 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.diagnostics.trackers import read_metrics
-from ludus.rollout.store import read_rollouts, rollouts_path
-from ludus.training.run import locked, new_run
-from ludus.training.session import open_session
-from ludus.training.staleness import ages
-from ludus.training.start import train
+from ludus.rollout.rollout_files import read_rollouts, rollouts_path
+from ludus.training.collection.staleness import ages
+from ludus.training.rl.build import train
+from ludus.training.run.run_dir import locked, new_run
+from ludus.training.run.session import open_session
 from small_runs import Silent
 from test_async_run import words
 from tiny_world import FRUITS

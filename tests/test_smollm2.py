@@ -12,10 +12,10 @@ from ludus.chat.conformance import check_conformance
 from ludus.chat.render import TemplateRenderer
 from ludus.cli.main import main
 from ludus.diagnostics.trackers import read_metrics
-from ludus.engines import smollm2
 from ludus.engines.base import Request
-from ludus.engines.loading import load_model, load_tokenizer, resolve_model
-from ludus.engines.local import EngineSettings, LocalEngine
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.models import smollm2
+from ludus.engines.models.loading import load_model, load_tokenizer, resolve_model
 from ludus.errors import StorageError, UserError
 from ludus.types import Message, SamplingParams
 

@@ -11,8 +11,8 @@ import pytest
 
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import EngineError
-from ludus.training import start
-from ludus.training.session import make_engine
+from ludus.training.rl import build
+from ludus.training.run.session import make_engine
 from test_async_run import ludus, words
 
 STEPS = 60
@@ -49,7 +49,7 @@ def test_threads_processes_files_and_memory_stay_flat_under_faults(tiny_run, tmp
         sizes.append(memory_mb())
         return engine
 
-    monkeypatch.setattr(start, "make_engine", faulty)
+    monkeypatch.setattr(build, "make_engine", faulty)
     gc.collect()
     before = threading.active_count(), len(os.listdir("/proc/self/fd")), children()
     done = 0

@@ -13,15 +13,24 @@ from itertools import chain, islice, pairwise
 
 import pytest
 
-from ludus.config.rollout import EnvConfig, RolloutConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
+from ludus.envs.difficulty_report import variety
 from ludus.envs.registry import build_world
-from ludus.envs.sql.data import Naming, make_image
-from ludus.envs.sql.domains import DOMAINS, Kind
-from ludus.envs.sql.expert import Expert, Flaws, blind_query, forgetful
-from ludus.envs.sql.query import Attribute, Listing, Order, Plan, Test, Versus, level_of, points
-from ludus.envs.sql.render import to_sql, to_words
-from ludus.envs.sql.report import answer_text, looks, majority, no_tool, report, success_by_level
-from ludus.envs.sql.tasks import (
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError, UserError
+from ludus.evaluation import scripted_agents as scripted
+from ludus.recipes import recipe_folder
+from ludus.rewards.base import check_rewards, success
+from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.types import Action, Message, StopReason, ToolCall
+from ludus.worlds.sql.data import Naming, make_image
+from ludus.worlds.sql.difficulty_report import answer_text, looks, majority, no_tool, report, success_by_level
+from ludus.worlds.sql.domains import DOMAINS, Kind
+from ludus.worlds.sql.grader import gives, is_right, make_truth, other_words
+from ludus.worlds.sql.query import Attribute, Listing, Order, Plan, Test, Versus, level_of, points
+from ludus.worlds.sql.render import to_sql, to_words
+from ludus.worlds.sql.solver import Expert, Flaws, blind_query, forgetful
+from ludus.worlds.sql.tasks import (
     HELD_OUT,
     LEVELS,
     MOST_ROWS,
@@ -30,16 +39,7 @@ from ludus.envs.sql.tasks import (
     shape_of,
     weakened,
 )
-from ludus.envs.sql.verdict import gives, is_right, make_truth, other_words
-from ludus.envs.sql.world import SqlSettings, SqlWorld, make_sql_world
-from ludus.envs.toolbox import ToolLimits
-from ludus.envs.variety import variety
-from ludus.errors import ConfigError, UserError
-from ludus.evaluation import agents as scripted
-from ludus.recipes import recipe_folder
-from ludus.rewards.base import check_rewards, success
-from ludus.rollout.episode import EpisodeLimits, run_episode
-from ludus.types import Action, Message, StopReason, ToolCall
+from ludus.worlds.sql.world import SqlSettings, SqlWorld, make_sql_world
 
 Test.__test__ = False
 WORLD = SqlWorld()
@@ -478,7 +478,7 @@ def test_texts_hold_what_dialogues_say():
 DIGEST = """
 import hashlib
 from itertools import islice
-from ludus.envs.sql.world import SqlSettings, SqlWorld
+from ludus.worlds.sql.world import SqlSettings, SqlWorld
 world = SqlWorld(SqlSettings(tasks=25))
 print(hashlib.sha256(repr([world.tasks(split) for split in world.splits]).encode()).hexdigest())
 print(hashlib.sha256(repr([q.pair.hidden for q in world.questions["test"]]).encode()).hexdigest())

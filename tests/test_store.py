@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 
 from ludus.errors import StorageError, UserError
 from ludus.rollout.ledger import Outcome, RolloutKey
-from ludus.rollout.store import RolloutRecord, read_rollouts, replaced_file, rollouts_path, write_rollouts
+from ludus.rollout.rollout_files import (
+    RolloutRecord,
+    read_rollouts,
+    replaced_file,
+    rollouts_path,
+    write_rollouts,
+)
 from ludus.types import Failure, Segment, StopReason, Timings, ToolOutcome, ToolStatus, Trajectory
 
 TRAJECTORY = Trajectory(

@@ -11,36 +11,36 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from generators.swe.assemble import assemble
+from generators.swe.issues import snippet_in, symptom_of, write_issue
+from generators.swe.mine import Plan, mine, save_found
+from generators.swe.snippets import Shown, Snippet, snippets_of
 
 from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.config import config_from_toml
 from ludus.envs.registry import build_world
-from ludus.envs.swe.assemble import assemble
-from ludus.envs.swe.canaries import CANARIES, CONTROL, fixed_names, without_tests
-from ludus.envs.swe.catalogue import load_catalogue, shipped_folder
-from ludus.envs.swe.cheats import WORST, forgeries
-from ludus.envs.swe.grading import grade
-from ludus.envs.swe.guest import digest_of
-from ludus.envs.swe.instances import load_instances, pytest_name
-from ludus.envs.swe.issues import snippet_in, symptom_of, write_issue
-from ludus.envs.swe.layout import layout_of, merged
-from ludus.envs.swe.masking import masked
-from ludus.envs.swe.mine import Plan, mine, save_found
-from ludus.envs.swe.mutations import KINDS, edits, is_sound
-from ludus.envs.swe.oracle import applies, unified
-from ludus.envs.swe.other_ways import other_repairs, restate
-from ludus.envs.swe.repository import git_files
-from ludus.envs.swe.snippets import Shown, Snippet, snippets_of
-from ludus.envs.swe.sources import fetch, read_archive, require
-from ludus.envs.swe.survey import survey
-from ludus.envs.swe.trials import program
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError, UserError
-from ludus.evaluation.agents import ScriptedConversation, actions_of, call
-from ludus.evaluation.check import CheckPlan, check_world
+from ludus.evaluation.env_audit import CheckPlan, check_world
+from ludus.evaluation.scripted_agents import ScriptedConversation, actions_of, call
 from ludus.recipes import recipe_folder
 from ludus.rollout.episode import EpisodeLimits, run_episode
+from ludus.worlds.swe.alternative_solutions import other_repairs, restate
+from ludus.worlds.swe.catalogue import load_catalogue, shipped_folder
+from ludus.worlds.swe.cheats import WORST, forgeries
+from ludus.worlds.swe.difficulty_report import survey
+from ludus.worlds.swe.grader.grader import grade
+from ludus.worlds.swe.grader.guest_runner import digest_of
+from ludus.worlds.swe.grader.layout import layout_of, merged
+from ludus.worlds.swe.grader.leak_tests import CANARIES, CONTROL, fixed_names, without_tests
+from ludus.worlds.swe.grader.masking import masked
+from ludus.worlds.swe.grader.test_runner import program
+from ludus.worlds.swe.instances import load_instances, pytest_name
+from ludus.worlds.swe.mutations import KINDS, edits, is_sound
+from ludus.worlds.swe.repository import git_files
+from ludus.worlds.swe.solver import applies, unified
+from ludus.worlds.swe.sources import fetch, read_archive, require
 
 FIXTURE = Path(__file__).parent / "swe_fixture" / "tidy"
 
@@ -528,7 +528,7 @@ def test_the_worst_cheats_earn_nothing(catalogue):
 def test_masked_tests_alone_stop_every_forgery(catalogue, monkeypatch):
     text = program().replace("event not in watched", "True")
     assert text != program()
-    monkeypatch.setattr("ludus.envs.swe.trials.program", lambda: text)
+    monkeypatch.setattr("ludus.worlds.swe.grader.test_runner.program", lambda: text)
     grades = cheated(catalogue, [*forgeries(), "a plugin that marks all as passed"])
     assert "must fail" in grades["a plugin that marks all as passed"].doubt
     assert "not those of the repaired code" in grades["gc"].doubt
@@ -792,7 +792,7 @@ def test_another_archive_than_the_pinned_one_is_refused(catalogue, tmp_path, mon
     (package,) = load_catalogue(catalogue).packages.values()
     fetch([package], catalogue, lambda said: pytest.fail("it is there already"))
     archive = catalogue / package.archive
-    monkeypatch.setattr("ludus.envs.swe.sources.download", lambda wanted, room: archive)
+    monkeypatch.setattr("ludus.worlds.swe.sources.download", lambda wanted, room: archive)
     fetch([package], tmp_path / "one", lambda said: None)
     assert (tmp_path / "one" / package.archive).read_bytes() == archive.read_bytes()
     with pytest.raises(UserError, match="is not the source"):
@@ -803,7 +803,7 @@ def test_another_archive_than_the_pinned_one_is_refused(catalogue, tmp_path, mon
 
 def test_the_command_prepares(catalogue, tmp_path, monkeypatch, capsys):
     archive = catalogue / "tidy-1.0.tar.gz"
-    monkeypatch.setattr("ludus.envs.swe.sources.download", lambda wanted, room: archive)
+    monkeypatch.setattr("ludus.worlds.swe.sources.download", lambda wanted, room: archive)
     settings = (f"--env.settings.catalogue={catalogue}", f"--env.settings.sources={tmp_path / 'sources'}")
     words = [word for setting in settings for word in setting.split("=")]
     assert main(["env", "prepare", "swe", *words]) == 0
@@ -812,7 +812,7 @@ def test_the_command_prepares(catalogue, tmp_path, monkeypatch, capsys):
 
 
 def test_settings_that_do_not_fit_are_refused():
-    from ludus.envs.swe.world import make_swe_world
+    from ludus.worlds.swe.world import make_swe_world
 
     with pytest.raises(ConfigError, match="no kind of bug 'typo'"):
         make_swe_world({"kinds": ["typo"]}, ToolLimits())

@@ -8,9 +8,9 @@ import copy
 import pytest
 import torch
 
-from ludus.engines.local import LocalEngine
+from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import EngineError, SyncError
-from ludus.training.sync import WeightSync
+from ludus.training.rl.weight_sync import WeightSync
 from test_learner import tiny_model
 
 PROBE = tuple(range(3, 19))

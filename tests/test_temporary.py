@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from ludus.engines.temporary import TemporaryFolder
-from ludus.training.crew import Crew
+from ludus.training.distributed.launcher import Crew
 
 HOLDS = """
 import sys, time

@@ -5,14 +5,14 @@ import shutil
 import sys
 
 import pytest
+from ludus.worlds.terminal.bench.load.load import load_bench, named_tests
+from ludus.worlds.terminal.bench.load.tests import is_full
 
-from ludus.envs.terminal.bench import load_bench, named_tests
-from ludus.envs.terminal.bench_tests import is_full
-from ludus.envs.terminal.world import make_terminal_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Snapshot
+from ludus.worlds.terminal.world import make_terminal_world
 
 TASK = """instruction: |-
   Write the squares of the numbers in /app/numbers.txt to /app/squares.txt.

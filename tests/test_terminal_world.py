@@ -11,16 +11,6 @@ import zlib
 import pytest
 
 from ludus.envs.registry import WORLDS
-from ludus.envs.terminal.checks import Archive, Executable, Gzipped, Kept, Only, Text
-from ludus.envs.terminal.generate import LEVELS, TOPICS, distinct, make_job, shape_of, splits_of
-from ludus.envs.terminal.git_checks import At, Clean, Refs, Subjects, Tree
-from ludus.envs.terminal.git_read import BrokenRepository, GitFolder
-from ludus.envs.terminal.git_write import IDENTITY, grow
-from ludus.envs.terminal.job import pair
-from ludus.envs.terminal.oracle import solve
-from ludus.envs.terminal.services import Running, begin
-from ludus.envs.terminal.survey import nearest, report
-from ludus.envs.terminal.world import TerminalSettings, TerminalWorld, make_terminal_world
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import check_rewards, score, success
@@ -28,6 +18,16 @@ from ludus.sandbox import open_sandbox
 from ludus.sandbox.base import Snapshot
 from ludus.tools.workspace import LIMITS
 from ludus.types import Action, Message, StopReason, ToolCall, ToolStatus, Trajectory
+from ludus.worlds.terminal.checks import Archive, Executable, Gzipped, Kept, Only, Text
+from ludus.worlds.terminal.difficulty_report import nearest, report
+from ludus.worlds.terminal.generate import LEVELS, TOPICS, distinct, make_job, shape_of, splits_of
+from ludus.worlds.terminal.git_checks import At, Clean, Refs, Subjects, Tree
+from ludus.worlds.terminal.git_read import BrokenRepository, GitFolder
+from ludus.worlds.terminal.git_write import IDENTITY, grow
+from ludus.worlds.terminal.job import pair
+from ludus.worlds.terminal.services import Running, begin
+from ludus.worlds.terminal.solver import solve
+from ludus.worlds.terminal.world import TerminalSettings, TerminalWorld, make_terminal_world
 
 MAKERS = {maker.name: (topic, maker) for topic, makers in TOPICS.items() for maker in makers}
 

@@ -9,27 +9,27 @@ import pytest
 import torch
 
 from ludus.algorithms import advantages
-from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.presets import PRESETS
-from ludus.algorithms.resolve import resolve
+from ludus.algorithms.spec.algorithm import PartOptions
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.main import main
-from ludus.config.algorithm import AlgorithmConfig
 from ludus.config.schema import Config
-from ludus.engines.loading import load_tokenizer
+from ludus.config.sections.algorithm import AlgorithmConfig
+from ludus.engines.models.loading import load_tokenizer
 from ludus.errors import ConfigError
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import Reward
-from ludus.training.batch import Row
-from ludus.training.credit import assign_credit, training_rows
-from ludus.training.judges import train_judge
-from ludus.training.learner import LearnerSettings
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.refine import refine
-from ludus.training.run import RunFolder, locked, new_run
-from ludus.training.scoring import own_types
-from ludus.training.session import open_session
-from ludus.training.start import check, doubts, train
-from ludus.training.teacher import load_teacher
+from ludus.training.batches.rows import Row
+from ludus.training.credit.advantages import assign_credit, training_rows
+from ludus.training.learner.learner import LearnerSettings
+from ludus.training.learner.logprobs import own_types
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.rl.advantage_inputs import refine
+from ludus.training.rl.build import check, doubts, train
+from ludus.training.rl.teacher import load_teacher
+from ludus.training.run.run_dir import RunFolder, locked, new_run
+from ludus.training.run.session import open_session
+from ludus.training.value_models.factory import train_judge
 from small_runs import SMALLEST, Cut, Cutting, Silent, config, lasting_files
 from test_credit import real_group, trajectory
 from test_critic import critic

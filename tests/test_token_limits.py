@@ -8,13 +8,10 @@ import pytest
 
 from ludus.chat.render import render_dialogue
 from ludus.config.load import load_config
-from ludus.config.rollout import RolloutConfig
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.training import sft
-from ludus.training.session import busy_warning, open_session, usable_cores
-from ludus.training.sft import batches
-from ludus.training.start import prepare
-from ludus.training.token_limits import (
+from ludus.training.datasets.token_limits import (
     DialogueLength,
     check_dialogues,
     check_prompts,
@@ -23,6 +20,9 @@ from ludus.training.token_limits import (
     rollout_warnings,
     sft_warnings,
 )
+from ludus.training.rl.build import prepare
+from ludus.training.run.session import busy_warning, open_session, usable_cores
+from ludus.training.sft import batches
 from tiny_run import refused
 
 

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.engines.base import Request
-from ludus.engines.local import EngineSettings, LocalEngine
-from ludus.engines.sampling import SamplingRules, likeliest, sample
+from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.embedded.sampler import SamplingRules, likeliest, sample
 from ludus.engines.scripted import ScriptedEngine
 from ludus.errors import RequestRefused
 from ludus.types import Guide, SamplingParams

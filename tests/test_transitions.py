@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ludus.algorithms.presets import PRESETS
-from ludus.training.batch import row_of_trajectory, transitions_of
-from ludus.training.credit import assign_credit, training_rows
-from ludus.training.scoring import own_types
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.training.batches.rows import row_of_trajectory, transitions_of
+from ludus.training.credit.advantages import assign_credit, training_rows
+from ludus.training.learner.logprobs import own_types
 from ludus.types import Segment, StopReason, Trajectory
 from test_branches import PROMPT, chain, episodes, tree
 from test_learner import learner, tiny_model

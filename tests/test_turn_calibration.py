@@ -8,16 +8,16 @@ from statistics import fmean
 
 import pytest
 
-from ludus.algorithms.presets import PRESETS
-from ludus.cli.calibrate import recorded_groups
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.cli.commands.calibrate import recorded_groups
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world
 from ludus.rollout.ledger import Outcome
-from ludus.rollout.store import RolloutRecord, rollouts_path, write_rollouts
+from ludus.rollout.rollout_files import RolloutRecord, rollouts_path, write_rollouts
 from ludus.rollout.trees import attempts, with_chains
-from ludus.training.credit import BASELINE, assign_credit
-from ludus.training.reward_terms import with_turn_rewards
-from ludus.training.turn_calibration import align, calibration_algorithm, measure
+from ludus.training.credit.advantages import BASELINE, assign_credit
+from ludus.training.credit.turn_calibration import align, calibration_algorithm, measure
+from ludus.training.credit.turn_rewards import with_turn_rewards
 from ludus.types import Leaf, StopReason, ToolStatus
 from test_branches import tree
 from test_combine import episode

@@ -9,30 +9,24 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from ludus.config.load import load_config
-from ludus.config.mixture import MemberConfig
-from ludus.config.rewards import RewardsConfig
-from ludus.config.rollout import EnvConfig, RolloutConfig
+from ludus.config.sections.mixture import MemberConfig
+from ludus.config.sections.rewards import RewardsConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.base import turn_verifier_of
-from ludus.envs.code.world import CodeSettings, CodeWorld
-from ludus.envs.functions.world import FunctionsSettings, FunctionsWorld
-from ludus.envs.guess import make_guess_world
 from ludus.envs.registry import build_world
-from ludus.envs.sql.verdict import holds_gold
-from ludus.envs.sql.world import SqlSettings, SqlWorld
-from ludus.envs.terminal.world import TerminalSettings, TerminalWorld
 from ludus.envs.toolbox import ToolLimits
 from ludus.errors import ConfigError
-from ludus.rewards.suites import Suite
-from ludus.rewards.turns import Progress, suite_progress, turn_report, turn_shares
+from ludus.rewards.code.turns import Progress, suite_progress, turn_report, turn_shares
+from ludus.rewards.code.unit_tests import Suite
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollout.scheduler import Episode
-from ludus.rollout.scoring import ProcessScoring
-from ludus.rollout.store import RolloutRecord, parse_rollout, rollout_line
 from ludus.sandbox import open_sandbox
-from ludus.training.combine import check_reward_settings, combiner_of
-from ludus.training.inactive import inactive_parts
-from ludus.training.reward_terms import events_of, with_turn_rewards
+from ludus.training.checks.inactive_settings import inactive_parts
+from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of
+from ludus.training.credit.turn_rewards import events_of, with_turn_rewards
 from ludus.types import (
     Action,
     Message,
@@ -45,6 +39,12 @@ from ludus.types import (
     ToolStatus,
     Trajectory,
 )
+from ludus.worlds.code.world import CodeSettings, CodeWorld
+from ludus.worlds.functions.world import FunctionsSettings, FunctionsWorld
+from ludus.worlds.guess.world import make_guess_world
+from ludus.worlds.sql.grader import holds_gold
+from ludus.worlds.sql.world import SqlSettings, SqlWorld
+from ludus.worlds.terminal.world import TerminalSettings, TerminalWorld
 
 
 @dataclass

@@ -7,8 +7,8 @@ import pytest
 from ludus.config import load_config
 from ludus.errors import ConfigError
 from ludus.recipes import list_recipes
-from ludus.training.start import doubts
-from ludus.training.unread import unread_settings
+from ludus.training.checks.unused_settings import unread_settings
+from ludus.training.rl.build import doubts
 
 LOCAL = ("--cluster.kind", "local")
 JUDGED = (*LOCAL, "--cluster.reward_workers", "2")

@@ -13,10 +13,10 @@ import torch
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 
-from ludus.engines.loading import load_model, load_tokenizer, save_model
+from ludus.engines.models.loading import load_model, load_tokenizer, save_model
 from ludus.errors import LudusError, StorageError, UserError
 from ludus.tools.dense import FolderEncoder
-from ludus.training.shards import load_shards, save_shards
+from ludus.training.run.sharded_checkpoint import load_shards, save_shards
 from ludus.untrusted.pickles import load_pickle
 from served import COLD_START
 from test_learner import learner, tiny_model

@@ -7,11 +7,11 @@ import pkgutil
 import pytest
 
 import ludus.rewards
-from ludus.envs.functions.gold import calls_agree
-from ludus.rewards.answers import Answers, is_answer, matches
-from ludus.rewards.maths import is_equal
-from ludus.rewards.published import ExpectedCall
-from ludus.rewards.rows import read_rows, same_rows
+from ludus.rewards.code.sql_rows import read_rows, same_rows
+from ludus.rewards.exact_match import Answers, is_answer, matches
+from ludus.rewards.math.math_verify import is_equal
+from ludus.rewards.paper_rewards import ExpectedCall
+from ludus.worlds.functions.gold_calls import calls_agree
 from tables import (
     answer_pairs,
     call_pairs,

@@ -10,15 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.errors import ConfigError, UserError
-from ludus.rewards.choices import Choice, multiple_choice
-from ludus.rewards.evidence import final_answer, last_output
-from ludus.rewards.final import candidates
-from ludus.rewards.maths import mathematics
-from ludus.rewards.numbers import Quantity, number_close
-from ludus.rewards.patches import Patch, patch_similarity
-from ludus.rewards.rows import Rows, rows_match, same_rows
-from ludus.rewards.structures import Schema, State, Value, json_schema, json_value, same_state
-from ludus.rewards.suites import Suite, share_passed, suite_passes, thrift
+from ludus.rewards.answer_extraction import candidates
+from ludus.rewards.code.patches import Patch, patch_similarity
+from ludus.rewards.code.sql_rows import Rows, rows_match, same_rows
+from ludus.rewards.code.unit_tests import Suite, share_passed, suite_passes, thrift
+from ludus.rewards.extract import final_answer, last_output
+from ludus.rewards.json_match import Schema, State, Value, json_schema, json_value, same_state
+from ludus.rewards.math.math_verify import mathematics
+from ludus.rewards.math.numeric import Quantity, number_close
+from ludus.rewards.multiple_choice import Choice, multiple_choice
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tables import choice_pairs, json_pairs, math_pairs, number_pairs, patch_pairs, rows_pairs, suite_pairs
 

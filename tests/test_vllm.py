@@ -19,10 +19,10 @@ import torch
 
 from engine_conformance import CHECKS, Case, count_sampled
 from ludus.cli.main import main
-from ludus.engines.loading import load_model, load_tokenizer
-from ludus.engines.server import ServerEngine
-from ludus.engines.transport import ServerSettings
-from ludus.engines.vllm_line import EXTENSION
+from ludus.engines.models.loading import load_model, load_tokenizer
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.http_client import ServerSettings
+from ludus.engines.remote.vllm_rpc import EXTENSION
 from ludus.errors import EngineError
 from served import COLD_START, CONTEXT
 from small_runs import words

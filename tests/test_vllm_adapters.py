@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import adapter_conformance as suite
-from ludus.engines.loading import load_model
+from ludus.engines.models.loading import load_model
 from served import COLD_START
 from test_vllm import URL, command, running
 

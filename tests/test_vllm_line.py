@@ -8,10 +8,10 @@ from dataclasses import dataclass, field, replace
 import pytest
 import torch
 
-from ludus.engines.sending import broadcaster_of
-from ludus.engines.server import DIALECTS, ServerEngine
-from ludus.engines.transport import Replica
-from ludus.engines.vllm_worker import WeightLine
+from ludus.engines.remote.engine import DIALECTS, ServerEngine
+from ludus.engines.remote.http_client import Replica
+from ludus.engines.remote.vllm_worker_extension import WeightLine
+from ludus.engines.remote.weight_broadcaster import broadcaster_of
 from ludus.errors import EngineError
 from test_engine_server import QUICK, Fake, serving
 
@@ -94,4 +94,7 @@ def test_what_a_worker_cannot_do_is_said_in_its_own_words(worker, words):
         send(server, STATE, timeout_s=3)
     assert server.url in str(caught.value)
     if worker.__class__ is object:
-        assert "--worker-extension-cls ludus.engines.vllm_worker.WeightLine" in caught.value.hint
+        assert (
+            "--worker-extension-cls ludus.engines.remote.vllm_worker_extension.WeightLine"
+            in caught.value.hint
+        )

@@ -6,14 +6,14 @@ import json
 import pytest
 
 from ludus.config import load_config
-from ludus.config.rollout import EnvConfig, RolloutConfig
 from ludus.config.schema import Config
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import WORLDS, build_world, closing
-from ludus.evaluation.agents import Agent, Kind, actions_of
-from ludus.evaluation.check import CheckPlan, check_world, play
+from ludus.evaluation.env_audit import CheckPlan, check_world, play
+from ludus.evaluation.scripted_agents import Agent, Kind, actions_of
 from ludus.rewards.base import score, success
+from ludus.rollout.build import episode_limits
 from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.setup import episode_limits
 from ludus.types import Message, StopReason, Trajectory
 
 QUICK = {

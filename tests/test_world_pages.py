@@ -7,13 +7,13 @@ import pytest
 
 from ludus.config import load_config
 from ludus.envs.base import Surveys
-from ludus.envs.guess import make_guess_world
 from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.toolbox import ToolLimits
-from ludus.evaluation.agents import Agent, Kind, actions_of
-from ludus.evaluation.check import CheckPlan, play
+from ludus.evaluation.env_audit import CheckPlan, play
+from ludus.evaluation.scripted_agents import Agent, Kind, actions_of
 from ludus.recipes import recipe_folder
 from ludus.types import Message
+from ludus.worlds.guess.world import make_guess_world
 
 SECTIONS = {
     "tasks": r"The tasks?\b",

@@ -8,8 +8,8 @@ import json
 import random
 
 from ludus.envs.tool_world import ToolWorld
-from ludus.rewards.answers import Answers, exact_match, token_f1, well_formed
 from ludus.rewards.base import Reward
+from ludus.rewards.exact_match import Answers, exact_match, token_f1, well_formed
 from ludus.tools.base import tool
 from ludus.types import Message, Task
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import torch
 from torch import distributed
 
-from ludus.algorithms.presets import PRESETS
-from ludus.training.learner import Known, LearnerSettings
-from ludus.training.scoring import Scorer
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.training.learner.learner import Known, LearnerSettings
+from ludus.training.learner.logprobs import Scorer
 from test_forest import in_double
 from test_learner import WITH_ALL_TERMS, gradients, learner, random_rows, tiny_model
 from test_routing import mixture, replaying, rows_with_prefixes

@@ -13,10 +13,10 @@ from ludus.engines.scripted import ScriptedEngine
 from ludus.envs.tool_env import ToolEnv
 from ludus.envs.toolbox import ToolLimits
 from ludus.rewards.base import Reward
-from ludus.rollout.conversation import EngineConversation
+from ludus.rollout.chat_session import EngineConversation
 from ludus.rollout.episode import EpisodeLimits, run_episode
 from ludus.rollout.ledger import Ledger, RolloutKey
-from ludus.rollout.lockstep import LockstepEngine
+from ludus.rollout.lockstep_engine import LockstepEngine
 from ludus.rollout.scheduler import Job, Scheduler, SchedulerLimits, episode_name
 from ludus.tools.base import Tool, tool
 from ludus.types import Message, SamplingParams, Task

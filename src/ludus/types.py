@@ -147,7 +147,7 @@ class ToolOutcome:
 
     `output` is what the model saw. `cost` is what the tool's traits ask for it, for both tries where the call
     was `retried`, and 0 where the tool was never begun. Two outcomes that differ in `seconds` (wall-clock)
-    alone are equal. `call_id` is empty for what an environment leaves unasked (`ludus.rewards.evidence`).
+    alone are equal. `call_id` is empty for what an environment leaves unasked (`ludus.rewards.extract`).
     """
 
     call_id: str

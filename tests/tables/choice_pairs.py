@@ -1,6 +1,6 @@
 """Multiple choice: (answer, truth)."""
 
-from ludus.rewards.choices import Choice
+from ludus.rewards.multiple_choice import Choice
 
 CITIES = {"A": "Rome", "B": "Paris", "C": "New York", "D": "York"}
 B, C, D = (Choice(letter, CITIES) for letter in "BCD")

@@ -3,7 +3,7 @@
 `docs/rewards.md` has the numbers of their first run. RIGHT_DONE and WRONG_DONE are those of `evaluated`.
 """
 
-from ludus.rewards.maths import Expression
+from ludus.rewards.math.math_verify import Expression
 
 RIGHT = {
     "1000000": ("10^6", "1e6", "10**6", r"1\,000\,000", r"\(10^{6}\)", "10⁶", r"1\times 10^6", "1.0e6"),

@@ -1,6 +1,6 @@
 """JSON by schema and by value, and states: (text, truth)."""
 
-from ludus.rewards.structures import Schema, State, Value
+from ludus.rewards.json_match import Schema, State, Value
 
 PERSON = Schema(
     {

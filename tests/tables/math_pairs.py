@@ -1,6 +1,6 @@
 """Mathematics: (answer, truth)."""
 
-from ludus.rewards.maths import Expression
+from ludus.rewards.math.math_verify import Expression
 
 
 def e(gold, *units):

@@ -1,6 +1,6 @@
 """Numbers: (answer, truth)."""
 
-from ludus.rewards.numbers import Quantity
+from ludus.rewards.math.numeric import Quantity
 
 SEVEN, HALF, BIG, NEGATIVE = Quantity(7), Quantity(0.5), Quantity(1234567), Quantity(-5)
 METRES = Quantity(2.5, units={"m": 1, "cm": 0.01, "km": 1000, "metres": 1})

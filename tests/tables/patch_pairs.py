@@ -2,7 +2,7 @@
 
 from difflib import SequenceMatcher
 
-from ludus.rewards.patches import Patch
+from ludus.rewards.code.patches import Patch
 
 
 def diff(path, *lines, at=1):

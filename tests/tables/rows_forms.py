@@ -2,7 +2,7 @@
 
 import json
 
-from ludus.rewards.rows import Rows
+from ludus.rewards.code.sql_rows import Rows
 
 PEOPLE = [["Eve", 30, 1.5], ["Bo", 25, 2.5], ["Bo", 25, 2.5], ["Zoë", None, 0.0]]
 PRICES = [["fig", 1, 0.1], ["pear", 20, 12.25], ["", 0, -3.0]]

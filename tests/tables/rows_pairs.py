@@ -1,6 +1,6 @@
 """Result sets: (JSON of the rows, truth)."""
 
-from ludus.rewards.rows import Rows
+from ludus.rewards.code.sql_rows import Rows
 
 PEOPLE = Rows((("Eve", 30), ("Bo", 25), ("Bo", 25)))
 SORTED = Rows((("Eve", 30), ("Bo", 25)), ordered=True)

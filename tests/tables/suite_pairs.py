@@ -1,6 +1,6 @@
 """Reports of tests: (text, suite) for all-or-nothing, (text, suite, which, share) for shares."""
 
-from ludus.rewards.suites import Suite
+from ludus.rewards.code.unit_tests import Suite
 
 PAIR = Suite(("a", "b"))
 BOTH = Suite(("a", "b"), ("c",))

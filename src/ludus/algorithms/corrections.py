@@ -13,7 +13,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ludus.algorithms.algorithm import (
+from ludus.algorithms.batch import TokenBatch
+from ludus.algorithms.masking import check_shapes, clamped_ratio, select
+from ludus.algorithms.spec.algorithm import (
     BEHAVIOUR_ADVANTAGES,
     CRITERIA,
     FILTERING_CORRECTIONS,
@@ -24,9 +26,7 @@ from ludus.algorithms.algorithm import (
     number,
     word,
 )
-from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.masking import check_shapes, clamped_ratio, select
-from ludus.algorithms.mismatch import Mismatch, MismatchByLength, mismatch, mismatch_by_length
+from ludus.algorithms.train_inference_mismatch import Mismatch, MismatchByLength, mismatch, mismatch_by_length
 
 __all__ = [
     "CORRECTIONS",
@@ -264,7 +264,7 @@ CORRECTIONS: dict[str, CorrectionFn] = {
         mask=b.mask,
         cap=number(a.options.correction, "cap", 5.0),
     ),
-    # What these drop has left the batch before (`training.refine`).
+    # What these drop has left the batch before (`training.rl.advantage_inputs`).
     **dict.fromkeys(
         FILTERING_CORRECTIONS,
         lambda b, a: none(old_logprobs=b.old_logprobs, behavior_logprobs=b.behavior_logprobs, mask=b.mask),

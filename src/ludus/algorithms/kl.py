@@ -155,4 +155,4 @@ abs = absolute
 
 KLS: dict[str, KLFn] = {"k1": k1, "k2": k2, "k3": k3, "abs": absolute, "k3_k2grad": k3_k2grad}
 FULL_KLS = {"full_reverse": full_reverse, "full_forward": full_forward}
-"""Those of whole distributions: the learner computes them in chunks (`training.full_kl`)."""
+"""Those of whole distributions: the learner computes them in chunks (`training.learner.full_kl`)."""

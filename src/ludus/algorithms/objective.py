@@ -12,13 +12,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.aggregate import Normaliser, aggregate
-from ludus.algorithms.algorithm import (
-    FULL_KL_NAMES,
-    GRANULARITIES,
-    IMPORTANCES,
-    Algorithm,
-    word,
-)
+from ludus.algorithms.aux_losses import added_terms
 from ludus.algorithms.batch import TokenBatch
 from ludus.algorithms.corrections import (
     CORRECTIONS,
@@ -32,7 +26,13 @@ from ludus.algorithms.corrections import (
 from ludus.algorithms.kl import KLS, importance_weighted, trajectory_kl
 from ludus.algorithms.losses import LOSSES, ClipStats, clip_stats, cut_off, trajectory_mean
 from ludus.algorithms.masking import select
-from ludus.algorithms.terms import added_terms
+from ludus.algorithms.spec.algorithm import (
+    FULL_KL_NAMES,
+    GRANULARITIES,
+    IMPORTANCES,
+    Algorithm,
+    word,
+)
 
 
 @dataclass(frozen=True, slots=True)

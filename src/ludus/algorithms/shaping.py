@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ludus.algorithms.grouping import group_rewards
-from ludus.algorithms.schedules import Schedule
+from ludus.algorithms.spec.schedules import Schedule
 from ludus.errors import ConfigError
 
 _FITS = 0.9

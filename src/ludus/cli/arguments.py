@@ -14,7 +14,7 @@ from ludus.errors import UserError
 from ludus.recipes import list_recipes
 
 if TYPE_CHECKING:
-    from ludus.training.run import RunFolder
+    from ludus.training.run.run_dir import RunFolder
 
 
 PRETRAINED = "pretrained.toml"
@@ -77,7 +77,7 @@ def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
 
 def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     """As `run_config`. Raises UserError for a run that trained no policy."""
-    from ludus.training.run import kind_of
+    from ludus.training.run.run_dir import kind_of
 
     config = run_config(folder, overrides)
     if (folder.path / "run.json").is_file() and kind_of(folder) == "reward-model":

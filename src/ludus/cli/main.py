@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 from ludus import __version__
 from ludus.cli.arguments import split_settings
-from ludus.cli.interrupts import INTERRUPTED
+from ludus.cli.signals import INTERRUPTED
 from ludus.config.settings import is_section, list_settings, nearest, suggestion
 from ludus.errors import LudusError, UserError, did_you_mean, nearest_names
 
@@ -38,48 +38,61 @@ class Command:
 
 
 COMMANDS = (
-    Command("train", "train", "train an agent by reinforcement learning", "ludus train search"),
-    Command("sft", "sft", "fine-tune on demonstrations", "ludus sft search --from-scratch"),
+    Command("train", "training.train", "train an agent by reinforcement learning", "ludus train search"),
+    Command("sft", "training.sft", "fine-tune on demonstrations", "ludus sft search --from-scratch"),
     Command(
         "preference",
-        "preference",
+        "training.preference",
         "train on pairs: DPO, SimPO, KTO, BCO and others",
         "ludus preference search --run runs/search-1",
     ),
     Command(
         "reward-model",
-        "reward_model",
+        "training.reward_model",
         "train a model that judges attempts",
         "ludus reward-model search --run runs/search-1",
     ),
-    Command("rft", "rft", "fine-tune on what the model solved itself", "ludus rft search --rft.rounds 2"),
-    Command("rl", "train", "the same as train", "ludus rl search"),
-    Command("pipeline", "pipeline", "train in stages", "ludus pipeline examples/pipeline.toml"),
-    Command("data", "data", "check files to train on, or convert them", "ludus data check dialogues.jsonl"),
-    Command("eval", "evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
-    Command("compare", "compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"),
-    Command("chat", "chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),
-    Command("serve", "serve", "serve a checkpoint over HTTP", "ludus serve runs/search-1"),
-    Command("cluster", "cluster", "add engines to a run, or remove them", "ludus cluster list runs/search-1"),
-    Command("sandbox", "sandbox", "look at a sandbox, or serve one over HTTP", "ludus sandbox check"),
-    Command("show", "show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
+    Command(
+        "rft", "training.rft", "fine-tune on what the model solved itself", "ludus rft search --rft.rounds 2"
+    ),
+    Command("pipeline", "training.pipeline", "train in stages", "ludus pipeline examples/pipeline.toml"),
+    Command(
+        "data",
+        "commands.data",
+        "check files to train on, or convert them",
+        "ludus data check dialogues.jsonl",
+    ),
+    Command("eval", "commands.evaluate", "measure held-out success", "ludus eval --run runs/search-1"),
+    Command(
+        "compare", "commands.compare", "compare two evaluations, task by task", "ludus compare runs/a runs/b"
+    ),
+    Command("chat", "serving.chat", "talk to a checkpoint with its tools", "ludus chat runs/search-1"),
+    Command("serve", "serving.serve", "serve a checkpoint over HTTP", "ludus serve runs/search-1"),
+    Command(
+        "cluster",
+        "serving.cluster",
+        "add engines to a run, or remove them",
+        "ludus cluster list runs/search-1",
+    ),
+    Command("sandbox", "serving.sandbox", "look at a sandbox, or serve one over HTTP", "ludus sandbox check"),
+    Command("show", "commands.show", "read a run: curves, transcripts, rewards", "ludus show runs/search-1"),
     Command(
         "plan",
-        "plan",
+        "commands.plan",
         "predict step time, idle shares and staleness",
         "ludus plan runs/search-1 --engines 1 8 64",
     ),
     Command(
         "rewards",
-        "rewards",
+        "commands.rewards",
         "score saved rollouts under other rewards",
         "ludus rewards replay runs/search-1 --config other.toml",
     ),
-    Command("env", "env", "look at an environment, and check it", "ludus env check search"),
-    Command("recipes", "recipes", "list the recipes", "ludus recipes"),
-    Command("algorithms", "algorithms", "list the algorithms", "ludus algorithms"),
-    Command("doctor", "doctor", "look at this machine and what is installed", "ludus doctor"),
-    Command("config", "config", "print a resolved configuration", "ludus config search"),
+    Command("env", "commands.env", "look at an environment, and check it", "ludus env check search"),
+    Command("recipes", "commands.recipes", "list the recipes", "ludus recipes"),
+    Command("algorithms", "commands.algorithms", "list the algorithms", "ludus algorithms"),
+    Command("doctor", "commands.doctor", "look at this machine and what is installed", "ludus doctor"),
+    Command("config", "commands.config", "print a resolved configuration", "ludus config search"),
 )
 
 

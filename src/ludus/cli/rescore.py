@@ -19,15 +19,15 @@ from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.rewards.base import Reward, success
-from ludus.rewards.named import judges_more
 from ludus.rewards.presets import training_parts
-from ludus.rollout.scoring import ProcessScoring
-from ludus.rollout.store import RolloutRecord, read_rollouts
+from ludus.rewards.registry import judges_more
+from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollout.trees import of_each_path
 from ludus.types import Task, Trajectory
 
 if TYPE_CHECKING:
-    from ludus.training.combine import Combiner
+    from ludus.training.collection.reward_mixing import Combiner
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +127,8 @@ def find_tasks(world: World, ids: set[str]) -> dict[str, Task]:
 def _combiner(config: Config, world: World) -> Combiner | None:
     if config.rewards.is_default:
         return None
-    from ludus.algorithms.resolve import resolve
-    from ludus.training.combine import check_reward_settings, combiner_of, reads_turns
+    from ludus.algorithms.spec.resolve import resolve
+    from ludus.training.collection.reward_mixing import check_reward_settings, combiner_of, reads_turns
 
     check_reward_settings(config, world)
     return combiner_of(config, world, reads_turns(resolve(config.algorithm)))

@@ -11,24 +11,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.cluster.background import Background
-from ludus.cluster.crowd import Crowd, Plan
-from ludus.cluster.local import LocalLauncher
-from ludus.cluster.messages import EngineSpec, PlayJob, RewardSpec, WorkerSpec
-from ludus.cluster.pool import Member
-from ludus.cluster.remote import Launcher
-from ludus.config.rollout import RolloutConfig
+from ludus.cluster.event_loop_thread import Background
+from ludus.cluster.handles import Launcher
+from ludus.cluster.local_launcher import LocalLauncher
+from ludus.cluster.protocol import EngineSpec, PlayJob, RewardSpec, WorkerSpec
+from ludus.cluster.supervisor import Crowd, Plan
+from ludus.cluster.worker_pool import Member
 from ludus.config.schema import Config
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import EngineStats, Request, RollingUpdate, WeightCheck, combined
-from ludus.engines.rolling import Rolling
-from ludus.engines.server import ServerEngine
-from ludus.engines.transport import ServerSettings
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.http_client import ServerSettings
+from ludus.engines.remote.rolling_update import Rolling
 from ludus.envs.base import World
 from ludus.errors import ConfigError, UserError
+from ludus.rollout.build import Play, rollout_for
+from ludus.rollout.reward_executor import START_S
 from ludus.rollout.scheduler import Attempt, Job
-from ludus.rollout.scoring import START_S
-from ludus.rollout.setup import Play, rollout_for
-from ludus.training.session import Session, server_engine, server_settings
+from ludus.training.run.session import Session, server_engine, server_settings
 from ludus.types import Completion, Task, Trajectory
 
 if TYPE_CHECKING:
@@ -281,7 +281,7 @@ def _at_urls(config: Config) -> Callable[[list[str]], ServerEngine]:
 def _launcher(plan: Plan) -> Launcher:
     if plan.config.kind == "local":
         return LocalLauncher()
-    from ludus.cluster.ray_actors import RayLauncher
+    from ludus.cluster.ray_launcher import RayLauncher
 
     return RayLauncher(plan.config, plan.needs)
 

@@ -11,23 +11,23 @@ from typing import Self
 
 from pydantic import Field, model_validator
 
-from ludus.config.algorithm import (
+from ludus.config.sections.algorithm import (
     AlgorithmConfig,
     CriticConfig,
     ExpertsConfig,
     KlControlConfig,
     TeacherConfig,
 )
-from ludus.config.cluster import ClusterConfig
-from ludus.config.mixture import budget_fault
-from ludus.config.model import ModelConfig
-from ludus.config.rewards import RewardModelConfig, RewardsConfig
-from ludus.config.rollout import EngineConfig, EnvConfig, RolloutConfig
-from ludus.config.sandbox import SandboxConfig
-from ludus.config.section import Section
-from ludus.config.stages import PreferenceConfig, RftConfig, SftConfig
-from ludus.config.staleness import StalenessConfig
-from ludus.config.training import TrainingConfig
+from ludus.config.sections.cluster import ClusterConfig
+from ludus.config.sections.mixture import budget_fault
+from ludus.config.sections.model import ModelConfig
+from ludus.config.sections.rewards import RewardModelConfig, RewardsConfig
+from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig
+from ludus.config.sections.sandbox import SandboxConfig
+from ludus.config.sections.section import Section
+from ludus.config.sections.stages import PreferenceConfig, RftConfig, SftConfig
+from ludus.config.sections.staleness import StalenessConfig
+from ludus.config.sections.training import TrainingConfig
 
 
 class EvaluationConfig(Section):

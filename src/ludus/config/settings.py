@@ -13,7 +13,7 @@ import annotated_types
 from pydantic.fields import FieldInfo
 
 from ludus.config.schema import Config
-from ludus.config.section import Section, Why
+from ludus.config.sections.section import Section, Why
 from ludus.errors import ConfigError, nearest_names
 
 _NEAR = 0.75

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from datetime import date, time
 
 from ludus.config.schema import Config
-from ludus.config.section import Section
+from ludus.config.sections.section import Section
 from ludus.errors import ConfigError
 
 _BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")

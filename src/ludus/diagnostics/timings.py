@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ludus.config.schema import Config
 from ludus.errors import StorageError
-from ludus.rollout.scoring import places
+from ludus.rollout.reward_executor import places
 from ludus.rollout.trees import attempts
 from ludus.types import Trajectory
 

@@ -20,7 +20,7 @@ from types import ModuleType
 from typing import Protocol
 
 from ludus.errors import ConfigError, StorageError, UserError, did_you_mean
-from ludus.rollout.store import replaced_file
+from ludus.rollout.rollout_files import replaced_file
 
 METRICS_FILE = "metrics.jsonl"
 _NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}

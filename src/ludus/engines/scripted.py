@@ -114,7 +114,7 @@ class ScriptedEngine:
 
     async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
         """Take the version; the fingerprint becomes that of `state`."""
-        from ludus.engines.fingerprint import fingerprint_tensors
+        from ludus.engines.models.fingerprint import fingerprint_tensors
 
         self._digest = fingerprint_tensors(state)
         self._version = version

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from ludus.config.rollout import RolloutConfig
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
-from ludus.rewards.turns import TurnVerifier
+from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox.base import BoundsSessions, Sandbox
 from ludus.tasks.order import Order, TaskOrder
 from ludus.tools.base import Tool

@@ -13,9 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from ludus.config.mixture import BUDGETS, MIXTURE, MemberConfig
-from ludus.config.rollout import RolloutConfig
 from ludus.config.schema import Config
+from ludus.config.sections.mixture import BUDGETS, MIXTURE, MemberConfig
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.base import (
     Anchored,
     Closes,
@@ -37,7 +37,7 @@ from ludus.envs.base import (
 from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
-from ludus.rewards.turns import Progress, TurnVerifier
+from ludus.rewards.code.turns import Progress, TurnVerifier
 from ludus.sandbox.base import Sandbox
 from ludus.tasks.mixture import MixtureOrder, Pool, Shares
 from ludus.tools.base import Tool

@@ -12,25 +12,25 @@ from contextlib import asynccontextmanager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from ludus.config.rollout import EnvConfig, RolloutConfig
-from ludus.config.sandbox import SandboxConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
+from ludus.config.sections.sandbox import SandboxConfig
 from ludus.envs.base import Closes, HoldsSessions, UsesSandbox, World, runs_programs
 from ludus.envs.mixture import Member, MixedWorld, bounded, check_tools
 from ludus.envs.toolbox import ToolLimits, describe_error
 from ludus.errors import ConfigError, LudusError, UserError, did_you_mean
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
-from ludus.sandbox.probe import python_inside
+from ludus.sandbox.self_test import python_inside
 
 WORLDS: Mapping[str, str] = {
-    "code": "ludus.envs.code.world:make_code_world",
-    "functions": "ludus.envs.functions.world:make_functions_world",
-    "guess": "ludus.envs.guess:make_guess_world",
-    "math": "ludus.envs.math.world:make_math_world",
-    "search": "ludus.envs.search.world:make_search_world",
-    "sql": "ludus.envs.sql.world:make_sql_world",
-    "terminal": "ludus.envs.terminal.world:make_terminal_world",
-    "swe": "ludus.envs.swe.world:make_swe_world",
+    "code": "ludus.worlds.code.world:make_code_world",
+    "functions": "ludus.worlds.functions.world:make_functions_world",
+    "guess": "ludus.worlds.guess.world:make_guess_world",
+    "math": "ludus.worlds.math.world:make_math_world",
+    "search": "ludus.worlds.search.world:make_search_world",
+    "sql": "ludus.worlds.sql.world:make_sql_world",
+    "terminal": "ludus.worlds.terminal.world:make_terminal_world",
+    "swe": "ludus.worlds.swe.world:make_swe_world",
 }
 """Name -> `module:function`. The function takes the world's settings and the limits of its tools."""
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from threading import Thread
 
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
-from ludus.sandbox.waiting import Clock, under
+from ludus.sandbox.local.pausable_timeout import Clock, under
 from ludus.tools.base import PATIENCE, ArgumentError, Tool, ToolError
 from ludus.types import Action, CallError, ToolCall, ToolOutcome, ToolStatus
 

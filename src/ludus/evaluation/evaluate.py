@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from ludus.config.rollout import EnvConfig
 from ludus.config.schema import Config
+from ludus.config.sections.rollout import EnvConfig
 from ludus.envs.base import World, check_tasks
 from ludus.errors import UserError
 from ludus.evaluation.stats import (
@@ -25,8 +25,8 @@ from ludus.evaluation.stats import (
 )
 from ludus.rewards.base import Reward, success
 from ludus.rollout.ledger import Outcome, RolloutKey
+from ludus.rollout.rollout_files import RolloutRecord, replaced_file, write_rollouts
 from ludus.rollout.scheduler import Episode, Job, Scheduler
-from ludus.rollout.store import RolloutRecord, replaced_file, write_rollouts
 from ludus.types import WORLD_TAG, StopReason, Task, Trajectory
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-from ludus.rewards.answers import Answers, normalise
+from ludus.rewards.exact_match import Answers, normalise
 from ludus.types import Task
 
 _UNITS = (

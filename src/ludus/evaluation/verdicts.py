@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ludus.evaluation.check import Mark
-from ludus.evaluation.scorecard import Scorecard, Share
+from ludus.evaluation.env_audit import Mark
 from ludus.evaluation.stats import wilson
+from ludus.evaluation.verifier_report import Scorecard, Share
 
 LEAST_TRIED = 4
 """With fewer tries than this a share decides nothing."""

@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 
 from starlette.requests import Request
 
-from ludus.gateway.requests import BadRequest
+from ludus.gateway.protocol.requests import BadRequest
 
 _NO_TOKEN, _FORBIDDEN, _WRONG_TYPE = 401, 403, 415
 

@@ -13,10 +13,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ludus.engines.adapter_files import read_adapter
-from ludus.engines.local import LocalEngine
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.engines.models.lora_files import read_adapter
 from ludus.errors import SyncError, UserError
-from ludus.gateway.requests import BadRequest
+from ludus.gateway.protocol.requests import BadRequest
 
 _NOT_FOUND = 404
 

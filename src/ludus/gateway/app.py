@@ -22,7 +22,6 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from ludus.errors import EngineBusy, EngineError, RequestRefused
 from ludus.gateway import chat, completions
 from ludus.gateway.access import ControlAccess
-from ludus.gateway.answers import ModelCard, ModelList
 from ludus.gateway.control import Control
 from ludus.gateway.endpoints import (
     FAILED,
@@ -36,7 +35,8 @@ from ludus.gateway.endpoints import (
     json_response,
 )
 from ludus.gateway.metrics import prometheus_text
-from ludus.gateway.requests import BadRequest, ChatRequest, CompletionRequest, Sampling
+from ludus.gateway.protocol.requests import BadRequest, ChatRequest, CompletionRequest, Sampling
+from ludus.gateway.protocol.responses import ModelCard, ModelList
 from ludus.gateway.service import Service
 from ludus.gateway.weights import WeightDesk
 

@@ -13,7 +13,11 @@ from functools import partial
 
 from ludus.chat.render import TemplateRenderer
 from ludus.errors import UserError
-from ludus.gateway.answers import (
+from ludus.gateway.completions import version_spans
+from ludus.gateway.protocol.detokenize import GrowingText, TextRules
+from ludus.gateway.protocol.logprobs import Scored, chat_logprobs
+from ludus.gateway.protocol.requests import BadRequest, ChatRequest
+from ludus.gateway.protocol.responses import (
     CalledFunction,
     CallPiece,
     CallReply,
@@ -25,11 +29,7 @@ from ludus.gateway.answers import (
     ChatReply,
     Usage,
 )
-from ludus.gateway.completions import version_spans
-from ludus.gateway.logprobs import Scored, chat_logprobs
-from ludus.gateway.requests import BadRequest, ChatRequest
 from ludus.gateway.service import Service, choices
-from ludus.gateway.text import GrowingText, TextRules
 from ludus.tools.described import described_tool
 from ludus.types import Action, Completion, FinishReason, MessageToolCall, SamplingParams
 

@@ -6,11 +6,11 @@ from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, groupby
 
-from ludus.gateway.answers import TextAnswer, TextChoice, Usage, VersionSpan
-from ludus.gateway.logprobs import Scored, prompt_logprobs, text_logprobs
-from ludus.gateway.requests import CompletionRequest
+from ludus.gateway.protocol.detokenize import GrowingText, TextRules, token_texts
+from ludus.gateway.protocol.logprobs import Scored, prompt_logprobs, text_logprobs
+from ludus.gateway.protocol.requests import CompletionRequest
+from ludus.gateway.protocol.responses import TextAnswer, TextChoice, Usage, VersionSpan
 from ludus.gateway.service import Service, choices
-from ludus.gateway.text import GrowingText, TextRules, token_texts
 from ludus.types import Completion, SamplingParams
 
 

@@ -9,9 +9,9 @@ from pydantic import AfterValidator, AliasChoices, BaseModel, Field
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 
-from ludus.engines.broadcast import Manifest, Place
+from ludus.engines.remote.gloo_broadcast import Manifest, Place
 from ludus.gateway.endpoints import NoBody, Served, endpoint
-from ludus.gateway.requests import BadRequest
+from ludus.gateway.protocol.requests import BadRequest
 from ludus.gateway.service import PauseMode, Service
 from ludus.gateway.weights import WeightDesk
 

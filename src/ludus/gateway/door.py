@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from ludus.errors import EngineBusy
-from ludus.gateway.requests import BadRequest
+from ludus.gateway.protocol.requests import BadRequest
 
 _LONG = 64 * 2**10
 """Characters of a long text."""

@@ -14,9 +14,9 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ludus.gateway.access import ControlAccess, check_json, check_origin
-from ludus.gateway.answers import EncodedJson, ErrorAnswer, ErrorInfo
 from ludus.gateway.door import Door, check_shape
-from ludus.gateway.requests import BadRequest, RequestBody, read_body
+from ludus.gateway.protocol.requests import BadRequest, RequestBody, read_body
+from ludus.gateway.protocol.responses import EncodedJson, ErrorAnswer, ErrorInfo
 
 FORBIDDEN, FAILED = 403, 500
 

@@ -9,21 +9,26 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import time
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from ludus.chat.render import TemplateRenderer, Tokenizer
 from ludus.engines.base import Request
-from ludus.engines.local import LocalEngine, Piece
+from ludus.engines.embedded.engine import LocalEngine, Piece
 from ludus.gateway.adapters import Adapters, ServedAdapter
 from ludus.gateway.door import Door
-from ludus.gateway.logprobs import TokenNames
-from ludus.gateway.requests import BadRequest, Sampling, TokenIds
+from ludus.gateway.protocol.logprobs import TokenNames
+from ludus.gateway.protocol.requests import BadRequest, Sampling, TokenIds
 from ludus.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
 
 PauseMode = Literal["abort", "wait", "keep"]
 
@@ -295,3 +300,31 @@ def _requests(
 def choices(params: SamplingParams, num: int) -> list[SamplingParams]:
     """The parameters of several choices for one prompt: they differ in their seeds alone."""
     return [replace(params, seed=params.seed + i) for i in range(num)]
+
+
+def served_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    name: str,
+    root: str,
+    renderer: TemplateRenderer | None,
+) -> Model:
+    """A model under a name, as clients see it; `root` is where it came from."""
+    return Model(
+        name=name,
+        root=root,
+        created=int(time.time()),
+        tokenizer=tokenizer,
+        end_ids=_end_ids(model, tokenizer),
+        vocab_size=model.get_input_embeddings().num_embeddings,
+        longest_token=max(map(len, tokenizer.get_vocab()), default=1),
+        renderer=renderer,
+    )
+
+
+def _end_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """The tokens that end a text, by the model's generation settings and its tokenizer."""
+    given = model.generation_config.eos_token_id if model.generation_config is not None else None
+    listed = [given] if isinstance(given, int) else list(given or ())
+    own = tokenizer.eos_token_id
+    return tuple(dict.fromkeys([*listed, *([own] if isinstance(own, int) else [])]))

@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ludus.engines.broadcast import Line, Manifest, Place, aside, enter_line, restored, take
-from ludus.engines.checksums import tensor_digest
+from ludus.engines.models.checksums import tensor_digest
+from ludus.engines.remote.gloo_broadcast import Line, Manifest, Place, aside, enter_line, restored, take
 from ludus.errors import EngineError, SyncError
-from ludus.gateway.requests import BadRequest
+from ludus.gateway.protocol.requests import BadRequest
 from ludus.gateway.service import Service
 
 if TYPE_CHECKING:

@@ -94,8 +94,8 @@ class SimConversation:
 
 
 class Unjudged:
-    """As `ludus.rollout.scoring.Scoring`: nothing is judged, and on no thread, for which a clock that jumps
-    would not wait."""
+    """As `ludus.rollout.reward_executor.Scoring`: nothing is judged, and on no thread, for which a clock that
+    jumps would not wait."""
 
     async def scored(
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory

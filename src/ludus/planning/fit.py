@@ -20,7 +20,7 @@ from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
 from ludus.planning.costs import Costs, EngineCost, EpisodeShape, LearnerCost, Setup, ToolCost
-from ludus.training.run import RunFolder
+from ludus.training.run.run_dir import RunFolder
 
 Matrix = NDArray[np.float64]
 

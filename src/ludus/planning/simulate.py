@@ -1,9 +1,9 @@
 """A run of many engines in seconds: the real stream, admission and scheduler on a clock that jumps.
 
-`simulate` plays the modes as `ludus.training.modes` does: `Stream`, `Admission`, `Scheduler` with its
-episodes, `Ledger` and the rule for episodes in flight are those of training, unchanged; only devices, tools
-and the clock are made up. What leaves out: failures, evaluations, checkpoints, and what the event loop itself
-costs.
+`simulate` plays the modes as `ludus.training.rl.async_trainer` does: `Stream`, `Admission`, `Scheduler` with
+its episodes, `Ledger` and the rule for episodes in flight are those of training, unchanged; only devices,
+tools and the clock are made up. What leaves out: failures, evaluations, checkpoints, and what the event loop
+itself costs.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ludus.planning.clock import run_virtual
 from ludus.planning.costs import Costs, Setup
 from ludus.planning.devices import Overlap, Pool, SimEngine, SimLearner
 from ludus.planning.episodes import Draws, SimWorld, Unjudged, ages, sampled
-from ludus.rollout.admission import Admission, Pace
 from ludus.rollout.episode import EpisodeLimits
-from ludus.rollout.in_flight import InFlight, Load, Passes, first_in_flight
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler, SchedulerLimits
-from ludus.rollout.stream import Stream
+from ludus.rollout.streaming.concurrency_control import InFlight, Load, Passes, first_in_flight
+from ludus.rollout.streaming.group_queue import Stream
+from ludus.rollout.streaming.staleness_control import Admission, Pace
 
 _NO_LIMIT_S = 1e9
 

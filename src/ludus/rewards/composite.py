@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
+from ludus.rewards.answer_extraction import MAX_CHARACTERS, boxes
 from ludus.rewards.base import RewardFunction
-from ludus.rewards.final import MAX_CHARACTERS, boxes
-from ludus.rewards.maths import Expression
-from ludus.rewards.numbers import Quantity
-from ludus.rewards.published import ExpectedCalls, calls_made
+from ludus.rewards.math.math_verify import Expression
+from ludus.rewards.math.numeric import Quantity
+from ludus.rewards.paper_rewards import ExpectedCalls, calls_made
 from ludus.types import Message, StopReason, Task, ToolStatus, Trajectory
 
 THINK_MARKS = ("<think>", "</think>")

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from ludus.rewards.answers import Answers
 from ludus.rewards.base import Reward
 from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
-from ludus.rewards.published import ExpectedCalls, retool, search_r1, toolrl
+from ludus.rewards.exact_match import Answers
+from ludus.rewards.paper_rewards import ExpectedCalls, retool, search_r1, toolrl
 
 TURN_COST = 0.05
 """What a turn above the target costs in `composite`."""

@@ -9,9 +9,9 @@ import json
 import unicodedata
 from functools import lru_cache
 
-from ludus.rewards.answers import normalise
 from ludus.rewards.base import RewardFunction
-from ludus.rewards.published import calls_made
+from ludus.rewards.exact_match import normalise
+from ludus.rewards.paper_rewards import calls_made
 from ludus.types import JSON, Task, ToolStatus, Trajectory
 
 _INVALID = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)

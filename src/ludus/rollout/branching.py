@@ -12,9 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Awaitable, Callable, Sequence
 
-from ludus.config.rollout import BranchConfig
+from ludus.config.sections.rollout import BranchConfig
 from ludus.errors import WorldError
-from ludus.rollout.conversation import CannotRestore
+from ludus.rollout.chat_session import CannotRestore
 from ludus.rollout.trees import Graft, grafted
 from ludus.types import Segment, Trajectory
 

@@ -24,9 +24,9 @@ from ludus.envs.base import Anchored, Environment, World
 from ludus.envs.toolbox import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.rewards.base import Reward, score
-from ludus.rewards.turns import TurnVerifier, turn_shares
-from ludus.rollout.conversation import Conversation
-from ludus.sandbox.waiting import Clock, episode_clock, under
+from ludus.rewards.code.turns import TurnVerifier, turn_shares
+from ludus.rollout.chat_session import Conversation
+from ludus.sandbox.local.pausable_timeout import Clock, episode_clock, under
 from ludus.types import (
     Action,
     Message,

@@ -16,13 +16,13 @@ from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
-from ludus.config.rollout import BranchConfig
+from ludus.config.sections.rollout import BranchConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import HoldsSessions, World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollout.branching import play_tree
-from ludus.rollout.conversation import CannotRestore, Conversation, EngineConversation
+from ludus.rollout.chat_session import CannotRestore, Conversation, EngineConversation
 from ludus.rollout.episode import (
     EpisodeLimits,
     fresh_environment,
@@ -30,8 +30,8 @@ from ludus.rollout.episode import (
     play_episode,
 )
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
-from ludus.rollout.lockstep import LockstepEngine
-from ludus.rollout.scoring import Scoring, ThreadScoring, waited
+from ludus.rollout.lockstep_engine import LockstepEngine
+from ludus.rollout.reward_executor import Scoring, ThreadScoring, waited
 from ludus.rollout.trees import attempts
 from ludus.types import Failure, Segment, StopReason, Task, ToolStatus, Trajectory
 

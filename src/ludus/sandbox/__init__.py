@@ -4,8 +4,8 @@ See docs/sandbox.md.
 """
 
 from ludus.sandbox.base import Change, Limits, Outcome, Process, Sandbox, Session, SessionKind, Snapshot
-from ludus.sandbox.choose import BACKENDS, SERVICES, SandboxSettings, open_sandbox
-from ludus.sandbox.namespaces import NamespaceSettings, NamespacesSandbox
+from ludus.sandbox.factory import BACKENDS, SERVICES, SandboxSettings, open_sandbox
+from ludus.sandbox.local.namespaces import NamespaceSettings, NamespacesSandbox
 
 __all__ = [
     "BACKENDS",

@@ -10,11 +10,11 @@ from ludus.config.toml import value_text
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, UserError
 from ludus.evaluation.evaluate import plans
-from ludus.training.checkpoint import list_checkpoints
-from ludus.training.manifest import check_manifest
-from ludus.training.preference import steps_of_run
-from ludus.training.reward_model import planned_steps
-from ludus.training.run import Kind, RunFolder, kind_of, resume_command
+from ludus.training.preference.train import steps_of_run
+from ludus.training.reward_model.train import planned_steps
+from ludus.training.run.checkpoint import list_checkpoints
+from ludus.training.run.manifest import check_manifest
+from ludus.training.run.run_dir import Kind, RunFolder, kind_of, resume_command
 
 _KEPT = ("model.", "env.", "run.seed", "run.folder")
 _KEPT_BY_KIND: Mapping[Kind, tuple[str, ...]] = {

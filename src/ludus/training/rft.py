@@ -35,28 +35,16 @@ from ludus.evaluation.evaluate import (
     save_evaluation,
 )
 from ludus.rewards.base import success
+from ludus.rollout.build import Play
 from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.reward_executor import places
+from ludus.rollout.rollout_files import rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Episode, Job
-from ludus.rollout.scoring import places
-from ludus.rollout.setup import Play
-from ludus.rollout.store import rollouts_path, write_rollouts
-from ludus.training.batch import row_of_trajectory
-from ludus.training.checkpoint import (
-    TrainerState,
-    list_checkpoints,
-    load_trainer,
-    load_weights,
-    prune,
-    save_checkpoint,
-)
-from ludus.training.credit import Credit, settle
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.rl import Reporter
-from ludus.training.run import RunFolder, save_config
-from ludus.training.scoring import Scorer
-from ludus.training.session import Session, make_engine, session_scheduler
-from ludus.training.sft import sft_step
-from ludus.training.start import (
+from ludus.training.batches.rows import row_of_trajectory
+from ludus.training.credit.advantages import Credit, settle
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.rl.build import (
     Comparison,
     check_trackers,
     forget_after,
@@ -64,7 +52,19 @@ from ludus.training.start import (
     make_trackers,
     probe_tokens,
 )
-from ludus.training.sync import WeightSync
+from ludus.training.rl.sync_trainer import Reporter
+from ludus.training.rl.weight_sync import WeightSync
+from ludus.training.run.checkpoint import (
+    TrainerState,
+    list_checkpoints,
+    load_trainer,
+    load_weights,
+    prune,
+    save_checkpoint,
+)
+from ludus.training.run.run_dir import RunFolder, save_config
+from ludus.training.run.session import Session, make_engine, session_scheduler
+from ludus.training.sft import sft_step
 from ludus.types import Group
 
 log = logging.getLogger("ludus.rft")

@@ -16,15 +16,25 @@ from ludus.algorithms.losses import sft as sft_loss
 from ludus.chat.render import Renderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.config.schema import Config
-from ludus.config.stages import SftConfig
+from ludus.config.sections.stages import SftConfig
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.loading import build_tiny
+from ludus.engines.models.loading import build_tiny
 from ludus.envs.base import Demonstration, World
 from ludus.envs.registry import build_world
 from ludus.errors import LearnerError, UserError
 from ludus.rollout.ledger import Ledger
-from ludus.training.batch import Row, microbatches, row_of_segments
-from ludus.training.checkpoint import (
+from ludus.training.batches.rows import Row, microbatches, row_of_segments
+from ludus.training.datasets.sources import (
+    MOST_LEFT_OUT,
+    check_sources,
+    demonstrating,
+    dialogue_segments,
+    dialogues,
+)
+from ludus.training.datasets.token_limits import check_dialogues
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.run.checkpoint import (
     TrainerState,
     list_checkpoints,
     load_trainer,
@@ -32,12 +42,8 @@ from ludus.training.checkpoint import (
     prune,
     save_checkpoint,
 )
-from ludus.training.optimiser import Optimiser, OptimiserSettings
-from ludus.training.run import RunFolder
-from ludus.training.scoring import Scorer
-from ludus.training.session import Session, make_renderer, open_session, set_up_compute
-from ludus.training.sources import MOST_LEFT_OUT, check_sources, demonstrating, dialogue_segments, dialogues
-from ludus.training.token_limits import check_dialogues
+from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.session import Session, make_renderer, open_session, set_up_compute
 
 log = logging.getLogger("ludus.sft")
 

@@ -22,7 +22,8 @@ arguments come from.
 """
 
 from ludus.algorithms.advantages.calibration import TierCalibration, calibrate_tiers, tier_advantages
-from ludus.algorithms.advantages.groups import (
+from ludus.algorithms.advantages.gae import coderl, gae, prime, reinforce_pp, value_targets, vapo
+from ludus.algorithms.advantages.group_relative import (
     best_of_group,
     dr_grpo,
     gpg,
@@ -40,10 +41,8 @@ from ludus.algorithms.advantages.groups import (
 )
 from ludus.algorithms.advantages.off_policy import retrace, vtrace, vtrace_targets
 from ludus.algorithms.advantages.optimal import optimal_token_baseline
-from ludus.algorithms.advantages.placing import token_rewards
 from ludus.algorithms.advantages.registry import ADVANTAGES, FUNCTIONS, VALUE_ERRORS, AdvantageFn
-from ludus.algorithms.advantages.returns import coderl, gae, prime, reinforce_pp, value_targets, vapo
-from ludus.algorithms.advantages.running import (
+from ludus.algorithms.advantages.running_baselines import (
     DomainMoments,
     Moments,
     RoleBaselines,
@@ -51,7 +50,8 @@ from ludus.algorithms.advantages.running import (
     domain_normalised,
     rae,
 )
-from ludus.algorithms.advantages.turn_values import step_gae, turn_gae
+from ludus.algorithms.advantages.token_rewards import token_rewards
+from ludus.algorithms.advantages.turn_gae import step_gae, turn_gae
 from ludus.algorithms.advantages.turns import (
     gigpo,
     siblings,

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages.placing import turns_of
 from ludus.algorithms.advantages.rows import numbers
+from ludus.algorithms.advantages.token_rewards import turns_of
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ludus.algorithms.advantages.placing import token_rewards
-from ludus.algorithms.advantages.returns import values_and_next
+from ludus.algorithms.advantages.gae import values_and_next
+from ludus.algorithms.advantages.reverse_scan import ActionTokens, action_tokens, scan_back, shifted
 from ludus.algorithms.advantages.rows import check_group, float_dtype
-from ludus.algorithms.advantages.scan import ActionTokens, action_tokens, scan_back, shifted
+from ludus.algorithms.advantages.token_rewards import token_rewards
 from ludus.algorithms.masking import clamped_ratio, select
 
 

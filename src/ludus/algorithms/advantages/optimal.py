@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages.placing import token_rewards
+from ludus.algorithms.advantages.reverse_scan import ActionTokens, action_tokens, scan_back
 from ludus.algorithms.advantages.rows import float_dtype, groups_to_compare
-from ludus.algorithms.advantages.scan import ActionTokens, action_tokens, scan_back
+from ludus.algorithms.advantages.token_rewards import token_rewards
 
 NO_ENERGY = 1e-8
 """A sum of weights up to which there is no baseline."""

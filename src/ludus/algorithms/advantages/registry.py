@@ -7,7 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages.groups import (
+from ludus.algorithms.advantages.gae import coderl, gae, prime, reinforce_pp, vapo
+from ludus.algorithms.advantages.group_relative import (
     best_of_group,
     dr_grpo,
     gpg,
@@ -24,9 +25,8 @@ from ludus.algorithms.advantages.groups import (
 )
 from ludus.algorithms.advantages.off_policy import retrace, vtrace, vtrace_targets
 from ludus.algorithms.advantages.optimal import optimal_token_baseline
-from ludus.algorithms.advantages.returns import coderl, gae, prime, reinforce_pp, vapo
-from ludus.algorithms.advantages.running import rae
-from ludus.algorithms.advantages.turn_values import step_gae, turn_gae
+from ludus.algorithms.advantages.running_baselines import rae
+from ludus.algorithms.advantages.turn_gae import step_gae, turn_gae
 from ludus.algorithms.advantages.turns import (
     gigpo,
     siblings,
@@ -34,8 +34,8 @@ from ludus.algorithms.advantages.turns import (
     turn_return,
     turn_return_hybrid,
 )
-from ludus.algorithms.algorithm import COUNTS, SCALES, SPREADS, Algorithm, number, word
 from ludus.algorithms.batch import Outcomes
+from ludus.algorithms.spec.algorithm import COUNTS, SCALES, SPREADS, Algorithm, number, word
 
 AdvantageFn = Callable[[Outcomes, Algorithm], Tensor]
 

@@ -16,9 +16,9 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages.placing import Turns, rewards_of_turns, turns_of
+from ludus.algorithms.advantages.reverse_scan import scan_back
 from ludus.algorithms.advantages.rows import float_dtype, groups_to_compare
-from ludus.algorithms.advantages.scan import scan_back
+from ludus.algorithms.advantages.token_rewards import Turns, rewards_of_turns, turns_of
 from ludus.algorithms.grouping import rounding
 from ludus.algorithms.masking import select
 

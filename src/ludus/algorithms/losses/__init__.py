@@ -19,9 +19,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from ludus.algorithms.algorithm import DIVERGENCES, Algorithm, number, word
 from ludus.algorithms.batch import TokenBatch
-from ludus.algorithms.losses.behavior import binary_kl, binary_tv, dppo, mixed_policy
+from ludus.algorithms.losses.clip_cov import (
+    CovarianceMeans,
+    choose_between,
+    choose_highest,
+    clip_cov,
+    kl_cov,
+    token_covariance,
+)
 from ludus.algorithms.losses.clipped import (
     ClipOptions,
     ClipRange,
@@ -34,17 +40,10 @@ from ludus.algorithms.losses.clipped import (
     sapo,
     token_ratio,
 )
-from ludus.algorithms.losses.conflict import conflict_weights, gtpo
-from ludus.algorithms.losses.covariance import (
-    CovarianceMeans,
-    choose_between,
-    choose_highest,
-    clip_cov,
-    kl_cov,
-    token_covariance,
-)
-from ludus.algorithms.losses.cuts import cut_off
-from ludus.algorithms.losses.plain import (
+from ludus.algorithms.losses.clipping import cut_off
+from ludus.algorithms.losses.dppo import binary_kl, binary_tv, dppo, mixed_policy
+from ludus.algorithms.losses.gtpo_weights import conflict_weights, gtpo
+from ludus.algorithms.losses.reinforce import (
     distill,
     distill_full,
     echo,
@@ -70,6 +69,7 @@ from ludus.algorithms.preference import (
     simpo,
     sppo,
 )
+from ludus.algorithms.spec.algorithm import DIVERGENCES, Algorithm, number, word
 
 __all__ = [
     "LOSSES",
@@ -256,7 +256,7 @@ LOSSES: dict[str, LossFn] = {
     "gmpo": _clipping(gmpo),
     "sapo": _sapo,
     "dppo": _dppo,
-    # The conflict weights are in the advantages already (`training.credit`).
+    # The conflict weights are in the advantages already (`training.credit.advantages`).
     "gtpo": lambda b, a: gtpo(
         logprobs=b.logprobs,
         old_logprobs=b.old_logprobs,

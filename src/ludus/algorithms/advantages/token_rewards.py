@@ -1,0 +1,142 @@
+"""Where rewards stand among the action tokens, and what a turn is.
+
+`turn` [N, L] integers is read on action tokens alone: turns count from 0 in each row, without gaps, and do
+not decrease. Where `turn` is None each run of action tokens is a turn, as it is where something is observed
+between any two of them. `turn_rewards` [N, K]: what stands past a row's last turn (NaN too) is not read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.advantages.reverse_scan import ActionTokens, action_tokens, shifted
+from ludus.algorithms.advantages.rows import cells, numbers
+from ludus.algorithms.masking import select
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """The turns of each row. T is the longest row's action tokens, K at least the most turns of a row.
+
+    `index` [N, T] the turn of each action token; `opens`, `closes` [N, T] bool, set on the first and the last
+    action token of each turn; `reached` [N, K] bool.
+    """
+
+    tokens: ActionTokens
+    index: Tensor
+    opens: Tensor
+    closes: Tensor
+    reached: Tensor
+
+    @property
+    def last(self) -> Tensor:
+        """[N, K] bool, set on the last turn of each row."""
+        return self.reached & ~shifted(self.reached, False)
+
+    def at_opening(self, values: Tensor) -> Tensor:
+        """`values` [N, T] at the first action token of each turn, [N, K]; 0 for a turn not reached."""
+        return self._gathered(values, self.opens)
+
+    def summed(self, values: Tensor) -> Tensor:
+        """`values` [N, T] summed over the action tokens of each turn, [N, K]."""
+        return self._gathered(values, self.tokens.present)
+
+    def _gathered(self, values: Tensor, where: Tensor) -> Tensor:
+        empty = torch.zeros(self.reached.shape, dtype=torch.float64, device=self.reached.device)
+        return empty.scatter_add(1, self.index, select(values, where))
+
+    def spread(self, scores: Tensor) -> Tensor:
+        """`scores` [N, K] on every action token of their turn, [N, T]."""
+        return select(scores.gather(1, self.index), self.tokens.present)
+
+
+def turns_of(turn: Tensor | None, mask: Tensor, num_turns: int | None = None) -> Turns:
+    """The turns of `turn` [N, L]; `num_turns` is K, by default the most turns of a row.
+
+    ValueError (naming the row) where turns do not count up from 0, or a row has more than K.
+    """
+    tokens = action_tokens(mask)
+    if turn is None:
+        turn = _runs(tokens.mask)
+    if turn.shape != mask.shape:
+        raise ValueError(f"turn must be {list(mask.shape)}, not {list(turn.shape)}")
+    if turn.is_floating_point():
+        raise ValueError("turn must hold integers")
+    index = select(turn.to(mask.device).long().gather(1, tokens.columns), tokens.present)
+    before = torch.cat([torch.full_like(index[:, :1], -1), index[:, :-1]], 1)
+    step = index - before
+    first = torch.arange(index.shape[1], device=index.device) == 0
+    wrong = tokens.present & ((step < 0) | (step > 1) | (first & (step != 1)))
+    if wrong.any():
+        row = int(wrong.any(1).nonzero()[0])
+        raise ValueError(f"row {row}: turns of action tokens must count up from 0 without gaps")
+    most = int(index.max()) + 1 if tokens.present.any() else 0
+    if num_turns is not None and most > num_turns:
+        row = int((index == most - 1).any(1).nonzero()[0])
+        raise ValueError(f"row {row} has {most} turns, turn_rewards {num_turns}")
+    opens = tokens.present & (step == 1)
+    closes = tokens.present & (tokens.last | shifted(opens, False))
+    reached = (
+        torch.arange(most if num_turns is None else num_turns, device=index.device) < opens.sum(1)[:, None]
+    )
+    return Turns(tokens, index, opens, closes, reached)
+
+
+def _runs(mask: Tensor) -> Tensor:
+    """The number of the run of action tokens that each one of `mask` [N, L] bool belongs to, from 0."""
+    begins = mask.clone()
+    begins[:, 1:] &= ~mask[:, :-1]
+    return begins.cumsum(1) - 1
+
+
+def rewards_of_turns(
+    mask: Tensor, turn: Tensor | None, turn_rewards: Tensor | None, rewards: Tensor | None
+) -> tuple[Turns, Tensor]:
+    """The turns, and the reward of each, [N, K] float64: `turn_rewards` [N, K], and `rewards` [N] on the
+    last.
+
+    ValueError for numbers that are not finite (naming the row), or without any reward.
+    """
+    if turn_rewards is None and rewards is None:
+        raise ValueError("rewards or turn_rewards must be given")
+    if turn_rewards is not None and turn_rewards.ndim != 2:
+        raise ValueError(f"turn_rewards must be [N, K], not {list(turn_rewards.shape)}")
+    turns = turns_of(turn, mask, None if turn_rewards is None else turn_rewards.shape[1])
+    found = torch.zeros(turns.reached.shape, dtype=torch.float64, device=mask.device)
+    if turn_rewards is not None:
+        found = found + cells("turn_rewards", turn_rewards, turns.reached)
+    if rewards is not None:
+        found = found + select(numbers("rewards", rewards, mask)[:, None].expand(found.shape), turns.last)
+    return turns, found
+
+
+def token_rewards(
+    *,
+    mask: Tensor,
+    rewards: Tensor | None = None,
+    turn_rewards: Tensor | None = None,
+    turn: Tensor | None = None,
+    kl: Tensor | None = None,
+    kl_coef: float = 0.0,
+) -> Tensor:
+    """The reward of each action token, [N, L] float64, 0 elsewhere; what `reinforce_pp` and `gae` start from.
+
+    `rewards` [N] on the last action token of a row (a row without any has no place for it); `turn_rewards`
+    [N, K] on the last action token of each turn of `turn` [N, L] (MT-PPO, arXiv:2505.11821), added where both
+    are given; `-kl_coef kl` [N, L] on every action token (KL placed in the reward, as in verl and OpenRLHF;
+    no gradient flows). ValueError for a number that is not finite (naming the row), or without any reward.
+    """
+    tokens = action_tokens(mask)
+    if turn_rewards is not None:
+        turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, rewards)
+        found = select(turns.spread(of_turns), turns.closes)
+    elif rewards is not None:
+        found = select(numbers("rewards", rewards, mask)[:, None].expand(tokens.last.shape), tokens.last)
+    else:
+        raise ValueError("rewards or turn_rewards must be given")
+    if kl is not None:
+        found = found - kl_coef * tokens.take("kl", kl)
+    return tokens.spread(found, torch.float64)

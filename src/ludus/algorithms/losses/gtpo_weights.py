@@ -1,0 +1,82 @@
+"""GTPO of arXiv:2508.03772: spare the tokens that good and bad trajectories of a group have in common.
+
+The weights need whole groups and are computed once for the batch; the loss takes those of its microbatch. The
+method's entropy filter is `filters.entropy_bound`, and `training.credit.advantages` subtracts its entropy
+penalty. It has no KL term and no reference. (arXiv:2604.02869 and arXiv:2508.04349 give the name GTPO to
+other algorithms.)
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.losses.clipped import token_ratio
+from ludus.algorithms.losses.sequence import trajectory_mean
+from ludus.algorithms.masking import check_shapes, select
+
+
+def gtpo(
+    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor
+) -> Tensor:
+    """`-w ratio A`, [N, L], with `w` from `conflict_weights` (arXiv:2508.03772).
+
+    The authors run one step per batch, where the ratio is 1 and only its gradient counts.
+    """
+    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, weights=weights)
+    scores = select(weights, mask).detach() * select(advantages, mask).detach()
+    return select(-token_ratio(logprobs, old_logprobs, mask) * scores, mask)
+
+
+def conflict_weights(
+    *,
+    token_ids: Tensor,
+    group: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    amplify: float = 2.0,
+    contiguous: bool = True,
+) -> Tensor:
+    """0 on conflict tokens of negative trajectories, `amplify` on those of positive ones, else 1, [N, L].
+
+    A token is in conflict where a positive and a negative member of its group (by the sign of their mean
+    advantage) have the same id at the same action index, counted from the left or from the right.
+    With `contiguous` only unbroken runs from either end count, as in the paper and its code; without it every
+    such token. `token_ids` [N, L], `group` [N] integers; 0 off the mask. `amplify` 2 as in the authors' code,
+    which multiplies twice where both runs meet.
+    """
+    check_shapes(mask, token_ids=token_ids, advantages=advantages)
+    if group.shape != mask.shape[:1]:
+        raise ValueError(f"group must be [{mask.shape[0]}], not {list(group.shape)}")
+    actions = mask.bool()
+    scores = trajectory_mean(advantages.detach(), mask)
+    members = torch.unique(group, return_inverse=True)[1].to(mask.device)
+    from_left = actions.cumsum(1) - 1
+    from_right = actions.sum(1, keepdim=True) - 1 - from_left
+    conflict = torch.zeros_like(actions)
+    for index in (from_left, from_right):
+        found = _shared(index, token_ids, members, scores, actions)
+        conflict |= _unbroken(found, index, actions) if contiguous else found
+    weights = torch.ones(mask.shape, dtype=advantages.dtype, device=mask.device)
+    weights = torch.where(conflict & (scores > 0)[:, None], amplify, weights)
+    weights = torch.where(conflict & (scores < 0)[:, None], 0.0, weights)
+    return select(weights, mask)
+
+
+def _shared(index: Tensor, token_ids: Tensor, members: Tensor, scores: Tensor, actions: Tensor) -> Tensor:
+    """Action tokens whose (group, index, id) occurs in a positive and in a negative trajectory, [N, L]."""
+    rows = actions.nonzero()[:, 0]
+    keys = torch.stack([members[rows], index[actions], token_ids[actions].long()], 1)
+    names, inverse = torch.unique(keys, dim=0, return_inverse=True)
+    seen = torch.zeros(2, len(names), dtype=torch.bool, device=actions.device)
+    seen[0, inverse[scores[rows] > 0]] = True
+    seen[1, inverse[scores[rows] < 0]] = True
+    both = (seen[0] & seen[1])[inverse] & (scores[rows] != 0)
+    return torch.zeros_like(actions).masked_scatter(actions, both)
+
+
+def _unbroken(found: Tensor, index: Tensor, actions: Tensor) -> Tensor:
+    """Those of `found` with no action token of a smaller index in their row that is not found."""
+    length = actions.shape[1]
+    first_break = torch.where(actions & ~found, index, length).amin(1, keepdim=True) if length else index
+    return found & (index < first_break)

@@ -1,0 +1,1 @@
+"""An algorithm as data: options, bounds, presets, compatibility. No torch."""

@@ -1,0 +1,193 @@
+"""Compare two evaluations over the same tasks: the paired difference B - A, its interval, and McNemar's test.
+
+A and B are .json files that `ludus eval` wrote, or run folders. Of a folder each split, temperature and
+number of attempts counts once, with the newest step; both folders must have it. To compare a run with its
+own beginning, name the files: RUN/evaluations/step-000000-test-greedy.json and the last one.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.cli.arguments import no_settings
+from ludus.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from ludus.evaluation.evaluate import Evaluation
+    from ludus.evaluation.stats import PairedDifference
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An evaluation and the name of its file."""
+
+    name: str
+    result: Evaluation
+
+
+Pair = tuple[Stored, Stored]
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Two evaluations."""
+    parser.add_argument("a", metavar="A", type=Path, help="an evaluation's .json file, or a run folder")
+    parser.add_argument("b", metavar="B", type=Path, help="the other one")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the comparison."""
+    from ludus.cli.ui.terminal import make_console, say
+
+    no_settings(overrides, "compare")
+    pairs = find_pairs(args.a, args.b)
+    differences = [compare(a.result, b.result) for a, b in pairs]
+    console = make_console()
+    say(console, f"A: {args.a}\nB: {args.b}")
+    for a, b in pairs:
+        say(console, f"paired: {a.name} of A with {b.name} of B")
+    console.print(comparison_table(pairs, differences))
+    for text in dict.fromkeys(
+        text for pair in pairs for text in odd_conditions(pair[0].result, pair[1].result)
+    ):
+        say(console, f"note: {text}", "yellow")
+    return 0
+
+
+def find_pairs(a: Path, b: Path) -> list[Pair]:
+    """The evaluations that belong together. Raises UserError where there are none."""
+    for path in (a, b):
+        if not path.exists():
+            raise UserError(
+                f"There is no evaluation and no run at {path}.", "Check the path; runs lie under runs/."
+            )
+    if a.resolve() == b.resolve():
+        raise UserError(
+            f"A and B are both {a}.", "Name two folders, or two files of one folder's evaluations/."
+        )
+    if a.is_dir() != b.is_dir():
+        kinds = ("a folder", "a file") if a.is_dir() else ("a file", "a folder")
+        raise UserError(f"{a} is {kinds[0]}, and {b} is {kinds[1]}.", "Give two of a kind.")
+    if not a.is_dir():
+        return [(_load(a), _load(b))]
+    in_a, in_b = newest_evaluations(a), newest_evaluations(b)
+    pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
+    if not pairs:
+        raise UserError(
+            f"{a} and {b} have no evaluation in common: {_listing(in_a)} there, {_listing(in_b)} here.",
+            "Evaluate both alike, with `ludus eval --run RUN`.",
+        )
+    return pairs
+
+
+Key = tuple[str, float, int, int]
+"""Split, temperature, attempts and number of tasks."""
+
+
+def _load(path: Path) -> Stored:
+    from ludus.evaluation.evaluate import load_evaluation
+
+    return Stored(path.stem, load_evaluation(path))
+
+
+def newest_evaluations(folder: Path) -> dict[Key, Stored]:
+    """The evaluations of a folder: of each kind the run's own before others, then the newest."""
+    shelf = folder / "evaluations"
+    files = sorted(shelf.glob("*.json")) or sorted(folder.glob("step-*.json"))
+    if not files:
+        raise UserError(f"There are no evaluations in {folder}.", f"Make some: ludus eval --run {folder}")
+    found: dict[Key, Stored] = {}
+    for stored in map(_load, files):
+        plan = stored.result.plan
+        key = (plan.split, plan.temperature, plan.samples, plan.num_tasks)
+        if key not in found or _rank(stored.result) >= _rank(found[key].result):
+            found[key] = stored
+    return found
+
+
+def _rank(evaluation: Evaluation) -> tuple[bool, int]:
+    return not evaluation.plan.policy, evaluation.plan.step
+
+
+def _listing(found: dict[Key, Stored]) -> str:
+    return ", ".join(f"{split} at {temperature:g} x{samples}" for split, temperature, samples, _ in found)
+
+
+def compare(a: Evaluation, b: Evaluation) -> PairedDifference:
+    """B minus A by task. Raises UserError where the tasks differ, or there are fewer than two."""
+    from ludus.evaluation.stats import paired_difference
+
+    if len(a.task_ids) < 2:
+        raise UserError("One task says nothing about others.", "Compare evaluations of 2 tasks or more.")
+    try:
+        return paired_difference(_scores(b), _scores(a), seed=a.plan.seed)
+    except ValueError as error:
+        raise UserError(
+            f"{a.plan.name} and {b.plan.name} cannot be compared: {error}.",
+            "Compare evaluations of the same split, tasks and world settings.",
+        ) from error
+
+
+def _scores(evaluation: Evaluation) -> dict[str, float]:
+    samples = evaluation.plan.samples
+    pairs = zip(evaluation.task_ids, evaluation.successes, strict=True)
+    return {task_id: count / samples for task_id, count in pairs}
+
+
+def odd_conditions(a: Evaluation, b: Evaluation) -> list[str]:
+    """What differs in the plans beside step and policy, one sentence each: it may be what made the change."""
+    ours, theirs = asdict(a.plan), asdict(b.plan)
+    ours |= ours.pop("conditions") or {}
+    theirs |= theirs.pop("conditions") or {}
+    expected = {"step", "policy", "num_tasks"}
+    return [
+        f"{name} is {ours[name]} in A and {theirs[name]} in B"
+        for name in ours
+        if name in theirs and name not in expected and ours[name] != theirs[name]
+    ]
+
+
+def comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDifference]) -> Table:
+    """One row a pair of evaluations."""
+    from rich.table import Table
+
+    from ludus.cli.ui.tables import how_sampled
+
+    table = Table(title="Success by task, paired, with a 95 % interval of the difference")
+    for column in (
+        "split",
+        "sampling",
+        "tasks",
+        "A",
+        "B",
+        "B - A",
+        "detectable",
+        "only A",
+        "only B",
+        "p (McNemar)",
+    ):
+        table.add_column(column)
+    for (a, b), found in zip(pairs, differences, strict=True):
+        low, high = found.interval.low, found.interval.high
+        table.add_row(
+            a.result.plan.split,
+            how_sampled(a.result.plan),
+            str(found.num_tasks),
+            f"{a.result.rate:.1%}",
+            f"{b.result.rate:.1%}",
+            f"{found.difference:+.1%} [{low:+.1%}, {high:+.1%}]",
+            "" if found.detectable is None else f"{found.detectable:.1%}",
+            _count(found.only_b),
+            _count(found.only_a),
+            "" if found.p_value is None else f"{found.p_value:.3g}",
+        )
+    return table
+
+
+def _count(number: int | None) -> str:
+    return "" if number is None else str(number)

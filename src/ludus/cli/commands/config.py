@@ -1,0 +1,128 @@
+"""Print a recipe's resolved configuration as TOML, or every setting there is.
+
+RECIPE is the name of a recipe, the path of a .toml file or a run folder; without it the defaults stand
+alone. Settings on the command line are laid over it, as in `ludus train`. The output can be saved and used as
+a recipe of your own. At its end stands, as comments, what the algorithm's preset comes to.
+
+    ludus config search --algorithm.preset dapo
+    ludus config --keys                 every setting, with its type, default and meaning
+    ludus config --keys training        those of one section
+    ludus config search --keys          every setting, with its value in this recipe
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from ludus.algorithms.spec.algorithm import BINARY_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.compatibility import check_binary_rewards
+from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.cli.arguments import model_settings
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.config.settings import Setting, is_section, list_settings, suggestion
+from ludus.config.toml import to_toml, value_text
+from ludus.envs.registry import build_world
+from ludus.errors import ConfigError, LudusError
+from ludus.rewards.registry import added_parts, check_names, parts_that_train
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments; settings follow as --section.key value."""
+    parser.add_argument("recipe", nargs="?", help="a recipe's name, a .toml file or a run folder")
+    parser.add_argument("--model", metavar="PATH_OR_NAME", help="the model, as `ludus train` takes it")
+    parser.add_argument(
+        "--keys",
+        nargs="?",
+        const="",
+        metavar="SECTION",
+        help="list every setting (or those of SECTION) with type, default and meaning",
+    )
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print configuration or settings. Raises ConfigError for an algorithm or rewards that cannot be."""
+    config = load_config(source(args.recipe), [*model_settings(args.model, args.recipe), *overrides])
+    if args.keys is not None:
+        print("\n".join(key_lines(args.keys, config)))
+        return 0
+    algorithm = algorithm_of(config)
+    unchecked = check_rewards(config, algorithm)
+    print(to_toml(config))
+    print("\n".join(algorithm_lines(algorithm, config)))
+    if unchecked:
+        print(f"# the world cannot be built here, so its rewards are not checked: {unchecked}")
+    return 0
+
+
+def check_rewards(config: Config, algorithm: Algorithm) -> str:
+    """Raise ConfigError for worlds that do not exist (also in a mixture), settings that they refuse, unknown
+    reward parts, weights, caps or a gate of such, and rewards that the advantage does not accept.
+
+    Return why the world cannot be built on this machine (an extra that is not installed); empty if it can.
+    """
+    added_parts(config.rewards)
+    try:
+        world = build_world(config.env, config.rollout, config.sandbox)
+    except ConfigError:
+        raise
+    except LudusError as error:
+        return str(error)
+    if config.rewards.is_default and algorithm.advantage not in BINARY_ADVANTAGES:
+        return ""
+    parts = parts_that_train(config.rewards, world.rewards)
+    check_names(config.rewards, parts)
+    check_binary_rewards(algorithm, config.rewards, parts)
+    return ""
+
+
+def source(recipe: str | None) -> str | Path | None:
+    """What to load: a run folder stands for the configuration in it."""
+    inside = Path(recipe or "") / "config.toml"
+    return inside if recipe and inside.is_file() else recipe
+
+
+def algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
+    """The algorithm's parts as comments, those that the preset gave and those that were set."""
+    yield f"# algorithm as resolved: {algorithm.name} ({algorithm.source})"
+    chosen = config.algorithm.model_dump(exclude_none=True)
+    for name, value in asdict(algorithm).items():
+        if name not in ("name", "summary", "source", "options"):
+            origin = "set" if name in chosen else "from the preset"
+            yield f"#   {name} = {value_text(value)}   ({origin})"
+    for part, options in asdict(algorithm.options).items():
+        for name, value in options.items():
+            origin = "set" if name in chosen["options"][part] else "from the preset"
+            yield f"#   options.{part}.{name} = {value_text(value)}   ({origin})"
+
+
+def key_lines(section: str, config: Config) -> Iterator[str]:
+    """Every setting of a section (empty: of all), with value, type, default and meaning."""
+    if section and not is_section(section):
+        raise ConfigError(f"There is no section {section!r}.", f"{suggestion(section)}.".capitalize())
+    for setting in list_settings():
+        if not section or setting.key.startswith(f"{section}."):
+            yield from setting_lines(setting, value_of(setting, config))
+
+
+def value_of(setting: Setting, config: Config) -> object:
+    """A setting's value; the default in a section that is none."""
+    value: object = config.model_dump()
+    for name in setting.key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return setting.default
+        value = value[name]
+    return value
+
+
+def setting_lines(setting: Setting, value: object) -> Iterator[str]:
+    """One setting: key, value, type, bounds, default (where it is another) on a line, meaning below."""
+    limits = f", {setting.bounds}" if setting.bounds else ""
+    why = f" ({setting.why})" if setting.why else ""
+    shown, default = value_text(value), value_text(setting.default)
+    other = f"; the default is {default}" if shown != default else ""
+    yield f"{setting.key} = {shown}   # {setting.type_text}{limits}{why}{other}"
+    yield from (f"    {line}" for line in setting.doc.splitlines())

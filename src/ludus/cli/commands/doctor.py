@@ -1,0 +1,253 @@
+"""Look at this machine: versions, hardware, the compiled kernel, room, and a model at work.
+
+Each line is fine, worth knowing (note) or a fault, and says what to do. With --url it also asks an inference
+server what it is. Exits with 1 where there is a fault.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from importlib.resources import files
+from pathlib import Path
+from typing import Literal
+
+from ludus.cli.arguments import no_settings
+from ludus.cli.ui.terminal import make_console, say, silence_libraries
+from ludus.errors import LudusError
+from ludus.recipes import recipe_folder
+
+_ROOM_GB = 2.0
+"""Of memory and of disk: what the search recipe needs, with some to spare."""
+_SAME_NATS = 1e-3
+_STYLES = {"fine": "green", "note": "yellow", "fault": "bold red"}
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """What was looked at, how it is, and in words."""
+
+    what: str
+    state: Literal["fine", "note", "fault"]
+    text: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument("--url", help="an inference server to ask as well")
+    parser.add_argument("--dialect", default="vllm", choices=("vllm", "sglang"), help="how it speaks (vllm)")
+    parser.add_argument("--folder", type=Path, default=Path("runs"), help="where runs will go (runs)")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Print the findings as they come."""
+    no_settings(overrides, "doctor")
+    silence_libraries()
+    console = make_console()
+    faults = 0
+    for finding in examine(args.folder, args.url, args.dialect):
+        faults += finding.state == "fault"
+        say(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
+    say(console, "Nothing is in the way of training." if not faults else f"Faults: {faults}.")
+    return 1 if faults else 0
+
+
+def examine(folder: Path, url: str | None = None, dialect: str = "vllm") -> Iterator[Finding]:
+    """All findings. What a missing library makes impossible is left out after the line that says so."""
+    yield _python()
+    libraries = list(check_libraries(metadata.requires("ludus") or [], locked_versions()))
+    yield from libraries
+    yield from _extras(metadata.requires("ludus") or [])
+    yield _disk(folder)
+    yield _memory()
+    if any(finding.state == "fault" for finding in libraries):
+        return
+    yield _hardware()
+    yield _threads()
+    yield _kernel()
+    yield _tried("the shipped model", _parity)
+    if url is not None:
+        yield _tried("the server", lambda: _server(url, dialect))
+
+
+def locked_versions() -> dict[str, str]:
+    """The versions that the tests pass with, by package."""
+    lines = files("ludus").joinpath("constraints.txt").read_text(encoding="utf-8").splitlines()
+    pairs = (line.split("==") for line in lines if "==" in line)
+    return {_canonical(name): version for name, version in pairs}
+
+
+def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iterator[Finding]:
+    """One finding for all required libraries that are as tested, and one for each other."""
+    odd = False
+    for requirement in requirements:
+        if ";" in requirement:  # of an extra
+            continue
+        name, least = _parsed(requirement)
+        installed = _installed(name)
+        if installed is None:
+            yield Finding(name, "fault", f"not installed; pip install '{requirement}'")
+        elif _number(installed) < _number(least):
+            yield Finding(name, "fault", f"{installed} is older than {least}; pip install '{requirement}'")
+        elif (known := tested.get(name)) and _number(installed) != _number(known):
+            yield Finding(
+                name, "note", f"{installed}; the tests pass with {known} (pip install -c constraints.txt)"
+            )
+        else:
+            continue
+        odd = True
+    if not odd:
+        yield Finding("libraries", "fine", "the versions that the tests pass with")
+
+
+def _parsed(requirement: str) -> tuple[str, str]:
+    """Name and lowest version of `name>=version`."""
+    name, _, least = requirement.partition(";")[0].strip().partition(">=")
+    return _canonical(re.split(r"[\[(< ]", name)[0]), least.strip(" )") or "0"
+
+
+def _canonical(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name.strip()).lower()
+
+
+def _number(version: str) -> tuple[int, ...]:
+    """`2.13.0+cpu` as (2, 13)."""
+    parts = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
+    while parts and parts[-1] == 0:
+        parts.pop()
+    return tuple(parts)
+
+
+def _installed(name: str) -> str | None:
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _python() -> Finding:
+    version = ".".join(map(str, sys.version_info[:3]))
+    return Finding("python", "fine", version)
+
+
+def _extras(requirements: Sequence[str]) -> Iterator[Finding]:
+    wanted: dict[str, list[str]] = {}
+    for requirement in requirements:
+        if found := re.search(r"extra == ['\"](\w+)['\"]", requirement):
+            wanted.setdefault(found[1], []).append(_parsed(requirement)[0])
+    for extra, names in wanted.items():
+        missing = [name for name in names if name != "ludus" and _installed(name) is None]
+        if extra != "dev":
+            text = f"pip install 'ludus[{extra}]' (lacks {', '.join(missing)})" if missing else "installed"
+            yield Finding(f"extra {extra}", "note" if missing else "fine", text)
+
+
+def _disk(folder: Path) -> Finding:
+    place = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.is_dir())
+    free = shutil.disk_usage(place).free / 1e9
+    if not os.access(place, os.W_OK):
+        return Finding("disk", "fault", f"{place} cannot be written; give another folder with --run.folder")
+    state: Literal["fine", "note"] = "fine" if free >= _ROOM_GB else "note"
+    return Finding("disk", state, f"{free:.1f} GB free at {place}")
+
+
+def _memory() -> Finding:
+    try:
+        text = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:
+        return Finding("memory", "note", "this system does not tell how much is free")
+    found = re.search(r"MemAvailable:\s+(\d+) kB", text)
+    free = int(found[1]) / 1e6 if found else 0.0
+    if free < _ROOM_GB:
+        return Finding("memory", "note", f"{free:.1f} GB free; the search recipe needs up to {_ROOM_GB:g}")
+    return Finding("memory", "fine", f"{free:.1f} GB free")
+
+
+def _hardware() -> Finding:
+    import torch
+
+    if torch.cuda.is_available():
+        names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
+        return Finding("device", "fine", f"{', '.join(names)}; torch {torch.__version__}")
+    if shutil.which("nvidia-smi"):
+        text = (
+            f"torch {torch.__version__} sees no GPU though nvidia-smi is here; install a CUDA build of torch"
+        )
+        return Finding("device", "note", text)
+    return Finding("device", "fine", f"CPU; torch {torch.__version__}")
+
+
+def _threads() -> Finding:
+    from ludus.training.run.session import BUSY, usable_cores
+
+    cores = usable_cores()
+    busy = os.getloadavg()[0]
+    text = f"{cores} for this process; the machine's load is {busy:.1f}"
+    if busy > BUSY * cores:
+        return Finding("cores", "note", f"{text}: threads that compete are slow; --run.threads 1")
+    return Finding("cores", "fine", text)
+
+
+def _kernel() -> Finding:
+    from ludus.engines.embedded.attention_c import available
+
+    if available():
+        return Finding("attention kernel", "fine", "compiled")
+    text = "no C compiler worked: rollouts take 1.2 to 1.6 times the time; apt-get install gcc"
+    return Finding("attention kernel", "note", text)
+
+
+def _tried(what: str, check: Callable[[], Finding]) -> Finding:
+    try:
+        return check()
+    except LudusError as error:
+        return Finding(what, "fault", str(error))
+
+
+def _parity() -> Finding:
+    """Sample from the cold start that ships, and score the same tokens with a plain forward pass."""
+    return asyncio.run(_sample_and_score())
+
+
+async def _sample_and_score() -> Finding:
+    import torch
+
+    from ludus.engines.base import Request
+    from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+    from ludus.engines.models.loading import load_model
+    from ludus.training.learner.logprobs import Scorer
+    from ludus.types import SamplingParams
+
+    model = load_model(str(recipe_folder("search") / "cold_start"))
+    engine = LocalEngine(model, settings=EngineSettings(context_tokens=64, max_batch=1, cache_tokens=256))
+    try:
+        prompt = tuple(range(4, 20))
+        completion = await engine.generate(Request("doctor", prompt, SamplingParams(max_new_tokens=16)))
+    finally:
+        await engine.close()
+    tokens = torch.tensor([prompt + completion.tokens], device=next(model.parameters()).device)
+    with torch.no_grad():
+        scores = Scorer(model).score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
+    there = torch.tensor(completion.logprobs, device=scores.device)
+    gap = float((scores[len(prompt) :] - there).abs().max())
+    if not gap <= _SAME_NATS:
+        return Finding("the shipped model", "fault", f"engine and learner differ by {gap:.2g} nats a token")
+    return Finding("the shipped model", "fine", f"engine and learner agree to {gap:.1g} nats a token")
+
+
+def _server(url: str, dialect: str) -> Finding:
+    from ludus.engines.remote.engine import DIALECTS
+
+    facts = DIALECTS[dialect].describe(url.rstrip("/"))
+    return Finding(
+        "the server",
+        "fine",
+        f"{url} speaks {dialect} and serves {facts.model}, {facts.context_tokens} tokens at most",
+    )

@@ -1,0 +1,102 @@
+"""Who plays an evaluation: an engine with weights, or an agent behind an endpoint."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ludus.config.schema import Config
+from ludus.envs.base import World
+from ludus.errors import ConfigError
+from ludus.rollout.build import Play, engine_scheduler, scheduler
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.openai_client import Endpoint, EndpointSettings, endpoint_conversations
+from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.scheduler import Scheduler
+
+if TYPE_CHECKING:
+    from ludus.cli.ui.load_run import Opened
+
+
+class Player(Protocol):
+    """Whoever plays. `step` is the training step of its weights."""
+
+    @property
+    def world(self) -> World: ...
+
+    @property
+    def step(self) -> int: ...
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was sampled otherwise than asked, in sentences."""
+        ...
+
+    def scheduler(self, play: Play) -> Scheduler:
+        """What plays one round of episodes, with a ledger of its own."""
+        ...
+
+    async def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class EnginePlayer:
+    """Weights in the embedded engine."""
+
+    world: World
+    opened: Opened
+    notices: tuple[str, ...] = ()
+
+    @property
+    def step(self) -> int:
+        """That of the checkpoint."""
+        return self.opened.step
+
+    def scheduler(self, play: Play) -> Scheduler:
+        """The same one that training uses."""
+        session = self.opened.session
+        made = engine_scheduler(
+            self.world, self.opened.engine, session.renderer, session.config.rollout, play, Ledger()
+        )
+        return replace(made, scoring=session.scoring)
+
+    async def close(self) -> None:
+        """Stop the engine."""
+        await self.opened.engine.close()
+
+
+@dataclass(frozen=True)
+class EndpointPlayer:
+    """A model behind a chat-completions endpoint. Needs no torch."""
+
+    config: Config
+    world: World
+    endpoint: Endpoint
+    scoring: ProcessScoring
+    step: int = 0
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """The fields that the server refuses."""
+        return self.endpoint.notices
+
+    def scheduler(self, play: Play) -> Scheduler:
+        """The same limits as for an engine."""
+        rollout, parser = self.config.rollout, self.config.env.tool_parser
+        named = "" if parser == "auto" else parser
+        converse = endpoint_conversations(self.endpoint, rollout, play, named, self.world)
+        return replace(scheduler(self.world, converse, rollout, Ledger()), scoring=self.scoring)
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self.endpoint.close()
+
+
+def endpoint_player(config: Config, world: World, settings: EndpointSettings) -> EndpointPlayer:
+    """A player at an endpoint. Raises ConfigError for a rendering that an endpoint does not have."""
+    if config.env.rendering != "chat":
+        raise ConfigError(
+            f"An endpoint takes chat messages, and env.rendering is {config.env.rendering!r}.",
+            "Add --env.rendering chat.",
+        )
+    return EndpointPlayer(config, world, Endpoint(settings), ProcessScoring.of(config))

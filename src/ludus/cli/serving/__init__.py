@@ -1,0 +1,1 @@
+"""Commands that serve or talk to a checkpoint."""

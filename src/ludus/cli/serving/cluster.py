@@ -1,0 +1,53 @@
+"""Look at the engines of a run that goes on, and change their number.
+
+RUN is the folder of a run that was started with --cluster. `ludus cluster list RUN` shows its engines;
+`ludus cluster add-engine RUN` starts one more, which gets the current weights before any episode begins on
+it; `ludus cluster remove-engine RUN` ends the least busy one, or the one with --number, once its work has
+ended. docs/scaling.md has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from rich.table import Table
+
+from ludus.cli.arguments import check_run, no_settings
+from ludus.cli.ui.terminal import make_console, say
+from ludus.errors import UserError
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    acts = ("list", "add-engine", "remove-engine")
+    parser.add_argument("act", choices=acts, help="show the engines, start one more, or end one")
+    parser.add_argument("folder", metavar="RUN", type=Path, help="the folder of a run that goes on")
+    parser.add_argument("--number", type=int, metavar="N", help="remove-engine: which one (see list)")
+    parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="wait at most (600)")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Ask the run, and print its engines afterwards."""
+    from ludus.cluster.control import ask
+    from ludus.training.run.run_dir import RunFolder
+
+    no_settings(overrides, "cluster")
+    folder = RunFolder(args.folder)
+    check_run(folder)
+    if args.number is not None and args.act != "remove-engine":
+        raise UserError("--number is for remove-engine.", "Leave it out.")
+    if folder.load_config().cluster.kind == "none":
+        raise UserError(
+            f"The run in {args.folder} has no cluster: its engine is in the learner's process.",
+            f"Go on with it on one: ludus train --resume {args.folder} --cluster local",
+        )
+    reply = ask(args.folder, args.act, args.number, timeout_s=args.timeout_s)
+    table = Table("engine", "address", "process", "calls under way")
+    for row in reply["engines"]:
+        table.add_row(str(row["number"]), row["url"], str(row["pid"]), str(row["under_way"]))
+    console = make_console()
+    console.print(table)
+    say(console, f"engines: {len(reply['engines'])}, workers: {reply['workers']}")
+    return 0

@@ -1,0 +1,154 @@
+"""Look at a sandbox, or serve one over HTTP.
+
+`ludus sandbox check` runs small programs on the backend, also on one behind --url, and says what it does and
+what they cannot tell. `ludus sandbox serve` puts an HTTP service in front of a backend of this machine, for
+training on other ones: they set sandbox.backend = "remote", sandbox.url and sandbox.token_file. Without
+--token-file it makes a token and prints it. docs/sandbox.md has more.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rich.table import Table
+
+from ludus.cli.ui.terminal import make_console, say
+from ludus.engines.control_tokens import token_of
+from ludus.errors import UserError
+from ludus.gateway.limits import listening
+from ludus.sandbox import BACKENDS, SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
+from ludus.sandbox.self_test import Finding, findings, not_judged, python_inside
+
+_BEHIND_A_URL = ("remote", *SERVICES)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments."""
+    parser.add_argument("act", choices=("check", "serve"), help="look at the backend, or serve it")
+    parser.add_argument("--backend", default="namespaces", choices=BACKENDS)
+    parser.add_argument("--url", default="", help="check: the address of remote, sandbox_fusion or piston")
+    parser.add_argument("--image", default=SandboxSettings().image, help="for docker and podman")
+    parser.add_argument("--runtime", default="", help="for docker and podman: runsc is gVisor's")
+    parser.add_argument("--unsafe", action="store_true", help="for process, which isolates nothing")
+    parser.add_argument("--concurrency", type=int, default=0, metavar="N", help="runs at once (processors)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
+    parser.add_argument("--port", type=int, default=8100, help="0 takes a free one and says which (8100)")
+    parser.add_argument(
+        "--token-file",
+        type=Path,
+        metavar="FILE",
+        help="a file with a token: for clients, or for --url",
+    )
+    parser.add_argument("--most-wall-s", type=float, default=120.0, metavar="S", help="longest run (120)")
+    parser.add_argument("--most-memory-mib", type=int, default=2048, metavar="N", help="largest run (2048)")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Check, or serve until interrupted. Raises UserError where the backend cannot run here."""
+    if overrides:
+        raise UserError(f"There is no option {overrides[0]!r}.", "See ludus sandbox --help.")
+    if args.url and args.backend not in _BEHIND_A_URL:
+        raise UserError(
+            f"--url is the address of a service, and --backend is {args.backend}.",
+            f"Name one of {', '.join(_BEHIND_A_URL)}.",
+        )
+    if args.act == "check":
+        return _check(args)
+    if args.backend in _BEHIND_A_URL:
+        raise UserError(
+            f"The {args.backend} backend runs elsewhere, and there is nothing to serve of it here.",
+            "Name a backend of this machine, or check it: ludus sandbox check.",
+        )
+    settings = _settings(args)
+    asyncio.run(_answers(open_sandbox(settings)))
+    return _serve(args, open_sandbox(settings))
+
+
+def _settings(args: argparse.Namespace) -> SandboxSettings:
+    known = args.backend in _BEHIND_A_URL and args.token_file is not None
+    return SandboxSettings(
+        backend=args.backend,
+        concurrency=args.concurrency,
+        image=args.image,
+        runtime=args.runtime,
+        url=args.url,
+        token=token_of(args.token_file) if known else "",
+        unsafe=args.unsafe,
+    )
+
+
+async def _answers(sandbox: Sandbox) -> str:
+    """Python's version inside."""
+    try:
+        return await python_inside(sandbox)
+    finally:
+        await sandbox.close()
+
+
+def _check(args: argparse.Namespace) -> int:
+    """Print what a backend does, and what cannot be told. Raises UserError where graders cannot use it."""
+    console = make_console()
+    place = f"at {args.url}" if args.url else "here"
+
+    async def tried() -> list[Finding]:
+        sandbox = open_sandbox(_settings(args))
+        try:
+            version = await python_inside(sandbox)
+            say(console, f"The {sandbox.name} backend runs programs {place}, with Python {version}.")
+            return await findings(sandbox)
+        finally:
+            await sandbox.close()
+
+    found = asyncio.run(tried())
+    table = Table()
+    for column in ("what", "found"):
+        table.add_column(column)
+    for one in found:
+        table.add_row(one.what, one.found, style="yellow" if one.wrong else "")
+    console.print(table)
+    say(console, f"Not judged: {not_judged(args.backend)}.")
+    if wrong := [one.what for one in found if one.wrong]:
+        raise UserError(
+            f"The {args.backend} backend does not do what graders rely on: {', '.join(wrong)}.",
+            "docs/sandbox.md says what it must do.",
+        )
+    return 0
+
+
+def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
+    try:
+        from ludus.gateway.limits import MIB, HttpLimits, http_server
+        from ludus.sandbox.remote.server import LARGEST_BODY, ServerSettings, make_app, refusal
+    except ImportError as error:
+        raise UserError(
+            f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
+        ) from error
+    token, console = token_of(args.token_file), make_console()
+    ceiling = replace(
+        Limits(),
+        wall_s=args.most_wall_s,
+        cpu_s=8 * args.most_wall_s,
+        memory_bytes=args.most_memory_mib * 2**20,
+        processes=256,
+        open_files=1024,
+        file_bytes=2**30,
+        disk_bytes=2**30,
+        disk_files=100_000,
+        output_bytes=16 * 2**20,
+        files_out=10_000,
+        files_out_bytes=64 * 2**20,
+    )
+    app = make_app(sandbox, ServerSettings(token=token, ceiling=ceiling))
+    with listening(args.host, args.port) as listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        say(console, f"Serving the {sandbox.name} sandbox at http://{shown}:{port}")
+        if args.token_file is None:
+            say(console, f"Token: {token}")
+        limits = HttpLimits(body_bytes=LARGEST_BODY, buffered_bytes=512 * MIB, requests=1024, body_s=120.0)
+        http_server(app, limits, refusal, lifespan=True).run([listener])
+    return 0

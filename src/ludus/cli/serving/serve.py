@@ -1,0 +1,172 @@
+"""Serve a checkpoint over HTTP, as OpenAI's and vLLM's servers do.
+
+RUN_OR_MODEL is a run folder (its newest checkpoint), a model folder or a model's name. Clients find
+/v1/completions, /v1/chat/completions, /v1/models, /health and /metrics; docs/server.md has the rest. With
+--control a trainer may pause the server and give it new weights: `ludus train RECIPE --engine.url URL`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ludus.cli.arguments import policy_config
+from ludus.cli.ui.terminal import make_console, say, silence_libraries
+from ludus.config.load import load_config
+from ludus.config.schema import Config
+from ludus.engines.control_tokens import published, token_of
+from ludus.errors import UserError
+
+if TYPE_CHECKING:
+    import uvicorn
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from ludus.gateway.service import Service
+
+_MOST_CONTEXT = 4096
+
+
+@dataclass(frozen=True)
+class _Loaded:
+    """A model with its tokenizer and the training step of its weights."""
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    step: int
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The command's own arguments; settings follow as --section.key value."""
+    parser.add_argument(
+        "target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model's name"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen at (this machine only)")
+    parser.add_argument("--port", type=int, default=8000, help="0 takes a free one and says which (8000)")
+    parser.add_argument("--name", help="what clients call the model (the folder's name)")
+    parser.add_argument(
+        "--control", action="store_true", help="let a trainer with the token pause it and change its weights"
+    )
+    parser.add_argument(
+        "--token-file", type=Path, metavar="FILE", help="a file with the control token (a new one is printed)"
+    )
+    parser.add_argument(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a host name of the control paths, besides addresses and this machine's name",
+    )
+    parser.add_argument(
+        "--context-tokens",
+        type=int,
+        metavar="N",
+        help=f"prompt plus answer (the model's, {_MOST_CONTEXT} at most)",
+    )
+    parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="requests at once (128)")
+    parser.add_argument("--cache-tokens", type=int, default=131_072, metavar="N", help="cache size (131072)")
+    parser.add_argument(
+        "--max-requests", type=int, default=4096, metavar="N", help="more, waiting ones too, get 429 (4096)"
+    )
+    parser.add_argument("--check", action="store_true", help="load everything, say what it is, and end")
+
+
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    """Serve until interrupted."""
+    try:
+        from ludus.gateway.app import make_app
+        from ludus.gateway.endpoints import error_response
+        from ludus.gateway.limits import http_server, listening, model_limits
+    except ImportError as error:
+        raise UserError(
+            f"Serving needs the package {error.name}.", "Install it: pip install 'ludus[serve]'."
+        ) from error
+    from ludus.training.run.session import default_threads, set_up_compute
+
+    default_threads()
+    silence_libraries()
+    config = _config(args.target, overrides)
+    set_up_compute(config)
+    loaded = _load(args.target, config)
+    service, model = _service(args, config, loaded)
+    console = make_console()
+    context = service.engine.context_tokens
+    what = f"{service.model.name} (weights {loaded.step}, context {context} tokens)"
+    if args.check:
+        asyncio.run(service.engine.close())
+        say(console, f"{what} can be served.")
+        return 0
+    with listening(args.host, args.port) as listener:
+        host, port = listener.getsockname()[:2]
+        shown = f"[{host}]" if ":" in host else host
+        server = http_server(make_app(service, model), model_limits(context), error_response)
+        with published(port, service.control_token):
+            say(console, f"Serving {what} at http://{shown}:{port}")
+            if service.control_token:
+                say(console, f"Control token: {service.control_token}")
+            asyncio.run(_serve(server, listener, service))
+    return 0
+
+
+async def _serve(server: uvicorn.Server, listener: socket.socket, service: Service) -> None:
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        await service.engine.close()
+
+
+def _config(target: str, overrides: Sequence[str]) -> Config:
+    from ludus.training.run.run_dir import RunFolder
+
+    if (Path(target) / "config.toml").is_file():
+        return policy_config(RunFolder(Path(target)), overrides)
+    return load_config(None, ["--model.path", target, *overrides])
+
+
+def _load(target: str, config: Config) -> _Loaded:
+    """The newest checkpoint of a run, or a model. Raises UserError where there is none."""
+    from ludus.cli.ui.load_run import open_checkpoint
+    from ludus.engines.models.loading import load_model, load_tokenizer
+    from ludus.training.run.run_dir import RunFolder
+
+    if (Path(target) / "config.toml").is_file():
+        session, step = open_checkpoint(RunFolder(Path(target)), config)
+        return _Loaded(session.model, session.tokenizer, step)
+    model = load_model(target, config.model.dtype, config.model.device)
+    return _Loaded(model, load_tokenizer(target), 0)
+
+
+def _service(args: argparse.Namespace, config: Config, loaded: _Loaded) -> tuple[Service, PreTrainedModel]:
+    from ludus.chat.render import TemplateRenderer
+    from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+    from ludus.engines.models.loading import num_positions
+    from ludus.gateway.service import Service, served_model
+    from ludus.training.run.session import SMALL_MODEL
+
+    model, tokenizer = loaded.model, loaded.tokenizer
+    longest = num_positions(model) or _MOST_CONTEXT
+    context = args.context_tokens or min(longest, _MOST_CONTEXT)
+    if not 2 <= context <= longest or min(args.max_batch, args.cache_tokens, args.max_requests + 1) < 1:
+        raise UserError(
+            f"--context-tokens must be 2 to {longest} here, --max-batch and --cache-tokens above 0, "
+            "--max-requests not below.",
+            "Leave them out for the defaults.",
+        )
+    settings = EngineSettings(
+        context_tokens=context,
+        max_batch=args.max_batch,
+        cache_tokens=args.cache_tokens,
+        max_requests=args.max_requests,
+        batch_invariant=config.rollout.reproducible,
+        threads=1 if model.num_parameters() < SMALL_MODEL else 0,
+    )
+    engine = LocalEngine(model, tokenizer, settings, version=loaded.step, copy=False)
+    name = args.name or Path(args.target).resolve().name
+    renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
+    served = served_model(model, tokenizer, name, args.target, renderer)
+    token = token_of(args.token_file) if args.control else ""
+    return Service(engine, served, token, frozenset([*args.allow_host, args.host])), model

@@ -1,0 +1,1 @@
+"""What commands print: progress, tables, curves, transcripts."""

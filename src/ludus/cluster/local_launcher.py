@@ -1,0 +1,161 @@
+"""Roles in child processes of this machine, each at the end of a socket."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ludus.cluster.handles import Needs, Remote, RoleLost
+from ludus.cluster.log_forwarding import repeat
+from ludus.cluster.pickle_rpc import LENGTH_BYTES, Call, Cancel, Hello, Reply, length_of, pack, unpack
+from ludus.cluster.protocol import Answer, Message, Spec
+from ludus.engines.temporary import TemporaryFolder
+from ludus.errors import UserError
+
+_LAST_WORDS = 2000
+_END_S = 10.0
+
+
+@dataclass
+class LocalRemote:
+    """A child process. What it prints goes into the file `said`, which goes when the child is ended."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    said: Path
+    reader: asyncio.StreamReader
+    writer: asyncio.StreamWriter
+    _number: int = 0
+    _waiting: dict[int, asyncio.Future[Answer]] = field(default_factory=dict)
+    _reading: asyncio.Task[None] | None = None
+    _words: str | None = None
+
+    @property
+    def is_ended(self) -> bool:
+        """Whether it was killed, and nothing of it is left."""
+        return self._words is not None
+
+    def listen(self) -> None:
+        """Take answers from now on."""
+        self._reading = asyncio.create_task(self._read())
+
+    async def call(self, message: Message, deadline_s: float) -> object:
+        """What it answers; see `Remote`."""
+        if self._reading is None or self._reading.done():
+            raise self._lost()
+        self._number += 1
+        number, future = self._number, asyncio.get_running_loop().create_future()
+        self._waiting[number] = future
+        try:
+            self.writer.write(_packed(Call(number, message)))
+            async with asyncio.timeout(deadline_s):
+                answer: Answer = await future
+        except TimeoutError as error:
+            self.writer.write(pack(Cancel(number)))
+            raise RoleLost(f"{self.name} gave no answer within {deadline_s:g} s.") from error
+        except asyncio.CancelledError:
+            self.writer.write(pack(Cancel(number)))
+            raise
+        finally:
+            self._waiting.pop(number, None)
+        return answer.take()
+
+    async def kill(self) -> None:
+        """End it and all that it started in its group."""
+        with suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        with suppress(subprocess.TimeoutExpired):
+            await asyncio.to_thread(self.process.wait, _END_S)
+        self.writer.close()
+        if self._reading is not None:
+            self._reading.cancel()
+            await asyncio.wait({self._reading})
+        self._words = self._last_words()
+        self.said.unlink(missing_ok=True)
+
+    async def _read(self) -> None:
+        try:
+            while True:
+                body = await self.reader.readexactly(length_of(await self.reader.readexactly(LENGTH_BYTES)))
+                match unpack(body):
+                    case Reply(number=number, answer=answer):
+                        repeat(self.name, answer.said)
+                        future = self._waiting.get(number)
+                        if future is not None and not future.done():
+                            future.set_result(answer)
+        except (asyncio.IncompleteReadError, OSError):
+            with suppress(subprocess.TimeoutExpired):
+                await asyncio.to_thread(self.process.wait, 1.0)
+        finally:
+            for future in self._waiting.values():
+                if not future.done():
+                    future.set_exception(self._lost())
+
+    def _lost(self) -> RoleLost:
+        code, words = self.process.poll(), self._last_words()
+        how = "is gone" if code is None else f"has ended ({code})"
+        return RoleLost(f"{self.name} {how}{': ' + words if words else '.'}")
+
+    def _last_words(self) -> str:
+        if self._words is None:
+            with suppress(OSError):
+                return self.said.read_text("utf-8", "replace").strip()[-_LAST_WORDS:]
+        return self._words or ""
+
+
+@dataclass
+class LocalLauncher:
+    """Starts children of this process, whose words lie in a temporary folder."""
+
+    _folder: TemporaryFolder | None = None
+    _started: list[LocalRemote] = field(default_factory=list)
+    host: str = ""
+
+    async def start(self, name: str, spec: Spec, needs: Needs) -> Remote:
+        """A child; this machine is not asked what it has."""
+        del needs
+        if self._folder is None:
+            self._folder = TemporaryFolder("ludus-cluster-")
+        said = self._folder.path / name.replace(" ", "-")
+        ours, theirs = socket.socketpair()
+        command = [sys.executable, "-m", "ludus.cluster.worker_main", str(theirs.fileno())]
+        with theirs, said.open("wb") as words:
+            process = subprocess.Popen(
+                command,
+                pass_fds=(theirs.fileno(),),
+                stdin=subprocess.DEVNULL,
+                stdout=words,
+                stderr=words,
+                start_new_session=True,
+            )
+        reader, writer = await asyncio.open_connection(sock=ours)
+        remote = LocalRemote(name, process, said, reader, writer)
+        self._started = [*(other for other in self._started if not other.is_ended), remote]
+        remote.listen()
+        writer.write(pack(Hello(spec)))
+        return remote
+
+    async def close(self) -> None:
+        """End all children."""
+        for remote in self._started:
+            await remote.kill()
+        if self._folder is not None:
+            self._folder.close()
+
+
+def _packed(call: Call) -> bytes:
+    try:
+        return pack(call)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        raise UserError(
+            f"What a worker is to play cannot be sent to another process: {error}.",
+            "Tasks, their truth included, must pickle.",
+        ) from error

@@ -1,0 +1,238 @@
+"""Roles as Ray actors, spread over the machines of a cluster by what these have.
+
+Actors belong to the trainer's process: Ray ends them when that is gone. Episodes come back through Ray's
+object store. Ray restarts nothing by itself; whoever starts the roles does.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+from collections.abc import Awaitable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ludus.cluster.handles import Needs, Remote, RoleLost
+from ludus.cluster.log_forwarding import listen, repeat
+from ludus.cluster.pickle_rpc import unread_there
+from ludus.cluster.protocol import Answer, Message, Spec, Started
+from ludus.cluster.workers import Host
+from ludus.config.sections.cluster import ClusterConfig
+from ludus.errors import LudusError, UserError
+
+_END_S = 60.0
+"""What a machine may take to end an actor that does not answer."""
+_AT_ONCE = 10_000
+"""Messages that an actor may have at work at once: episodes are bounded elsewhere."""
+
+
+class Actor:
+    """A role in a process of Ray's."""
+
+    def __init__(self, spec: Spec) -> None:
+        import ray
+
+        self._host = Host(spec, str(ray.util.get_node_ip_address()), listen())
+
+    async def call(self, number: int, message: Message) -> Answer:
+        """The answer to a message."""
+        return await self._host.call(number, message)
+
+    async def cancel(self, number: int) -> None:
+        """End what a message began."""
+        self._host.cancel(number)
+
+
+class _Method(Protocol):
+    def remote(self, number: int, message: Message | None = None) -> Awaitable[Answer]: ...
+
+
+class _Handle(Protocol):
+    """An actor as Ray gives it to others."""
+
+    @property
+    def call(self) -> _Method: ...
+
+    @property
+    def cancel(self) -> _Method: ...
+
+
+@dataclass
+class RayRemote:
+    """An actor."""
+
+    name: str
+    actor: _Handle
+    needs: Needs
+    _number: int = 0
+    _where: Started | None = None
+
+    async def call(self, message: Message, deadline_s: float) -> object:
+        """What it answers; see `Remote`."""
+        from ray.exceptions import RayError
+
+        self._number += 1
+        number = self._number
+        try:
+            async with asyncio.timeout(deadline_s):
+                answer: Answer = await self.actor.call.remote(number, message)
+        except TimeoutError as error:
+            self.actor.cancel.remote(number)
+            raise RoleLost(f"{self.name} gave no answer within {deadline_s:g} s.", self._hint()) from error
+        except asyncio.CancelledError:
+            self.actor.cancel.remote(number)
+            raise
+        except RayError as error:
+            raise _why_no_answer(self.name, error) from error
+        repeat(self.name, answer.said)
+        value = answer.take()
+        if isinstance(value, Started):
+            self._where = value
+        return value
+
+    def _hint(self) -> str:
+        """Why it may not have begun: what it needs, and what is free."""
+        import ray
+
+        if self._where is not None:
+            return ""
+        free = {name: count for name, count in ray.available_resources().items() if ":" not in name}
+        return f"It needs {self.needs}, and the cluster has {free} free. See cluster.start_s."
+
+    async def kill(self) -> None:
+        """End it. One that has been stopped by a signal does not hear Ray: it is killed where it runs."""
+        import ray
+
+        ray.kill(self.actor)
+        where = self._where
+        if where is None:
+            return
+        if where.host == ray.util.get_node_ip_address():
+            _end(where.pid)
+        else:
+            await _end_there(where)
+
+
+def _why_no_answer(name: str, error: BaseException) -> LudusError:
+    """What an error of Ray's means. An actor answers with those that it meets: another is of the reading."""
+    from ray.exceptions import RaySystemError, RayTaskError
+
+    if isinstance(error, RayTaskError) and isinstance(error.cause, RaySystemError):
+        return unread_there(str(error.cause).splitlines()[0].removeprefix("System error: "))
+    return RoleLost(f"{name} is lost: {_words(error)}")
+
+
+def _end(pid: int) -> None:
+    """Kill an actor's process, if the number is not another's by now."""
+    with suppress(OSError):
+        if b"ray::" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            os.kill(pid, signal.SIGKILL)
+
+
+async def _end_there(where: Started) -> None:
+    """Kill an actor from a task on its machine. One that is gone has none left."""
+    import ray
+    from ray.exceptions import RayError
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    nodes = await asyncio.to_thread(ray.nodes)
+    found = [n["NodeID"] for n in nodes if n["Alive"] and n["NodeManagerAddress"] == where.host]
+    for node in found[:1]:
+        there = NodeAffinitySchedulingStrategy(node, soft=False)
+        task = ray.remote(_end).options(num_cpus=0, max_retries=0, scheduling_strategy=there)
+        with suppress(RayError, TimeoutError):
+            async with asyncio.timeout(_END_S):
+                await task.remote(where.pid)
+
+
+class RayLauncher:
+    """Starts actors in the cluster of the settings, which `__init__` joins or starts. Raises UserError."""
+
+    def __init__(self, config: ClusterConfig, needs: list[Needs]) -> None:
+        try:
+            import ray
+        except ImportError as error:
+            raise UserError(
+                "A Ray cluster needs the package ray.", "Install it: pip install 'ludus[cluster]'."
+            ) from error
+        self._joined = ray.is_initialized()
+        if self._joined:
+            return
+        try:
+            if config.address is not None:
+                ray.init(address=config.address, log_to_driver=False, logging_level="warning")
+            else:
+                _start_here(needs)
+        except (ConnectionError, RuntimeError, ValueError, TimeoutError) as error:
+            raise UserError(
+                f"The Ray cluster {config.address or 'of this machine'} cannot be used: {_words(error)}",
+                "Start it with `ray start --head`, and check cluster.address.",
+            ) from error
+
+    @property
+    def host(self) -> str:
+        """The address at which other machines of the cluster reach this one; empty where there are none."""
+        import ray
+
+        return str(ray.util.get_node_ip_address()) if len(ray.nodes()) > 1 else ""
+
+    async def start(self, name: str, spec: Spec, needs: Needs) -> Remote:
+        """An actor on a machine that has what it needs; the cluster may be a while in finding one."""
+        import ray
+
+        options: dict[str, object] = {
+            "num_cpus": needs.cpus,
+            "num_gpus": needs.gpus,
+            "resources": needs.resources or None,
+            "scheduling_strategy": "SPREAD",
+            "max_concurrency": _AT_ONCE,
+            "max_restarts": 0,
+        }
+        try:
+            return RayRemote(name, ray.remote(Actor).options(**options).remote(spec), needs)
+        except (ValueError, TypeError) as error:
+            raise LudusError(f"Ray cannot start {name}: {_words(error)}") from error
+
+    async def close(self) -> None:
+        """Leave the cluster, which ends the actors; one that was started here ends."""
+        import ray
+
+        if not self._joined:
+            await asyncio.to_thread(ray.shutdown)
+
+
+def _start_here(needs: list[Needs]) -> None:
+    """A cluster of this machine alone, with room for all roles: nobody else is in it."""
+    import ray
+
+    resources: dict[str, float] = {}
+    for need in needs:
+        for name, count in need.resources.items():
+            resources[name] = resources.get(name, 0.0) + count
+    cpus = max(os.cpu_count() or 1, math.ceil(sum(need.cpus for need in needs)))
+    try:
+        ray.init(
+            num_cpus=cpus,
+            resources=resources or None,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level="warning",
+        )
+    except Exception as error:
+        if type(error) is not Exception:
+            raise
+        # so Ray says that its processes took longer than the 30 s that it waits for them
+        raise UserError(
+            f"Ray did not start on this machine: {_words(error)}",
+            "Ray waits for 30 s, whatever cluster.start_s is. Try again with less other work on the machine, "
+            "or use --cluster local.",
+        ) from error
+
+
+def _words(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return " ".join(lines)[:1000] or type(error).__name__

@@ -1,0 +1,318 @@
+"""The roles of a run, and what passes between them: all that happens in the background loop.
+
+Takes attempts and weights. Gives trajectories, and engines that hold the weights. An engine that joins holds
+the current weights, with their proof, before a worker hears of it; weights are never sent while one joins. A
+worker hears of new weights before an engine has them, and of an engine that has left at once. Where engines
+take weights one by one, an attempt is told the engine at which it stays. One whose worker is lost raises
+`WorkerLost`: whoever asked decides about another one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, TypeVar
+
+from ludus.cluster.handles import Launcher, Needs, Remote, RoleLost
+from ludus.cluster.protocol import EngineSpec, Follow, PlayJob, RewardSpec, View, WorkerSpec
+from ludus.cluster.reward_pool import RewardWorkers
+from ludus.cluster.worker_pool import Limits, Member, Pool
+from ludus.config.sections.cluster import ClusterConfig
+from ludus.engines.base import EngineStats, WeightCheck
+from ludus.engines.remote.engine import ServerEngine
+from ludus.engines.remote.rolling_update import Rolling
+from ludus.errors import EngineError, LudusError, UserError, WorldError
+from ludus.rollout.build import engine_name
+from ludus.rollout.trees import of_each_path
+from ludus.types import Trajectory
+
+if TYPE_CHECKING:
+    import torch
+
+_MEASURE_S = 2.0
+_TRIES = 5
+"""How often weights are sent while engines die."""
+
+Result = TypeVar("Result")
+
+
+class WorkerLost(WorldError):
+    """The process that played an episode is gone, or did not play it in time."""
+
+    part = "worker"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to run. `connect` makes the client of the engines at these addresses."""
+
+    config: ClusterConfig
+    engine: EngineSpec | None
+    worker: WorkerSpec
+    urls: tuple[str, ...]
+    connect: Callable[[list[str]], ServerEngine]
+    sends_adapters: bool = False
+    reward: RewardSpec | None = None
+
+    @property
+    def engine_needs(self) -> Needs:
+        """Of an engine."""
+        own = self.config
+        return Needs(own.engine_cpus, own.engine_gpus, dict(own.engine_resources))
+
+    @property
+    def worker_needs(self) -> Needs:
+        """Of a worker."""
+        return Needs(self.config.worker_cpus, 0.0, dict(self.config.worker_resources))
+
+    @property
+    def reward_needs(self) -> Needs:
+        """Of a reward worker."""
+        own = self.config
+        return Needs(own.reward_cpus, own.reward_gpus, dict(own.reward_resources))
+
+    @property
+    def needs(self) -> list[Needs]:
+        """Of all."""
+        engines = [] if self.engine is None else [self.engine_needs] * self.config.engines
+        rewards = [] if self.reward is None else [self.reward_needs] * self.config.reward_workers
+        return engines + [self.worker_needs] * self.config.workers + rewards
+
+
+@dataclass
+class Crowd:
+    """The roles of a plan. Everything here belongs to one event loop."""
+
+    plan: Plan
+    launcher: Launcher
+    server: ServerEngine | None = None
+    engines: Pool = field(init=False)
+    workers: Pool = field(init=False)
+    rewards: RewardWorkers | None = field(default=None, init=False)
+    rolling: Rolling | None = None
+    _serial: int = 0
+    _version: int | None = None
+    _num_left: int = 0
+    _closing: bool = False
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+    def __post_init__(self) -> None:
+        config = self.plan.config
+        limits = Limits(config.start_s, config.silence_s, config.restarts)
+        count = 0 if self.plan.engine is None else config.engines
+        self.engines = Pool(
+            "engine", count, self._start_engine, limits, self._engine_joined, self._engine_left
+        )
+        self.workers = Pool("worker", config.workers, self._start_worker, limits, self._worker_joined, _gone)
+        if self.plan.reward is not None:
+            self.rewards = RewardWorkers(config, self.plan.reward, self._start_rewards, limits)
+
+    @property
+    def pools(self) -> list[Pool]:
+        """The roles by their kinds."""
+        return [self.engines, self.workers] + ([] if self.rewards is None else [self.rewards.pool])
+
+    async def open(self) -> None:
+        """Start everything and wait until it is ready. Raises what keeps it from that."""
+        if self.plan.urls:
+            self.server = await asyncio.to_thread(self.plan.connect, list(self.plan.urls))
+        for pool in self.pools:
+            pool.keep()
+        for pool in self.pools:
+            await pool.full()
+        await self._tell_all()
+
+    async def scale(self, *targets: int | None) -> None:
+        """Have other numbers of `pools`, and wait for those that start; what leaves first ends its work."""
+        for pool, target in zip(self.pools, targets, strict=False):
+            if target is not None:
+                pool.target = target
+                pool.keep()
+        for pool in self.pools:
+            await pool.full()
+
+    async def change_engines(self, by: int, number: int | None = None) -> None:
+        """Have `by` engines more or fewer; where it is one fewer, that of a `number`.
+
+        Raises UserError for a number that there is not, or where none would be left.
+        """
+        pool = self.engines
+        if pool.target + by < 1:
+            raise UserError("It is the last engine of the run.", "Add another one first.")
+        if number is not None and number not in pool.members:
+            known = ", ".join(map(str, sorted(pool.members)))
+            raise UserError(f"The run has no engine {number}.", f"It has: {known}.")
+        pool.target += by
+        if number is not None:
+            pool.let_go(pool.members[number])
+        pool.keep()
+        await pool.full()
+
+    async def play(self, message: PlayJob, deadline_s: float) -> Trajectory:
+        """Have an attempt played by the least busy worker. Raises what it met, and `WorkerLost`."""
+        if self.plan.engine is not None:
+            await self.engines.some()
+        member = await self.workers.take(self.plan.config.episodes_per_worker)
+        name = engine_name(message.play, message.job.key)
+        try:
+            if self.rolling is not None:
+                message = replace(message, pin=await self.rolling.place(name))
+            found = await member.remote.call(message, deadline_s)
+        except RoleLost as error:
+            await self.workers.doubt(member, error)
+            raise WorkerLost(error.message) from error
+        finally:
+            if self.rolling is not None:
+                self.rolling.release(name)
+            await self.workers.give_back(member)
+        assert isinstance(found, Trajectory)
+        if (rewards := self.rewards) is None:
+            return found
+        return await of_each_path(found, lambda path: rewards.scored(message.job.task, path))
+
+    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Have all engines take weights, those that replace dead ones meanwhile too."""
+
+        async def send(server: ServerEngine) -> None:
+            async with self._lock:
+                self._version = version
+                if not self.plan.sends_adapters:
+                    await self._tell_all()
+                await server.load_weights(version, state)
+                if self.plan.sends_adapters:
+                    await self._tell_all()
+
+        await self.ask(send)
+
+    async def roll(self, lag: int) -> Rolling:
+        """Have engines take weights one by one from now on."""
+        assert self.server is not None
+        self.rolling = await self.server.roll(lag, self._lives)
+        return self.rolling
+
+    async def offer(self, check: WeightCheck, state: Mapping[str, torch.Tensor]) -> None:
+        """Keep weights that each engine takes when its episodes have ended."""
+        assert self.rolling is not None
+        async with self._lock:
+            self._version = check.version
+            await self._tell_all()
+            await self.rolling.offer(check, state)
+
+    async def _lives(self, url: str) -> bool:
+        """Whether the engine at an address is there, now that it has failed at something."""
+        if self.plan.engine is None:
+            return True
+        await self.engines.check()
+        await asyncio.sleep(0)
+        return any(member.started.url == url for member in self.engines.members.values())
+
+    async def ask(self, what: Callable[[ServerEngine], Awaitable[Result]]) -> Result:
+        """Ask the engines something; once more where one of them turns out to be dead, or has left."""
+        for attempt in range(_TRIES):
+            if self.plan.engine is not None:
+                await self.engines.some()
+            assert self.server is not None
+            gone = self._departures
+            try:
+                return await what(self.server)
+            except EngineError:
+                await self.engines.check()
+                await asyncio.sleep(0)
+                if self._departures == gone or attempt == _TRIES - 1:
+                    raise
+        raise AssertionError("unreachable")
+
+    @property
+    def _departures(self) -> tuple[int, int]:
+        """Engines that are not kept any more, and those that the client has been told have left."""
+        return self.engines.num_gone, self._num_left
+
+    async def measure(self) -> None:
+        """Have the engines say how it goes, as far as they do so at once."""
+        if self.plan.engine is None and self.server is not None:
+            await self.server.measure()
+            return
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_MEASURE_S):
+                await self.engines.check()
+
+    def stats(self) -> dict[int, EngineStats]:
+        """What each engine has done since its start, by its last sign of life."""
+        members = tuple(self.engines.members.items())  # whoever asks may be on another thread
+        return {number: member.pulse.stats for number, member in members}
+
+    async def close(self) -> None:
+        """End everything."""
+        self._closing = True
+        if self.server is not None:
+            await self.server.close()
+        await asyncio.gather(*(pool.close() for pool in self.pools))
+        await self.launcher.close()
+
+    async def _start_engine(self, number: int) -> Remote:
+        assert self.plan.engine is not None
+        return await self.launcher.start(f"engine {number}", self.plan.engine, self.plan.engine_needs)
+
+    async def _start_worker(self, number: int) -> Remote:
+        return await self.launcher.start(f"worker {number}", self.plan.worker, self.plan.worker_needs)
+
+    async def _start_rewards(self, number: int) -> Remote:
+        assert self.plan.reward is not None
+        return await self.launcher.start(f"reward worker {number}", self.plan.reward, self.plan.reward_needs)
+
+    async def _engine_joined(self, member: Member) -> None:
+        async with self._lock:
+            if self.server is None:
+                self.server = await asyncio.to_thread(self.plan.connect, [member.started.url])
+            else:
+                await self.server.join(member.started.url)
+            await self._tell_all()
+
+    async def _engine_left(self, member: Member) -> None:
+        if self.server is None or self._closing:
+            return
+        try:
+            if member.leaves and self.rolling is not None:
+                await self.rolling.empty(member.started.url)
+        finally:
+            if not self._closing:
+                self._num_left += 1
+                self.server.leave(member.started.url)
+                await self._tell_all()
+
+    async def _worker_joined(self, member: Member) -> None:
+        """Let a worker in that knows the engines as they are."""
+        await self._tell(member)
+        while member.serial != self._serial:
+            await self._tell(member)
+
+    async def _tell_all(self) -> None:
+        """Have all workers know the engines as they are now."""
+        self._serial += 1
+        await asyncio.gather(*(self._tell_or_lose(member) for member in tuple(self.workers.members.values())))
+
+    async def _tell_or_lose(self, member: Member) -> None:
+        try:
+            await self._tell(member)
+        except RoleLost as error:
+            await self.workers.lose(member, error)
+        except LudusError:  # an engine that it was told of is gone already; the next view says so
+            return
+
+    async def _tell(self, member: Member) -> None:
+        """Each worker begins with another engine, so that they share the load."""
+        serial = self._serial
+        if self.server is None:
+            member.serial = serial
+            return
+        urls = tuple(self.server.urls)
+        first = member.number % max(1, len(urls))
+        view = View(serial, urls[first:] + urls[:first], self._version, self.server.adapter)
+        await member.remote.call(Follow(view), self.plan.config.silence_s)
+        member.serial = serial
+
+
+async def _gone(member: Member) -> None:
+    """Nobody has to be told of a worker that left."""

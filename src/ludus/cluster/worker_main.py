@@ -1,0 +1,76 @@
+"""A process of this machine that has a role: `python -m ludus.cluster.worker_main DESCRIPTOR`.
+
+It lives as long as its parent's end of the socket: a thread of its own reads it, so that the process ends
+even where its event loop hangs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import queue
+import socket
+import sys
+import threading
+
+from ludus.cluster.log_forwarding import listen
+from ludus.cluster.pickle_rpc import Call, Cancel, Frame, Hello, Reply, Unread, pack, read_frame
+from ludus.cluster.protocol import failed
+from ludus.cluster.workers import Host
+from ludus.engines.models.loading import hide_progress
+
+_HERE = "127.0.0.1"
+
+
+def main() -> None:
+    """Serve a role until the parent is gone."""
+    descriptor = int(sys.argv[1])
+    os.set_inheritable(descriptor, False)
+    line = socket.socket(fileno=descriptor)
+    hello = read_frame(line)
+    if isinstance(hello, Hello):
+        hide_progress()
+        asyncio.run(_serve(line, Host(hello.spec, _HERE, listen())))
+
+
+async def _serve(line: socket.socket, host: Host) -> None:
+    loop, inbox = asyncio.get_running_loop(), asyncio.Queue[Frame]()
+    outbox = queue.SimpleQueue[bytes]()
+    threading.Thread(target=_read, args=(line, loop, inbox), daemon=True).start()
+    threading.Thread(target=_write, args=(line, outbox), daemon=True).start()
+    await attend(inbox, outbox, host)
+
+
+async def attend(inbox: asyncio.Queue[Frame], outbox: queue.SimpleQueue[bytes], host: Host) -> None:
+    """Have `host` do what comes, and put its answers, packed, into `outbox`. It never returns."""
+    calls: set[asyncio.Task[None]] = set()
+
+    async def answer(call: Call) -> None:
+        outbox.put(pack(Reply(call.number, await host.call(call.number, call.message))))
+
+    while True:
+        match await inbox.get():
+            case Call() as call:
+                task = asyncio.create_task(answer(call))
+                calls.add(task)
+                task.add_done_callback(calls.discard)
+                await asyncio.sleep(0)  # it has begun before what comes next, which may cancel it
+            case Unread(number, error):
+                outbox.put(pack(Reply(number, failed(error))))
+            case Cancel(number=number):
+                host.cancel(number)
+
+
+def _read(line: socket.socket, loop: asyncio.AbstractEventLoop, inbox: asyncio.Queue[Frame]) -> None:
+    while (frame := read_frame(line)) is not None:
+        loop.call_soon_threadsafe(inbox.put_nowait, frame)
+    os._exit(0)
+
+
+def _write(line: socket.socket, outbox: queue.SimpleQueue[bytes]) -> None:
+    while True:
+        line.sendall(outbox.get())
+
+
+if __name__ == "__main__":
+    main()

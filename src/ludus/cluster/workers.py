@@ -1,0 +1,338 @@
+"""What runs in the other processes: an engine behind HTTP, a worker that plays episodes, or one that scores.
+
+A `Host` holds one role. Takes messages, each under a number of the sender's. Gives one answer to each, in the
+order in which they are done. Never raises: what goes wrong is an answer, with the words of what went wrong.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Protocol
+
+from ludus.chat.render import Renderer, TemplateRenderer
+from ludus.cluster.log_forwarding import Ear
+from ludus.cluster.protocol import (
+    Answer,
+    Begin,
+    EngineSpec,
+    Follow,
+    Message,
+    Ping,
+    PlayJob,
+    Pulse,
+    RewardSpec,
+    ScoreJob,
+    Scores,
+    Spec,
+    Started,
+    Stop,
+    View,
+    WorkerSpec,
+    failed,
+)
+from ludus.config.schema import Config
+from ludus.config.sections.sandbox import SandboxConfig
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.engines.models.loading import load_model, load_tokenizer
+from ludus.engines.remote.engine import ServerEngine
+from ludus.envs.base import Closes, World, room_of
+from ludus.envs.registry import build_world, sandbox_settings
+from ludus.errors import LudusError, WorldError
+from ludus.rewards.base import Reward
+from ludus.rollout.build import Play, engine_name, engine_scheduler
+from ludus.rollout.episode import scored
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.reward_executor import ProcessScoring
+from ludus.rollout.scheduler import Scheduler
+from ludus.sandbox import open_sandbox
+from ludus.tools.base import shared_by
+from ludus.training.run.session import (
+    engine_settings,
+    make_renderer,
+    server_settings,
+    set_up_compute,
+    with_adapters,
+)
+
+if TYPE_CHECKING:
+    import uvicorn
+
+    from ludus.gateway.service import Service
+
+UNSENT = -1
+"""The version of an engine that was sent no weights: no trainer ever sends it."""
+_NAME = "policy"
+
+
+class Role(Protocol):
+    """What a process is for."""
+
+    async def do(self, message: Message) -> object:
+        """Do what a message says, and give what it asks for."""
+        ...
+
+
+@dataclass
+class Host:
+    """The end of the line in a role's process. It listens to others at `address`.
+
+    What `ear`, where given, has heard goes with the answers that somebody always waits for.
+    """
+
+    spec: Spec
+    address: str
+    ear: Ear | None = None
+    _role: Role = field(init=False)
+    _tasks: dict[int, asyncio.Task[object]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        match self.spec:
+            case EngineSpec() as spec:
+                self._role = EngineRole(spec, self.address)
+            case WorkerSpec() as spec:
+                self._role = WorkerRole(spec, self.address)
+            case RewardSpec() as spec:
+                self._role = RewardRole(spec, self.address)
+
+    async def call(self, number: int, message: Message) -> Answer:
+        """The answer to a message."""
+        answer = await self._answer(number, message)
+        if self.ear is None or not isinstance(message, Begin | Ping | Stop):
+            return answer
+        return replace(answer, said=self.ear.take())
+
+    async def _answer(self, number: int, message: Message) -> Answer:
+        task = self._tasks[number] = asyncio.ensure_future(self._role.do(message))
+        try:
+            await asyncio.wait({task})
+            return Answer(task.result())
+        except asyncio.CancelledError:
+            task.cancel()
+            return Answer(error=LudusError("It was cancelled."))
+        except Exception as error:  # boundary: the cause goes to whoever sent the message
+            return failed(error)
+        finally:
+            self._tasks.pop(number, None)
+
+    def cancel(self, number: int) -> None:
+        """End what a message began, if it is not done."""
+        if number in self._tasks:
+            self._tasks[number].cancel()
+
+
+def _enter(folder: str) -> None:
+    """Go to the trainer's folder, where it is here too: relative paths then lead to the same files."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+
+
+@dataclass
+class EngineRole:
+    """An embedded engine of a run's model, served to whoever may reach `address`."""
+
+    spec: EngineSpec
+    address: str
+    _service: Service | None = field(default=None, init=False)
+    _server: uvicorn.Server | None = field(default=None, init=False)
+    _serving: asyncio.Task[None] | None = field(default=None, init=False)
+
+    async def do(self, message: Message) -> object:
+        """Begin, say how it goes, or stop."""
+        match message:
+            case Begin():
+                return self._begin()
+            case Ping() if self._service is not None:
+                return Pulse(self._service.engine.stats(), self._service.num_under_way)
+            case Stop():
+                await self._stop()
+                return None
+        raise LudusError(f"An engine knows nothing of {type(message).__name__}.")
+
+    def _begin(self) -> Started:
+        from ludus.gateway.app import make_app
+        from ludus.gateway.endpoints import error_response
+        from ludus.gateway.limits import http_server, listening, model_limits
+        from ludus.gateway.service import Service, served_model
+
+        config, source = self.spec.config, self.spec.source
+        _enter(self.spec.folder)
+        set_up_compute(config)
+        tokenizer = load_tokenizer(source)
+        model = load_model(source, config.model.dtype, config.model.device)
+        if config.model.lora is not None:
+            model = with_adapters(model, config.model.lora)
+        settings = engine_settings(config, model)
+        engine = LocalEngine(model, tokenizer, settings, version=UNSENT, copy=False)
+        renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
+        served = served_model(model, tokenizer, _NAME, source, renderer)
+        self._service = Service(engine, served, self.spec.token)
+        listener = listening(self.address, 0)
+        app = make_app(self._service, model)
+        self._server = http_server(app, model_limits(engine.context_tokens), error_response)
+        self._serving = asyncio.create_task(self._server.serve(sockets=[listener]))
+        port = listener.getsockname()[1]
+        shown = f"[{self.address}]" if ":" in self.address else self.address
+        return Started(self.address, os.getpid(), f"http://{shown}:{port}")
+
+    async def _stop(self) -> None:
+        if self._server is not None and self._serving is not None:
+            self._server.should_exit = True
+            await self._serving
+        if self._service is not None:
+            await self._service.engine.close()
+
+
+def sandbox_of(config: Config) -> SandboxConfig:
+    """The sandbox of one worker: of a machine that it shares with the others it has its share."""
+    if config.cluster.kind != "local":
+        return config.sandbox
+    places = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
+    shares = {"concurrency": max(1, places // config.cluster.workers)}
+    room = room_of(open_sandbox(sandbox_settings(config.sandbox)))
+    if room is not None:
+        shares["sessions"] = max(1, room // config.cluster.workers)
+    return config.sandbox.model_copy(update=shares)
+
+
+@dataclass
+class WorkerRole:
+    """Environments, and episodes played in them with the engines of a view.
+
+    Rewards are computed beside it where the run has no workers for them.
+    """
+
+    spec: WorkerSpec
+    address: str
+    _world: World | None = field(default=None, init=False)
+    _scoring: ProcessScoring | None = field(default=None, init=False)
+    _renderer: Renderer | None = field(default=None, init=False)
+    _engine: ServerEngine | None = field(default=None, init=False)
+    _serial: int = field(default=-1, init=False)
+    _schedulers: dict[Play, Scheduler] = field(default_factory=dict, init=False)
+    _playing: int = field(default=0, init=False)
+    _lock: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+
+    async def do(self, message: Message) -> object:
+        """Begin, follow the engines, play, say how it goes, or stop."""
+        match message:
+            case Begin():
+                return self._begin()
+            case Follow(view=view):
+                await self._follow(view)
+            case PlayJob():
+                return await self._play(message)
+            case Ping():
+                return Pulse(under_way=self._playing)
+            case Stop():
+                await self._stop()
+        return None
+
+    def _begin(self) -> Started:
+        config, spec = self.spec.config, self.spec
+        _enter(spec.folder)
+        set_up_compute(config)
+        self._world = build_world(config.env, config.rollout, sandbox_of(config))
+        self._scoring = ProcessScoring.of(config)
+        tokenizer = load_tokenizer(spec.source, needs_template=config.env.rendering == "chat")
+        self._renderer = make_renderer(config.env, tokenizer)
+        return Started(self.address, os.getpid())
+
+    async def _follow(self, view: View) -> None:
+        async with self._lock:
+            if view.serial <= self._serial or not view.urls:
+                return
+            if self._engine is None:
+                how = self.spec.config.engine
+                self._engine = await asyncio.to_thread(
+                    ServerEngine,
+                    view.urls[:1],
+                    how.dialect,
+                    replace(
+                        server_settings(how.model_copy(update={"token_file": None})), token=self.spec.token
+                    ),
+                )
+            self._engine.follow(view.urls, view.version, view.adapter)
+            self._serial = view.serial
+
+    async def _play(self, message: PlayJob) -> object:
+        scheduler = self._schedulers.get(message.play) or self._scheduler(message.play)
+        if message.pin is not None and self._engine is not None:
+            self._engine.pin(engine_name(message.play, message.job.key), message.pin)
+        self._playing += 1
+        try:
+            with shared_by(self.spec.config.cluster.workers):
+                return await scheduler.attempt(message.job)
+        finally:
+            self._playing -= 1
+
+    def _scheduler(self, play: Play) -> Scheduler:
+        """One without lock-step: turns of other workers' episodes are not known here."""
+        if self._world is None or self._renderer is None or self._engine is None:
+            raise WorldError("A worker was told to play before it knew an engine.")
+        rollout = self.spec.config.rollout.model_copy(update={"reproducible": False})
+        made = engine_scheduler(self._world, self._engine, self._renderer, rollout, play, Ledger())
+        made.scores = self.spec.config.cluster.reward_workers == 0
+        if self._scoring is not None:
+            made.scoring = self._scoring
+        return self._schedulers.setdefault(play, made)
+
+    async def _stop(self) -> None:
+        if isinstance(self._world, Closes):
+            await self._world.close()
+        if self._engine is not None:
+            await self._engine.close()
+
+
+@dataclass
+class RewardRole:
+    """The rewards of a world, on threads of their own, so that a long verifier does not look like a hang."""
+
+    spec: RewardSpec
+    address: str
+    _world: World | None = field(default=None, init=False)
+    _threads: ThreadPoolExecutor = field(init=False)
+    _scoring: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._threads = ThreadPoolExecutor(self.spec.config.cluster.scorings_per_worker, "ludus-rewards")
+
+    async def do(self, message: Message) -> object:
+        """Begin, score, say how it goes, or stop."""
+        match message:
+            case Begin():
+                config = self.spec.config
+                _enter(self.spec.folder)
+                set_up_compute(config)
+                self._world = build_world(config.env, config.rollout, config.sandbox)
+                return Started(self.address, os.getpid())
+            case ScoreJob():
+                return await self._score(message)
+            case Ping():
+                return Pulse(under_way=self._scoring)
+            case Stop():
+                self._threads.shutdown(wait=False, cancel_futures=True)
+                if isinstance(self._world, Closes):
+                    await self._world.close()
+                return None
+        raise LudusError(f"A reward worker knows nothing of {type(message).__name__}.")
+
+    async def _score(self, message: ScoreJob) -> Scores:
+        if self._world is None:
+            raise WorldError("A reward worker was told to score before it had its world.")
+        self._scoring += 1
+        try:
+            loop = asyncio.get_running_loop()
+            return await loop.run_in_executor(self._threads, _scores, self._world.rewards, message)
+        finally:
+            self._scoring -= 1
+
+
+def _scores(rewards: Sequence[Reward], message: ScoreJob) -> Scores:
+    begin = time.perf_counter()
+    judged = scored(rewards, message.task, message.trajectory)
+    return Scores(dict(judged.rewards), judged.reward, time.perf_counter() - begin)

@@ -1,0 +1,1 @@
+"""The embedded engine: scheduler, paged KV cache, attention, sampling."""

@@ -1,0 +1,433 @@
+"""The embedded engine: samples from a Hugging Face causal language model in this process.
+
+Takes requests from any number of tasks on an event loop; gives completions. All compute and all access to
+the cache happens on one worker thread, one forward pass after another; requests, new weights and
+cancellations take effect between two passes. It waits for work and for nothing else, and never retries.
+
+In the batch-invariant mode a request's tokens and log-probabilities are the same bits whatever else is in
+the batch, whether its history was in the cache, and in how many parts it was computed (`EngineSettings`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy as copying
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from ludus.engines.adapter_versions import AdapterVersions
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, check_num_top, check_params
+from ludus.engines.embedded import scheduler
+from ludus.engines.embedded.compute_thread import Worker, compute_threads
+from ludus.engines.embedded.guided_decoding import GuideCompiler, GuideState
+from ludus.engines.embedded.model_runner import RaggedForward
+from ludus.engines.embedded.radix_cache import PAGE, PageTree
+from ludus.engines.embedded.scheduler import EngineCore
+from ludus.engines.embedded.session_cache import EpisodeCaches
+from ludus.engines.models.fingerprint import fingerprint_adapted
+from ludus.engines.models.lora import is_peft
+from ludus.errors import EngineBusy, EngineError, RequestRefused, SyncError
+from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_Place = tuple[scheduler.Sequence, Future[Completion]]
+
+_PIECE_S = 0.02
+"""Seconds between two pieces of a streamed action."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """Limits of the embedded engine, in tokens but for `max_batch` (requests) and `threads`."""
+
+    context_tokens: int = 1024
+    """Prompt plus completion."""
+    max_batch: int = 128
+    """Requests computed together; others wait."""
+    cache_tokens: int = 131_072
+    """Keys and values kept, of all that runs and of what may come back; the least recently used go first."""
+    pass_tokens: int = 512
+    """Tokens of one forward pass: what decodes comes first, the rest is for prompts and observations."""
+    threads: int = 0
+    """Compute threads on a CPU, apart from those of the learner; 0 leaves torch its own number."""
+    batch_invariant: bool = True
+    """Same bits whatever else is in the batch. Where matrix products do not treat all rows alike (the engine
+    tries) every pass has one fixed shape, which costs speed. Only on a CPU in float32 with the kernel."""
+    max_requests: int = 0
+    """Requests under way and waiting; more are refused with `EngineBusy`. 0 is no limit."""
+    recompute_on_update: bool = True
+    """New weights: compute the histories of episodes again. Else an episode goes on from its keys and values,
+    and its log-probabilities are those of a mixture of versions; it shares with no episode that began under
+    other weights."""
+    adapter_versions: bool = False
+    """Of a model with adapters: new weights are one more adapter, and an episode stays with the version that
+    it began with; one that no episode needs is unloaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """The next tokens of an action that is being sampled. `finish_reason` is None where more follow."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    finish_reason: FinishReason | None
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+
+class LocalEngine:
+    """An `Engine` around any causal language model with standard attention.
+
+    Works on its own copy of `model` unless `copy` is False; then the model is the engine's from here on.
+    `tokenizer` is needed for stop strings only. Raises `UserError` for a model it cannot run.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase | None = None,
+        settings: EngineSettings = EngineSettings(),
+        *,
+        version: int = 0,
+        copy: bool = True,
+    ) -> None:
+        self._model = copying.deepcopy(model) if copy else model
+        self._model.requires_grad_(False).eval()
+        self._tokenizer = tokenizer
+        self._guides: GuideCompiler | None = None
+        adapted = is_peft(model)
+        self._versions = AdapterVersions(DEFAULT if adapted else BASE, adapted and settings.adapter_versions)
+        self._counted = EngineStats()
+        self._open: set[Future[Completion]] = set()
+        self._settings = settings
+        threads = settings.threads or torch.get_num_threads()
+        num_pages = max(-(-settings.cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
+        pass_tokens = max(settings.pass_tokens, settings.max_batch)
+        with compute_threads(settings.threads):
+            self._forward = RaggedForward(self._model, num_pages, settings.context_tokens, threads)
+            self._invariant = settings.batch_invariant and self._forward.compiled
+            block = self._forward.block_for(pass_tokens) if self._invariant else 1
+        self._tree = PageTree(num_pages)
+        self._core = EngineCore(
+            self._forward,
+            tokenizer,
+            self._tree,
+            (settings.max_batch, settings.context_tokens),
+            pass_tokens,
+        )
+        self._core.version = version
+        self._core.block = block
+        self._caches = EpisodeCaches(self._core, outlive=not settings.recompute_on_update)
+        self._worker = Worker(self._core, settings.threads)
+
+    @property
+    def context_tokens(self) -> int:
+        return self._settings.context_tokens
+
+    @property
+    def version(self) -> int:
+        return self._core.version_of(self._versions.current)
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether a request's bits do not depend on what else is in the batch."""
+        return self._invariant
+
+    @property
+    def continues_actions(self) -> bool:
+        """An action may be sampled by several requests (`Request.begun`)."""
+        return True
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one action, in passes shared with whatever else there is."""
+        (completion,) = await self.generate_batch([request])
+        return completion
+
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one action for each request; they are queued in order and at once.
+
+        Raises RequestRefused for one that can never be served, EngineBusy where there are too many.
+        """
+        places = await self._sequences(requests)
+        self._worker.post(partial(_each, self._caches.add, places))
+        try:
+            done = [await asyncio.wrap_future(future) for _, future in places]
+        except (asyncio.CancelledError, EngineError):  # nobody waits for the others
+            self._worker.post(partial(_each, self._core.abort, places))
+            raise
+        return done
+
+    async def stream(self, request: Request) -> AsyncIterator[Piece]:
+        """Sample one action, giving what is new every 20 ms; the last piece has the finish reason."""
+        ((sequence, future),) = await self._sequences([request])
+        self._worker.post(partial(self._caches.add, sequence))
+        done, given = asyncio.wrap_future(future), 0
+        try:
+            while not done.done():
+                await asyncio.wait({done}, timeout=_PIECE_S)
+                until = len(sequence.versions)  # of a token's parts the worker adds this one last
+                if until > given and not done.done():
+                    yield _piece(sequence, given, until, None)
+                    given = until
+            completion = done.result()
+            yield _piece(sequence, given, len(completion.tokens), completion.finish_reason)
+        finally:
+            if not done.done():
+                done.cancel()
+                self._worker.post(partial(self._core.abort, sequence))
+
+    def abort(self, episode: str) -> None:
+        """End the episode's request with what has been sampled, `finish_reason` "abort"."""
+        self._worker.post(partial(self._abort, episode))
+
+    async def pause(self) -> None:
+        """Compute nothing more until `resume`; requests wait where they are. Returns between two passes."""
+        await self._worker.call(partial(self._worker.set_paused, True))
+
+    async def resume(self) -> None:
+        """Go on."""
+        await self._worker.call(partial(self._worker.set_paused, False))
+
+    def rest(self, times: float) -> None:
+        """Wait after each pass for `times` as long as it took, from now on; 0 is not at all."""
+        self._worker.rest(times)
+
+    async def give_up_cache(self) -> None:
+        """Give the memory of keys and values back until the next request; EngineError while there is one."""
+        await self._worker.call(self._core.give_up_cache)
+
+    async def relabel(self, version: int) -> None:
+        """Give the weights in use another version; all later tokens carry it."""
+        await self._worker.call(partial(self._set_version, version))
+
+    def forget_name(self, episode: str) -> None:
+        """The episode is over; what it computed stays for others until the room is needed."""
+        self._over(episode, self._caches.forget_name)
+
+    def release(self, episode: str) -> None:
+        """Forget what is kept for an episode and shared with nobody."""
+        self._over(episode, self._caches.release)
+
+    def _over(self, episode: str, forget: Callable[[str], object]) -> None:
+        if not self._worker.closed:
+            self._worker.post(partial(forget, episode))
+            if (unused := self._versions.release(episode)) is not None:
+                self._worker.post(partial(self._unload_adapter, unused))
+
+    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Copy `state` (all parameters or some, by name) into the engine's model between two passes.
+
+        Requests under way go on; each token carries the version that sampled it. Raises `SyncError`, with
+        nothing changed, for an unknown name or another shape.
+        """
+        if not self._versions.keeps:
+            await self._worker.call(partial(self._load, version, state))
+            return
+        scaling = next(iter(self._forward.adapters.pairs(DEFAULT).values())).scaling
+        name = self._versions.name(version)
+        await self.load_adapter(name, version, state, scaling)
+        if (unused := self._versions.renew(name)) is not None:
+            await self.unload_adapter(unused)
+
+    async def fingerprint(self, *, adapter: str | None = None) -> str:
+        """`fingerprint_module` of the weights in use, with an adapter as a PEFT model would hold it."""
+        self._check_adapter(adapter)
+        asked = self._versions.current if adapter is None else adapter
+        return await self._worker.call(partial(self._fingerprint, asked))
+
+    async def load_adapter(
+        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
+    ) -> None:
+        """Take LoRA factors by PEFT's names as the adapter `name`, beside others; tokens carry its `version`.
+
+        `scaling` is alpha over rank. Raises `SyncError`, with nothing changed, where they do not fit.
+        """
+        await self._worker.call(partial(self._load_adapter, name, version, state, scaling))
+
+    async def unload_adapter(self, name: str) -> None:
+        """Forget an adapter. Its requests under way fail."""
+        await self._worker.call(partial(self._unload_adapter, name))
+
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        """Log-probability of each token at temperature 1; 0 for the first.
+
+        Raises `EngineError` if there are none, or more than `context_tokens`.
+        """
+        return (await self.score_top(token_ids, 0, adapter=adapter))[0]
+
+    async def score_top(
+        self, token_ids: Sequence[int], num_top: int, *, adapter: str | None = None
+    ) -> tuple[list[float], list[TopLogprobs]]:
+        """What `score` gives, and the `num_top` likeliest tokens at the place of each; none for the first."""
+        check_num_top(num_top)
+        self._check_adapter(adapter)
+        if not 0 < len(token_ids) <= self.context_tokens:
+            raise EngineError(
+                f"A sequence of {len(token_ids)} tokens cannot be scored: "
+                f"the engine takes 1 to {self.context_tokens}."
+            )
+        params = SamplingParams(top_logprobs=num_top)
+        sequence, future = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
+        sequence.scores = [0.0]
+        self._worker.post(partial(self._caches.add, sequence))
+        await asyncio.wrap_future(future)
+        return sequence.scores, [(), *(sequence.top_logprobs or [()] * (len(token_ids) - 1))]
+
+    async def close(self) -> None:
+        """Finish the pass under way, refuse all else, and end the worker."""
+        await self._worker.close()
+        self._forward.close()
+
+    def stats(self, *, reset: bool = False) -> EngineStats:
+        """Counts since the start or the last reset."""
+        now, before = self._core.stats, self._counted
+        if reset:
+            self._counted = now
+        return now - before
+
+    def _check(self, requests: Sequence[Request]) -> None:
+        for request in requests:
+            _check_fits(request, self.context_tokens, self._forward.vocab_size)
+            if (request.params.stop or request.params.guide) and self._tokenizer is None:
+                raise RequestRefused(
+                    "Stop strings and guides need a tokenizer.", "Give the engine one, or use stop_token_ids."
+                )
+            self._check_adapter(request.adapter)
+
+    def _check_adapter(self, adapter: str | None) -> None:
+        if adapter and adapter not in self._forward.adapters.names:
+            known = ", ".join(sorted(self._forward.adapters.names)) or "none"
+            raise RequestRefused(f"There is no adapter {adapter!r}; loaded: {known}.")
+
+    async def _sequences(self, requests: Sequence[Request]) -> list[_Place]:
+        """Sequences for requests that can be served; their guides are compiled on another thread."""
+        self._check(requests)
+        _check_room(len(self._open), len(requests), self._settings.max_requests)
+        guides: list[GuideState | None] = [None] * len(requests)
+        if any(request.params.guide is not None for request in requests):
+            assert self._tokenizer is not None
+            self._guides = self._guides or GuideCompiler(self._tokenizer)
+            guides = await asyncio.to_thread(self._guides.start_all, requests)
+            _check_room(len(self._open), len(requests), self._settings.max_requests)
+        return [self._sequence(request, guide) for request, guide in zip(requests, guides, strict=True)]
+
+    def _sequence(self, request: Request, guide: GuideState | None = None) -> _Place:
+        """A sequence whose end resolves the future; that may happen on the worker thread."""
+        future: Future[Completion] = Future()
+        limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
+        adapter = self._versions.of(request.episode) if request.adapter is None else request.adapter
+        ended = partial(self._ended, future)
+        sequence = scheduler.Sequence(request, limit, ended, adapter, guide=guide)
+        self._open.add(future)
+        return sequence, future
+
+    def _ended(self, future: Future[Completion], sequence: scheduler.Sequence) -> None:
+        self._open.discard(future)
+        self._caches.ended(sequence)
+        if not future.set_running_or_notify_cancel():
+            return
+        if sequence.error is not None:
+            future.set_exception(sequence.error)
+        else:
+            future.set_result(sequence.completion)
+
+    def _set_version(self, version: int) -> None:
+        self._core.version = version
+
+    def _abort(self, episode: str) -> None:
+        for sequence in [*self._core.running, *self._core.waiting]:
+            if sequence.request.episode == episode:
+                self._core.abort(sequence)
+
+    @torch.no_grad()
+    def _load(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        own = self._model.state_dict(keep_vars=True)
+        unknown = sorted(set(state) - set(own))
+        if unknown or not state:
+            shown = ", ".join(unknown[:3]) or "no tensors at all"
+            raise SyncError(f"The weights of version {version} do not belong to the engine's model: {shown}.")
+        _check_shapes(version, state, own)
+        for name, tensor in state.items():
+            own[name].copy_(tensor)
+        self._core.new_weights(version, recompute=self._settings.recompute_on_update)
+
+    @torch.no_grad()
+    def _load_adapter(
+        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
+    ) -> None:
+        self._forward.adapters.load(name, state, scaling)
+        self._core.new_weights(version, recompute=self._settings.recompute_on_update, adapter=name)
+
+    def _fingerprint(self, adapter: str) -> str:
+        return fingerprint_adapted(self._model, self._forward.adapters.pairs(adapter))
+
+    def _unload_adapter(self, name: str) -> None:
+        for sequence in [*self._core.running, *self._core.waiting]:
+            if sequence.adapter == name:
+                sequence.error = EngineError(f"The adapter {name!r} was unloaded.")
+                self._core.abort(sequence)
+        self._forward.adapters.unload(name)
+        self._core.forget_adapter(name)
+
+
+def _each(
+    act: Callable[[scheduler.Sequence], None], places: Sequence[tuple[scheduler.Sequence, Future[Completion]]]
+) -> None:
+    for sequence, _ in places:
+        act(sequence)
+
+
+def _check_room(num_open: int, num: int, limit: int) -> None:
+    """Raise RequestRefused for more requests than the limit (0: none), EngineBusy while too many are open."""
+    if 0 < limit < num:
+        raise RequestRefused(f"{num} requests at once; the engine takes {limit} (max_requests).")
+    if limit and num_open + num > limit:
+        raise EngineBusy(
+            f"The engine has {num_open} requests and takes {limit} at most (max_requests).",
+            "Try again when some are done.",
+        )
+
+
+def _check_fits(request: Request, limit: int, vocab_size: int) -> None:
+    """Raise RequestRefused for a request that no engine of this context and vocabulary can serve."""
+    length = len(request.token_ids)
+    if not 0 < length < limit:
+        raise RequestRefused(
+            f"Episode {request.episode} has a prompt of {length} tokens, "
+            f"but the engine takes 1 to {limit - 1} (context_tokens is {limit}).",
+            "Shorten the history or give the engine a larger context.",
+        )
+    check_params(request.params)
+    if not 0 <= min(request.token_ids) <= max(request.token_ids) < vocab_size:
+        raise RequestRefused(
+            f"Episode {request.episode} has token ids outside the model's vocabulary of {vocab_size}.",
+            "Use the tokenizer that belongs to the model.",
+        )
+
+
+def _check_shapes(version: int, state: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> None:
+    """Raise SyncError for a tensor of another shape than the engine's own of its name."""
+    for name, tensor in state.items():
+        if own[name].shape != tensor.shape:
+            raise SyncError(
+                f"Weight {name} of version {version} has shape {tuple(tensor.shape)}, "
+                f"the engine's has {tuple(own[name].shape)}."
+            )
+
+
+def _piece(sequence: scheduler.Sequence, start: int, end: int, finish: FinishReason | None) -> Piece:
+    at = sequence.num_prompt
+    return Piece(
+        tokens=tuple(sequence.tokens[at + start : at + end]),
+        logprobs=tuple(sequence.logprobs[start:end]),
+        versions=tuple(sequence.versions[start:end]),
+        finish_reason=finish,
+        top_logprobs=tuple(sequence.top_logprobs[start:end]),
+    )

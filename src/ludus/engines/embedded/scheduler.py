@@ -1,0 +1,549 @@
+"""Continuous batching: sequences join and leave between any two forward passes.
+
+Takes `Sequence`s (one action to sample, or given tokens to score). Each `step` is one forward pass: a token
+for every sequence that decodes, then, as far as the pass has room, chunks of prompts and observations in the
+order in which they came. Waits for nothing, never retries, knows no event loop; one thread calls it.
+
+A sequence is admitted when a slot is free, when its longest possible length fits the pages left, and when
+nobody else is computing a prefix of it just then: then it waits and shares. Admission goes in the order of
+arrival; only one that waits to share lets others pass.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ludus.engines.base import EngineStats, Request
+from ludus.engines.embedded.guided_decoding import GuideState
+from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, RaggedForward
+from ludus.engines.embedded.radix_cache import PAGE, Match, Node, PageTree
+from ludus.engines.embedded.sampler import Draw, SamplingRules, likeliest, sample
+from ludus.engines.embedded.stop_strings import StopStrings
+from ludus.errors import EngineError
+from ludus.types import Completion, FinishReason, TopLogprobs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SCORE_CHUNK = 256
+"""Tokens of one scoring chunk: each has a row of logits, which is as wide as the vocabulary."""
+
+
+_STOP_TAIL = 512
+"""Tokens in which a stop string is looked for."""
+
+_KEPT_STOPS = 64
+"""Sets of stop strings whose tokens stay known, those used last."""
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One request on its way: `tokens` is its history and what has been sampled so far.
+
+    Its history is looked for, and kept, on a `shelf` of the cache.
+    """
+
+    request: Request
+    limit: int
+    done: Callable[[Sequence], None]
+    adapter: str = ""
+    shelf: str = ""
+    stops: StopStrings | None = None
+    guide: GuideState | None = None
+    scores: list[float] | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    cut_logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+    finish: FinishReason | None = None
+    error: EngineError | None = None
+    deadline: float = math.inf
+    slot: int = -1
+    num_computed: int = 0
+    num_settled: int = 0
+    path: list[Node] = field(default_factory=list)
+    reserved: int = 0
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.token_ids)
+        if self.request.timeout_s is not None:
+            self.deadline = time.monotonic() + self.request.timeout_s
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.token_ids)
+
+    @property
+    def _action(self) -> int:
+        """Where the action begins, an earlier request's part of it included."""
+        return self.num_prompt - self.request.begun
+
+    @property
+    def num_drawn(self) -> int:
+        """Tokens of the action so far: the count of its random numbers."""
+        return self.request.begun + len(self.logprobs)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages of the longest that this can become; the last sampled token is never computed."""
+        longest = len(self.tokens) if self.scores is not None else self.num_prompt + self.limit - 1
+        return -(-longest // PAGE)
+
+    @property
+    def completion(self) -> Completion:
+        return Completion(
+            tokens=tuple(self.tokens[self.num_prompt :]),
+            logprobs=tuple(self.logprobs),
+            versions=tuple(self.versions),
+            finish_reason=self.finish or "abort",
+            cut_logprobs=tuple(self.cut_logprobs) if self.request.params.cuts else (),
+            top_logprobs=tuple(self.top_logprobs),
+        )
+
+    def add(self, token: int, logprob: float, cut_logprob: float, version: int) -> None:
+        """Take a sampled token, and notice the end."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        self.cut_logprobs.append(cut_logprob)
+        self.versions.append(version)
+        if (
+            token in self.request.params.stop_token_ids
+            or self._guided_to_the_end(token)
+            or (
+                self.stops is not None
+                and self.stops.completed(self.tokens[max(self._action, len(self.tokens) - _STOP_TAIL) :])
+            )
+        ):
+            self.finish = "stop"
+        elif self.finish is None and len(self.logprobs) >= self.limit:
+            self.finish = "length"
+
+    def fail(self, message: str, hint: str = "") -> None:
+        """End with an error, at the end of the pass; an earlier error stays."""
+        self.error = self.error or EngineError(message, hint)
+        self.finish = "abort"
+
+    def _guided_to_the_end(self, token: int) -> bool:
+        if self.guide is None:
+            return False
+        self.guide.advance(token)
+        return self.guide.ended
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """One forward pass: `rows` of `plan` sample from the first logits, the others are scored or prefilled."""
+
+    plan: list[tuple[Sequence, Chunk]]
+    rows: list[Sequence]
+    logits: Tensor
+    draw: Draw | None
+    model_s: float
+    draw_s: float
+
+
+class EngineCore:
+    """The queue, the running sequences, and the pass that moves them all."""
+
+    def __init__(
+        self,
+        forward: RaggedForward,
+        tokenizer: PreTrainedTokenizerBase | None,
+        tree: PageTree,
+        slots: tuple[int, int],
+        pass_tokens: int,
+    ) -> None:
+        """`slots` is (sequences that run at once, the longest in tokens)."""
+        self._forward = forward
+        self._stop_strings = (
+            None if tokenizer is None else lru_cache(_KEPT_STOPS)(partial(StopStrings, tokenizer))
+        )
+        self._tree = tree
+        self._pass_tokens = pass_tokens
+        self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
+        self._free_slots = deque(range(slots[0]))
+        self._params = SlotParams(slots[0], forward)
+        self._reserved = 0
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []
+        self.version = 0
+        self.adapter_versions: dict[str, int] = {}
+        self.stats = EngineStats()
+        self.block = ROW_BLOCK
+
+    def version_of(self, adapter: str) -> int:
+        """The version of tokens that are sampled with this adapter."""
+        return self.adapter_versions.get(adapter, self.version)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a step would do anything."""
+        return bool(self.waiting or self.running)
+
+    @property
+    def patience(self) -> float | None:
+        """Seconds to the earliest deadline, at least 0; None without one."""
+        earliest = min((s.deadline for s in (*self.running, *self.waiting)), default=math.inf)
+        return None if earliest == math.inf else max(0.0, earliest - time.monotonic())
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a sequence. It has been checked to fit an empty cache."""
+        sequence.stops = self._stops(sequence.request.params.stop)
+        self.waiting.append(sequence)
+
+    @torch.inference_mode()
+    def step(self) -> None:
+        """Admit what fits, compute one pass, sample, and finish what is complete."""
+        begin = time.perf_counter()
+        self._admit()
+        if not self.running:
+            return
+        plan = self._plan()
+        passes = self._compute(plan)
+        computed = time.perf_counter()
+        for one in passes:
+            _use(one, self.version_of)
+        model_s, draw_s = sum(one.model_s for one in passes), sum(one.draw_s for one in passes)
+        used_s = time.perf_counter() - computed
+        prefill = sum(len(chunk.ids) for sequence, chunk in plan if chunk.start < sequence.num_prompt)
+        stats = self.stats
+        self.stats = replace(
+            stats,
+            steps=stats.steps + 1,
+            prefill_tokens=stats.prefill_tokens + prefill,
+            decode_tokens=stats.decode_tokens + sum(len(one.rows) for one in passes),
+            batch_tokens=stats.batch_tokens + sum(len(chunk.ids) for _, chunk in plan),
+            evicted_pages=self._tree.num_evicted,
+            queue_steps=stats.queue_steps + len(self.waiting),
+            running_steps=stats.running_steps + len(self.running),
+            model_s=stats.model_s + model_s,
+            sample_s=stats.sample_s + draw_s + used_s,
+        )
+        self._finish_ended(plan)
+        rest_s = time.perf_counter() - begin - model_s - draw_s - used_s
+        self.stats = replace(self.stats, schedule_s=self.stats.schedule_s + rest_s)
+
+    def abort(self, sequence: Sequence) -> None:
+        """End a sequence with what it has."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        elif sequence in self.running:
+            self._leave(sequence)
+        else:
+            return
+        sequence.finish = "abort"
+        sequence.done(sequence)
+
+    def fail_all(self, error: EngineError) -> None:
+        """End everything with an error; the cache may hold anything and is dropped."""
+        sequences = [*self.running, *self.waiting]
+        for sequence in self.running[:]:
+            self._leave(sequence)
+        self.waiting.clear()
+        self._tree.clear()
+        for sequence in sequences:
+            sequence.error = error
+            sequence.done(sequence)
+
+    def forget(self, tokens: tuple[int, ...], shelf: str) -> None:
+        """Drop what is kept at the end of a history and nowhere else used."""
+        self._tree.forget(tokens, shelf)
+
+    def new_weights(self, version: int, *, recompute: bool, adapter: str | None = None) -> None:
+        """All tokens from here on (those of one adapter) are of `version`.
+
+        Keys and values are of older weights: compute them again, or keep them.
+        """
+        if adapter is None:
+            self.version = version
+        else:
+            self.adapter_versions[adapter] = version
+        if not recompute:
+            self._tree.forget_empty()
+            return
+        self._tree.clear(adapter)
+        stale = [s for s in self.running if adapter is None or s.adapter == adapter]
+        again = sum(sequence.num_computed for sequence in stale)
+        for sequence in stale:
+            sequence.num_computed = sequence.num_settled = 0
+        self.stats = replace(self.stats, recomputed_tokens=self.stats.recomputed_tokens + again)
+
+    def forget_adapter(self, adapter: str) -> None:
+        """Keep nothing of an adapter that is no more. Nothing may run under it."""
+        self._tree.forget_adapter(adapter)
+        self.adapter_versions.pop(adapter, None)
+
+    def give_up_cache(self) -> None:
+        """Forget all keys and values, and give their memory back until the next pass.
+
+        Raises EngineError while there are requests.
+        """
+        if self.busy:
+            raise EngineError("The engine's cache is in use: it has requests.")
+        self._tree.clear()
+        self._forward.pool.give_up()
+
+    def expire(self) -> None:
+        """End what is past its deadline, with what it has."""
+        now = time.monotonic()
+        for sequence in [s for s in (*self.running, *self.waiting) if s.deadline <= now]:
+            self.abort(sequence)
+
+    def _admit(self) -> None:
+        """Move sequences from the queue to free slots, oldest first; those that wait for a prefix stay."""
+        stay: deque[Sequence] = deque()
+        while self.waiting and self._free_slots:
+            sequence = self.waiting.popleft()
+            match = self._match(sequence)
+            if match.wait:
+                stay.append(sequence)
+                continue
+            path = self._tree.hold(match)
+            if not self._reserve(sequence, sequence.num_pages - len(path)):
+                self._tree.release(path)
+                stay.append(sequence)
+                break
+            self._enter(sequence, path, match)
+        stay.extend(self.waiting)
+        self.waiting = stay
+
+    def _match(self, sequence: Sequence) -> Match:
+        """What the cache has; a sequence that is scored computes all, for it needs every row of logits."""
+        if sequence.scores is not None:
+            return Match([])
+        return self._tree.match(tuple(sequence.tokens), sequence.shelf)
+
+    def _reserve(self, sequence: Sequence, pages: int) -> bool:
+        if self._tree.num_available - self._reserved < pages:
+            return False
+        sequence.reserved = pages
+        self._reserved += pages
+        return True
+
+    def _enter(self, sequence: Sequence, path: list[Node], match: Match) -> None:
+        """Give a sequence its slot and the pages of its history."""
+        sequence.slot = self._free_slots.popleft()
+        self._params.put(sequence.slot, sequence.request)
+        self._table[sequence.slot, : len(path)] = [node.page for node in path]
+        sequence.path = path
+        sequence.num_computed = sequence.num_settled = match.num_tokens
+        if match.source is not None and not match.owned:
+            source = match.source.page
+            self._take(sequence, listed=True)
+            self._forward.pool.copy(source, path[-1].page)
+        while len(path) * PAGE < len(sequence.tokens):
+            self._take(sequence, listed=sequence.scores is None)
+        self.running.append(sequence)
+        self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + match.num_tokens)
+
+    def _take(self, sequence: Sequence, *, listed: bool) -> None:
+        """One more of the sequence's reserved pages; those of a prompt are announced to others."""
+        at = len(sequence.path)
+        tokens = tuple(sequence.tokens[at * PAGE : (at + 1) * PAGE]) if listed else ()
+        node = self._tree.take(sequence.path, tokens, listed=listed, adapter=sequence.shelf)
+        sequence.reserved -= 1
+        self._reserved -= 1
+        self._table[sequence.slot, at] = node.page
+
+    def _plan(self) -> list[tuple[Sequence, Chunk]]:
+        """What the next pass computes: every sequence that decodes, then prompts by age."""
+        plan: list[tuple[Sequence, Chunk]] = []
+        room = self._pass_tokens
+        prefills: list[Sequence] = []
+        for sequence in self.running:
+            if len(sequence.tokens) - sequence.num_computed > 1:
+                prefills.append(sequence)
+                continue
+            at = sequence.num_computed
+            plan.append((sequence, Chunk((sequence.tokens[at],), at, sequence.slot, sequence.adapter)))
+            room -= 1
+        for sequence in prefills:
+            at = sequence.num_computed
+            most = room if sequence.scores is None else min(room, _SCORE_CHUNK)
+            ids = tuple(sequence.tokens[at : at + max(0, most)])
+            if ids:
+                plan.append((sequence, Chunk(ids, at, sequence.slot, sequence.adapter)))
+                room -= len(ids)
+        return plan
+
+    def _compute(self, plan: list[tuple[Sequence, Chunk]]) -> list[Pass]:
+        """One pass over the plan; if it raises, one pass per sequence, so that the faulty one fails alone."""
+        try:
+            return [self._pass(plan)]
+        except Exception as error:  # boundary: to torch (memory, a device, an index)
+            if len(plan) == 1:
+                plan[0][0].fail(f"Inference failed: {error}")
+                return []
+        return [done for item in plan for done in self._compute([item])]
+
+    def _pass(self, plan: list[tuple[Sequence, Chunk]]) -> Pass:
+        """Logits of the plan, and a drawn token for each sequence that samples; it may run again."""
+        begin = time.perf_counter()
+        keep, rows = _kept_rows(plan)
+        logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
+        computed = time.perf_counter()
+        draw = None
+        if rows:
+            slots = np.array([sequence.slot for sequence in rows])
+            steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
+            draw = sample(
+                logits[: len(rows)], self._params.rules(slots), steps, _allowed(rows, self._forward)
+            )
+        return Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)
+
+    def _finish_ended(self, plan: list[tuple[Sequence, Chunk]]) -> None:
+        for sequence, _ in plan:
+            if sequence.error is not None:  # what it computed is not kept
+                self._end(sequence)
+                continue
+            if sequence.scores is not None:
+                if sequence.num_computed == len(sequence.tokens):
+                    self._end(sequence)
+                continue
+            self._settle(sequence)
+            if sequence.finish is not None:
+                self._end(sequence)
+            elif sequence.num_computed == len(sequence.path) * PAGE:
+                self._take(sequence, listed=False)
+        if not self.running and any(sequence.error is not None for sequence, _ in plan):
+            self._tree.clear()  # nothing that was computed is known to be good
+
+    def _end(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        sequence.done(sequence)
+
+    def _settle(self, sequence: Sequence) -> None:
+        """Let others find what has been computed: whole pages, the end of the prompt, and at the end all."""
+        ended = sequence.finish is not None or sequence.num_computed == sequence.num_prompt
+        while sequence.num_settled < sequence.num_computed:
+            place = sequence.num_settled // PAGE
+            until = min((place + 1) * PAGE, sequence.num_computed)
+            if until % PAGE and not ended:
+                return
+            tokens = tuple(sequence.tokens[place * PAGE : until])
+            self._tree.settle(sequence.path, place, tokens)
+            self._table[sequence.slot, place] = sequence.path[place].page
+            if until % PAGE:
+                return
+            sequence.num_settled = until
+
+    def _leave(self, sequence: Sequence) -> None:
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self._tree.release(sequence.path)
+        self._reserved -= sequence.reserved
+        sequence.path, sequence.slot, sequence.reserved = [], -1, 0
+
+    def _stops(self, stop: tuple[str, ...]) -> StopStrings | None:
+        return self._stop_strings(stop) if stop and self._stop_strings is not None else None
+
+
+class SlotParams:
+    """The sampling parameters of the running sequences, by slot."""
+
+    def __init__(self, num_slots: int, forward: RaggedForward) -> None:
+        self._forward = forward
+        self._requests: list[Request | None] = [None] * num_slots
+        self._known: tuple[bytes, SamplingRules] | None = None
+
+    def put(self, slot: int, request: Request) -> None:
+        """A new request has this slot."""
+        self._requests[slot] = request
+        self._known = None
+
+    def rules(self, slots: np.ndarray) -> SamplingRules:
+        """The rules of these slots; kept as long as the same ones are asked for."""
+        key = slots.tobytes()
+        if self._known is None or self._known[0] != key:
+            params = [request.params for slot in slots if (request := self._requests[slot]) is not None]
+            self._known = (key, SamplingRules.of(params, self._forward.vocab_size, self._forward.device))
+        return self._known[1]
+
+
+def _kept_rows(plan: list[tuple[Sequence, Chunk]]) -> tuple[np.ndarray, list[Sequence]]:
+    """The tokens of the pass whose logits are needed, and the sequences that sample from the first of them.
+
+    A sequence samples where the chunk ends with its last token; one that is scored needs every row.
+    """
+    last: list[int] = []
+    scored: list[int] = []
+    rows: list[Sequence] = []
+    at = 0
+    for sequence, chunk in plan:
+        if sequence.scores is not None:
+            scored.extend(range(at, at + len(chunk.ids)))
+        elif chunk.start + len(chunk.ids) == len(sequence.tokens):
+            last.append(at + len(chunk.ids) - 1)
+            rows.append(sequence)
+        at += len(chunk.ids)
+    return np.array([*last, *scored], dtype=np.int64), rows
+
+
+def _use(done: Pass, version_of: Callable[[str], int]) -> None:
+    """Append the tokens or scores of a pass to its sequences."""
+    for sequence, chunk in done.plan:
+        sequence.num_computed += len(chunk.ids)
+    if done.draw is not None:
+        draw = done.draw
+        for sequence, top in zip(done.rows, draw.top, strict=False):  # none at all where no row asks
+            if sequence.request.params.top_logprobs:
+                sequence.top_logprobs.append(top)
+        drawn = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
+        for sequence, token, logprob, cut in zip(done.rows, *drawn, strict=True):
+            if not math.isfinite(logprob):
+                sequence.fail("The model's logits are not finite.", "Its weights have diverged.")
+                continue
+            try:
+                sequence.add(token, logprob, cut, version_of(sequence.adapter))
+            except Exception as error:  # boundary: to the guide and the tokenizer of this sequence
+                sequence.fail(f"The request failed: {error}")
+    at = len(done.rows)
+    for sequence, chunk in done.plan:
+        if sequence.scores is not None:
+            at += _score(sequence, chunk, done.logits[at : at + len(chunk.ids)])
+
+
+def _allowed(rows: list[Sequence], forward: RaggedForward) -> Tensor | None:
+    """What guides leave to these rows; a row whose guide breaks ends with the error, and alone."""
+    states = [sequence.guide for sequence in rows]
+    if all(state is None for state in states):
+        return None
+    allowed = np.ones((len(rows), forward.vocab_size), dtype=bool)
+    for i, (sequence, state) in enumerate(zip(rows, states, strict=True)):
+        try:
+            if state is not None:
+                allowed[i] = state.allowed(forward.vocab_size)
+        except EngineError as error:
+            sequence.guide = None
+            sequence.fail(error.message, error.hint)
+    return torch.from_numpy(allowed).to(forward.device)
+
+
+def _score(sequence: Sequence, chunk: Chunk, logits: Tensor) -> int:
+    """The log-probabilities of the tokens after each of the chunk's; returns the rows used."""
+    after = sequence.tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.ids)]
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    logprobs = torch.log_softmax(logits[: len(after)], dim=-1)
+    index = torch.tensor(after, device=logits.device)[:, None]
+    assert sequence.scores is not None
+    del sequence.scores[chunk.start + 1 :]  # of older weights, where new ones made it begin again
+    found = logprobs.gather(1, index)[:, 0].tolist()
+    if any(map(math.isnan, found)):
+        sequence.fail("The model's logits are not finite.", "Its weights have diverged.")
+    sequence.scores.extend(found)
+    num_top = sequence.request.params.top_logprobs
+    if num_top and after:
+        del sequence.top_logprobs[chunk.start :]
+        sequence.top_logprobs.extend(likeliest(logprobs, [num_top] * len(after)))
+    return len(chunk.ids)

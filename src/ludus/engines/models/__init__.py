@@ -1,0 +1,1 @@
+"""Model weights: loading, LoRA, fingerprints."""

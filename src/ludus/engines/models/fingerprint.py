@@ -1,0 +1,115 @@
+"""A digest of weights, the same function for learner and engine."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Mapping, MutableMapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    import torch
+    from torch import nn
+
+    from ludus.engines.models.lora import LowRank
+
+
+def fingerprint_module(module: nn.Module) -> str:
+    """A BLAKE2b digest (32 hex characters) of all named parameters, equal exactly for equal weights.
+
+    A tied parameter counts once, under its first name; buffers do not count. A PEFT model has the digest of
+    its base with its adapter, whoever holds the two. Raises UserError for a PEFT model without plain LoRA.
+    """
+    from ludus.engines.models.lora import lora_layers
+
+    return fingerprint_adapted(module, dict(lora_layers(module)))
+
+
+def fingerprint_adapted(module: nn.Module, pairs: Mapping[str, LowRank]) -> str:
+    """The digest of a model's own parameters, adapters apart, with one adapter's factors by layer.
+
+    Factors count in the precision of their layer, scalings in float32.
+    """
+    return _fingerprint_parts(dict(module.named_parameters()), pairs)
+
+
+def fingerprint_gathered(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
+    """`fingerprint_module` of a model whose parameters, by its names, are at hand as `tensors`."""
+    from ludus.engines.models.lora import FACTOR, LowRank, lora_layers
+
+    factors = {match.groups(): t for name, t in tensors.items() if (match := FACTOR.fullmatch(name))}
+    pairs = {
+        layer: LowRank(factors[layer, "A"], factors[layer, "B"], pair.scaling)
+        for layer, pair in lora_layers(module)
+    }
+    return _fingerprint_parts(tensors, pairs)
+
+
+def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, LowRank]) -> str:
+    import torch
+
+    base = {_plain(name): p for name, p in tensors.items() if ".lora_" not in name}
+    digest = fingerprint_tensors(base)
+    if not pairs:
+        return digest
+    factors: dict[str, torch.Tensor] = {}
+    for layer, pair in pairs.items():
+        like = base[f"{layer}.weight"].dtype
+        factors[f"{layer}.lora_A"], factors[f"{layer}.lora_B"] = pair.down.to(like), pair.up.to(like)
+        factors[f"{layer}.scaling"] = torch.tensor(pair.scaling, dtype=torch.float32)
+    both = f"{digest}+{fingerprint_tensors(factors)}"
+    return hashlib.blake2b(both.encode(), digest_size=16).hexdigest()
+
+
+def fingerprint_tensors(tensors: Mapping[str, torch.Tensor]) -> str:
+    """The digest of name, dtype, shape and content of each tensor, in the order of their names.
+
+    The content of a tensor without gradient, such as the frozen base under an adapter, is read again only if
+    its version counter or its memory has changed.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
+        digest.update(_content(tensor))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """The digest of a tensor's content at a state of its memory."""
+
+    version: int
+    pointer: int
+    digest: bytes
+
+
+def _content(tensor: torch.Tensor) -> bytes:
+    """The digest of a tensor's raw bytes."""
+    if tensor.requires_grad or tensor.is_inference():
+        return hashlib.blake2b(_raw_bytes(tensor)).digest()
+    cache = _digests_of_frozen()
+    state = (tensor._version, tensor.data_ptr())
+    known = cache.get(tensor)
+    if known is None or (known.version, known.pointer) != state:
+        known = cache[tensor] = _Known(*state, hashlib.blake2b(_raw_bytes(tensor)).digest())
+    return known.digest
+
+
+@functools.cache
+def _digests_of_frozen() -> MutableMapping[torch.Tensor, _Known]:
+    """The digests that are known, dropped with their tensors."""
+    from torch.utils.weak import WeakIdKeyDictionary
+
+    return WeakIdKeyDictionary()
+
+
+def _plain(name: str) -> str:
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _raw_bytes(tensor: torch.Tensor) -> memoryview:
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().data

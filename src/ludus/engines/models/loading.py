@@ -1,0 +1,371 @@
+"""Models and tokenizers from disk, to disk, and from nothing."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Literal
+
+import torch
+
+from ludus.config.sections.model import ScratchConfig
+from ludus.engines.models import smollm2
+from ludus.engines.models.lora import is_peft
+from ludus.errors import StorageError, UserError
+
+if TYPE_CHECKING:
+    from peft import PeftModel
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+DTypeName = Literal["float32", "bfloat16", "float64"]
+DeviceName = Literal["auto", "cpu", "cuda"]
+
+_DTYPES: dict[DTypeName, torch.dtype] = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float64": torch.float64,
+}
+_HUB_TIMEOUT_S = 10.0
+_ATTENTION = "sdpa"
+_MOST_LOST = 0.1
+"""Share of what adapters change that merging them may lose."""
+_TRIAL_TOKENS = 24
+_SAFE = "Unpickling them could run code. Save them as safetensors."
+
+
+def resolve_device(device: DeviceName) -> torch.device:
+    """`auto` is the GPU where there is one. Raises `UserError` for `cuda` without a GPU."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise UserError(
+            "model.device is cuda, but PyTorch finds no CUDA device.", "Set model.device to auto or cpu."
+        )
+    return torch.device(device)
+
+
+def resolve_model(path: str) -> str:
+    """The folder that a model's name stands for; anything else is itself.
+
+    There is one name, `smollm2`: its folder is made in the user's cache at the first call (see
+    `materialise_smollm2` for what it takes and raises). A folder of that name is written `./smollm2`.
+    """
+    if path != smollm2.NAME:
+        return path
+    return str(smollm2.materialise_smollm2(Path.home() / ".cache" / "ludus" / smollm2.NAME))
+
+
+def hide_progress() -> None:
+    """Have transformers draw no bars: the last words of a process are then what it had to say."""
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()
+
+
+def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "auto") -> PreTrainedModel:
+    """The causal language model in a checkpoint folder or under a model name, in eval mode.
+
+    Adapters in a folder of their own are merged into the model that they name as their base.
+
+    Raises `UserError` where there is none, where it is of another kind, and where the weights do not fit
+    the architecture: a tensor that is missing, left over or of another shape.
+    """
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM
+
+    target = resolve_device(device)
+    path = resolve_model(path)
+    if (Path(path) / "adapter_config.json").is_file():
+        return _load_adapted(Path(path), dtype, device)
+    config = _load_config(path)
+    _check_causal(path, config)
+    try:
+        model, info = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=_DTYPES[dtype],
+            attn_implementation=None,  # torch's own where the family has it (Gemma2 has not)
+            local_files_only=_is_folder(path),
+            trust_remote_code=False,
+            weights_only=True,
+            ignore_mismatched_sizes=True,  # reported below, in one sentence
+            output_loading_info=True,
+        )
+    except UnpicklingError as error:
+        raise UserError(f"The weights of {path} are pickled with more than tensors.", _SAFE) from error
+    except (OSError, EOFError, ValueError, RuntimeError, ImportError, SafetensorError) as error:
+        raise UserError(
+            f"The model {path} cannot be loaded: {_first_line(error)}.", "Check its weight files."
+        ) from error
+    _check_weights(path, "lacks", info["missing_keys"])
+    _check_weights(path, "has unexpected", info["unexpected_keys"])
+    _check_weights(path, "has wrongly shaped", (mismatch[0] for mismatch in info["mismatched_keys"]))
+    loaded: PreTrainedModel = model.to(target).eval()
+    return loaded
+
+
+def num_positions(model: PreTrainedModel) -> int | None:
+    """The tokens of the longest sequence that a model has positions for, whatever its family calls that.
+
+    None where its configuration does not say.
+    """
+    name = "max_position_embeddings"
+    found: int | None = model.config.to_dict().get(model.config.attribute_map.get(name, name))
+    return found
+
+
+def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrainedModel:
+    """The base model that a folder of adapters names, with these merged into its weights.
+
+    Raises UserError where the weights' format rounds a good part of what the adapters learnt away.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        base = json.loads((folder / "adapter_config.json").read_text("utf-8"))["base_model_name_or_path"]
+        from peft import PeftModel
+
+        model = load_model(base, dtype, device)
+        merged, lost = _merged(PeftModel.from_pretrained(model, str(folder)))
+    except UserError as error:
+        raise UserError(
+            f"{folder} holds adapters only, and their base model cannot be loaded: {error.message}",
+            error.hint,
+        ) from error
+    except ImportError as error:
+        raise UserError(
+            f"{folder} holds adapters only, which need the package peft.",
+            "Install it: pip install 'ludus[lora]'.",
+        ) from error
+    except UnpicklingError as error:
+        raise UserError(f"The adapters in {folder} are pickled with more than tensors.", _SAFE) from error
+    except (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, SafetensorError) as error:
+        raise UserError(
+            f"The adapters in {folder} cannot be loaded: {_first_line(error)}.", "Give a whole model."
+        ) from error
+    if lost > _MOST_LOST:
+        raise UserError(
+            f"Merging the adapters in {folder} into {dtype} weights loses {lost:.0%} of what they change.",
+            "Load it with model.dtype = float32, or train on the base model with model.lora.",
+        )
+    return merged.requires_grad_(True).eval()
+
+
+@torch.no_grad()
+def _merged(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
+    """The model with its adapters merged, and the share of their effect on some logits that this loses."""
+    vocabulary = adapted.get_input_embeddings().weight.shape[0]
+    tokens = torch.arange(_TRIAL_TOKENS, device=adapted.device)[None] * 7 % vocabulary
+    adapted.eval()
+    wanted = adapted(input_ids=tokens, use_cache=False).logits.float()
+    with adapted.disable_adapter():
+        plain = adapted(input_ids=tokens, use_cache=False).logits.float()
+    merged: PreTrainedModel = adapted.merge_and_unload()
+    got = merged(input_ids=tokens, use_cache=False).logits.float()
+    effect = float((wanted - plain).norm())
+    return merged, float((wanted - got).norm()) / effect if effect else 0.0
+
+
+def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer in a folder or under a name.
+
+    Raises `UserError` where there is none, or where `needs_template` and it has no chat template.
+    """
+    from transformers import AutoTokenizer
+
+    path = resolve_model(path)
+    _check_exists(path)
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+            path, local_files_only=_is_folder(path), trust_remote_code=False
+        )
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(
+            f"No tokenizer can be loaded from {path}: {_first_line(error)}.",
+            "The folder needs tokenizer.json and tokenizer_config.json.",
+        ) from error
+    if needs_template and not tokenizer.chat_template:
+        raise UserError(
+            f"The tokenizer of {path} has no chat template.",
+            "Use an instruction-tuned checkpoint, or set env.rendering to tags.",
+        )
+    return tokenizer
+
+
+def save_model(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    folder: Path,
+    weights: Mapping[str, torch.Tensor] | None = None,
+) -> None:
+    """Write a checkpoint that `from_pretrained` loads: safetensors, a tied tensor once, and the tokenizer.
+
+    A model with adapters writes only these, in PEFT's layout. `weights` by name take the place of the
+    model's own. Raises `StorageError`.
+    """
+    from safetensors import SafetensorError
+
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        _order_adapters(model)
+        model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
+        tokenizer.save_pretrained(folder)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"The model cannot be written to {folder}: {error}", "Free some space or choose another folder."
+        ) from error
+
+
+def _order_adapters(model: PreTrainedModel) -> None:
+    """Name the layers of adapters in order: PEFT has a set, which each process would write in another one."""
+    for config in model.peft_config.values() if is_peft(model) else ():
+        if isinstance(config.target_modules, set):
+            config.target_modules = sorted(config.target_modules)
+
+
+def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+    """A small Qwen3 model in float32 on the CPU with random weights, the same for the same seed.
+
+    Its vocabulary is the tokenizer's, its embeddings are tied. The global random state stays as it was.
+    Raises `UserError` where the sizes do not fit together.
+    """
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    _check_scratch(scratch, len(tokenizer))
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=scratch.hidden_size,
+        intermediate_size=scratch.intermediate_size,
+        num_hidden_layers=scratch.num_layers,
+        num_attention_heads=scratch.num_heads,
+        num_key_value_heads=scratch.num_kv_heads,
+        head_dim=scratch.hidden_size // scratch.num_heads,
+        max_position_embeddings=scratch.context_tokens,
+        tie_word_embeddings=True,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+        attn_implementation=_ATTENTION,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model: PreTrainedModel = Qwen3ForCausalLM(config).float()
+    return model.eval()
+
+
+def _check_scratch(scratch: ScratchConfig, vocab_size: int) -> None:
+    if vocab_size > scratch.vocab_size:
+        raise UserError(
+            f"The tokenizer has {vocab_size} tokens, but model.scratch.vocab_size is {scratch.vocab_size}.",
+            "Raise model.scratch.vocab_size.",
+        )
+    if scratch.hidden_size % (2 * scratch.num_heads):
+        raise UserError(
+            f"model.scratch.hidden_size ({scratch.hidden_size}) must be an even multiple of "
+            f"model.scratch.num_heads ({scratch.num_heads}).",
+            f"Try {2 * scratch.num_heads * max(1, scratch.hidden_size // (2 * scratch.num_heads))}.",
+        )
+    if scratch.num_heads % scratch.num_kv_heads:
+        raise UserError(
+            f"model.scratch.num_heads ({scratch.num_heads}) must be a multiple of "
+            f"model.scratch.num_kv_heads ({scratch.num_kv_heads}).",
+            "Set both to the same number.",
+        )
+
+
+def _load_config(path: str) -> PreTrainedConfig:
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    _check_exists(path)
+    if _is_folder(path) and not (Path(path) / "config.json").is_file():
+        raise UserError(
+            f"The folder {path} has no config.json, so it is not a model checkpoint.",
+            "Give the folder that holds config.json and the weights.",
+        )
+    try:
+        return AutoConfig.from_pretrained(path, local_files_only=_is_folder(path), trust_remote_code=False)
+    except (OSError, ValueError, KeyError, StrictDataclassError) as error:
+        raise UserError(
+            f"The model {path} cannot be read: {_first_line(error)}.",
+            "Give a checkpoint folder, or the name of a model that can be downloaded from here.",
+        ) from error
+
+
+def _check_exists(path: str) -> None:
+    """A path must be a folder; a name (`owner/name`) must be cached or on the hub."""
+    looks_like_path = path.startswith((".", "/", "~")) or path.count("/") > 1
+    if not path or (looks_like_path and not _is_folder(path)) or Path(path).is_file():
+        raise UserError(
+            f"There is no folder {path!r} to load a model from.",
+            "Check the path of the model; it names a folder.",
+        )
+    if not _is_folder(path):
+        _check_on_hub(path)
+    elif (Path(path) / "config.toml").is_file():
+        found = sorted(Path(path).glob("checkpoints/step-*"))
+        raise UserError(
+            f"{path} is a run folder, not a model.",
+            f"Give its newest checkpoint: {found[-1]}" if found else "It has no checkpoint yet.",
+        )
+
+
+def _check_on_hub(name: str) -> None:
+    """Ask once, so that a misspelt name or a missing network costs no minute of retries."""
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        if isinstance(try_to_load_from_cache(name, "config.json"), str):
+            return
+        HfApi().model_info(name, timeout=_HUB_TIMEOUT_S)
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise UserError(
+            f"There is no folder {name!r} here, and the model hub has no model of that name.",
+            "Check the spelling; a private model needs a login.",
+        ) from error
+    except Exception as error:  # boundary: what the hub's client raises without a network differs by version
+        raise UserError(
+            f"There is no folder {name!r} here, and the model hub cannot be reached: {_first_line(error)}.",
+            "Check the spelling of the folder, or the network.",
+        ) from error
+
+
+def _check_causal(path: str, config: PreTrainedConfig) -> None:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    causal = {
+        name
+        for names in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.values()
+        for name in ((names,) if isinstance(names, str) else names)
+    }
+    named = config.architectures or []
+    if config.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or (named and causal.isdisjoint(named)):
+        raise UserError(
+            f"The model {path} is not a causal language model "
+            f"(it is {', '.join(named) or config.model_type}).",
+            "Give a checkpoint for text generation.",
+        )
+
+
+def _check_weights(path: str, fault: str, names: Iterable[str]) -> None:
+    found = sorted(names)
+    if found:
+        shown = ", ".join(found[:3]) + (", ..." if len(found) > 3 else "")
+        raise UserError(
+            f"The checkpoint {path} {fault} weights ({len(found)}): {shown}.",
+            "Its weight files and config.json do not belong together.",
+        )
+
+
+def _is_folder(path: str) -> bool:
+    return Path(path).is_dir()
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, without its number and the punctuation at its end."""
+    lines = re.sub(r"\[Errno -?\d+\] ", "", str(error)).strip().splitlines()
+    return lines[0].rstrip(" .:;") if lines else type(error).__name__

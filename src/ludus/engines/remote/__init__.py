@@ -1,0 +1,1 @@
+"""Engines behind HTTP: routing, API adapters, weight updates."""

@@ -1,0 +1,543 @@
+"""What inference servers are asked, and how their answers read: one class a dialect.
+
+`VllmDialect` is that of vLLM in its development mode and of `ludus serve`: completions from token ids with
+`return_token_ids`, and the endpoints that pause, reload and check weights. `SglangDialect` is written from
+SGLang's documentation and has met no real server.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, Protocol
+from urllib.parse import quote
+
+from pydantic import BaseModel, Field
+
+from ludus.engines.base import Request
+from ludus.engines.remote.http_client import Refused, Replica, ask_once
+from ludus.errors import EngineError
+from ludus.types import FinishReason, Guide, SamplingParams, TopLogprobs
+
+LogprobMode = Literal["exact", "raw", "processed"]
+"""What a server's log-probabilities are of: `exact` the tempered distribution before it is cut, always; `raw`
+the model's at temperature 1; `processed` the tempered distribution after it is cut."""
+
+_SEED = (1 << 63) - 1
+_TOKEN_ID = "token_id:"
+"""What vLLM puts before a token id that stands for a token."""
+_NOT_FOUND = 404
+_NO_TOKEN, _FORBIDDEN = 401, 403
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself. `logprobs` is None where it has to be found out."""
+
+    model: str
+    context_tokens: int
+    batch_invariant: bool = False
+    logprobs: LogprobMode | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Tokens [`start`, `end`) were sampled by the weights labelled `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """An action as the server gave it. `spans` is None where it does not tell versions."""
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    finish_reason: FinishReason
+    spans: tuple[Span, ...] | None
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class ServedAdapter:
+    """A LoRA adapter of `rank` in a folder that the server sees; `name` is what the server calls it."""
+
+    name: str
+    folder: str
+    version: int
+    rank: int
+
+
+class Dialect(Protocol):
+    """How one kind of server is spoken to. All but `describe` raise EngineError."""
+
+    def describe(self, url: str) -> ServerFacts:
+        """Ask a server what it serves. Raises EngineError, UserError for a bad address."""
+        ...
+
+    async def generate(
+        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
+    ) -> Sampled:
+        """Sample one action; `name` is the request's own, the same when it is sent again.
+
+        `adapter` is a served one's name, "" for the model without.
+        """
+        ...
+
+    async def score(
+        self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
+    ) -> list[float]:
+        """Log-probability of each token at temperature 1; 0 for the first."""
+        ...
+
+    async def version(self, replica: Replica) -> str:
+        """The label of the weights in use."""
+        ...
+
+    async def update(self, replica: Replica, folder: str, version: int) -> None:
+        """Have the weights in a folder taken, between two steps of whatever runs."""
+        ...
+
+    async def digests(self, replica: Replica) -> Mapping[str, str] | None:
+        """SHA-256 of each tensor's bytes by name; None where the server does not tell."""
+        ...
+
+    async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
+        """`fingerprint_module` of the weights in use with an adapter; None where the server does not tell."""
+        ...
+
+    async def load_adapter(self, replica: Replica, adapter: ServedAdapter) -> None:
+        """Have an adapter taken from its folder, beside those that are there."""
+        ...
+
+    async def unload_adapter(self, replica: Replica, name: str) -> None:
+        """Have an adapter forgotten."""
+        ...
+
+    async def adapters(self, replica: Replica) -> frozenset[str]:
+        """The names that the server serves, that of its model among them."""
+        ...
+
+    async def abort(self, replica: Replica, name: str) -> None:
+        """End a request with what it has."""
+        ...
+
+    async def pause(self, replica: Replica) -> None:
+        """Compute nothing more; requests wait where they are."""
+        ...
+
+    async def resume(self, replica: Replica) -> None:
+        """Go on."""
+        ...
+
+
+class _Anything(BaseModel):
+    """An answer whose content does not matter."""
+
+
+class _Model(BaseModel):
+    id: str
+    owned_by: str = ""
+    max_model_len: int | None = None
+    batch_invariant: bool = False
+
+
+class _Models(BaseModel):
+    data: list[_Model] = Field(min_length=1)
+
+
+class _Logprobs(BaseModel):
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None] | None = None
+
+
+class _Logprob(BaseModel):
+    logprob: float
+
+
+class _Span(BaseModel):
+    version: str
+    start: int
+    end: int
+
+
+class _Choice(BaseModel):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+    prompt_logprobs: list[dict[int, _Logprob] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+    weight_versions: list[_Span] | None = None
+
+
+class _Completion(BaseModel):
+    choices: list[_Choice] = Field(min_length=1)
+
+
+class _WeightInfo(BaseModel):
+    weight_version: str
+
+
+class _Checksums(BaseModel):
+    checksums: dict[str, str]
+
+
+class _Fingerprint(BaseModel):
+    fingerprint: str
+
+
+class VllmDialect:
+    """vLLM's HTTP server, started with VLLM_SERVER_DEV_MODE=1, and `ludus serve --control`."""
+
+    def describe(self, url: str) -> ServerFacts:
+        """From `/v1/models`."""
+        model = ask_once(url, "/v1/models", _Models).data[0]
+        if model.max_model_len is None:
+            raise EngineError(f"{url} does not say how long its context is.", "Check engine.dialect.")
+        own = model.owned_by == "ludus"
+        return ServerFacts(
+            model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if own else None
+        )
+
+    async def generate(
+        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
+    ) -> Sampled:
+        """One completion of token ids. Penalties and the end-of-text token count for nothing."""
+        params, room = request.params, facts.context_tokens - len(request.token_ids)
+        body = _sampling(params) | {
+            "model": adapter or facts.model,
+            "request_id": name,
+            "prompt": request.token_ids,
+            "max_tokens": min(params.max_new_tokens, room),
+            "logprobs": params.top_logprobs,
+            "return_token_ids": True,
+        }
+        if params.top_logprobs:
+            body["return_tokens_as_token_ids"] = True
+        choice = (await replica.post("/v1/completions", body, _Completion, samples=True)).choices[0]
+        if choice.token_ids is None or choice.prompt_token_ids is None or choice.logprobs is None:
+            raise EngineError(
+                f"{replica.url} gives no token ids, of the prompt or the answer, or no log-probabilities.",
+                "It must know `return_token_ids`, as vLLM and `ludus serve` do.",
+            )
+        if choice.prompt_token_ids != list(request.token_ids):
+            raise EngineError(f"{replica.url} sampled from another prompt than it was sent.")
+        spans = choice.weight_versions
+        top = _named_ids(choice.logprobs, replica.url) if params.top_logprobs else []
+        return Sampled(
+            tuple(choice.token_ids),
+            tuple(_finite(choice.logprobs.token_logprobs, len(choice.token_ids), replica.url)),
+            _finish(choice.finish_reason, replica.url),
+            None if spans is None else tuple(Span(s.version, s.start, s.end) for s in spans),
+            _top(top, params, len(choice.token_ids), replica.url),
+        )
+
+    async def score(
+        self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
+    ) -> list[float]:
+        """One completion that echoes its prompt with log-probabilities and samples nothing."""
+        body = {"model": adapter or facts.model, "prompt": list(token_ids), "prompt_logprobs": 0}
+        body |= {"max_tokens": 0, "echo": True, "temperature": 0.0, "return_token_ids": True}
+        choice = (await replica.post("/v1/completions", body, _Completion)).choices[0]
+        given = choice.prompt_logprobs or []
+        rows = [row.get(token) if row else None for row, token in zip(given, token_ids, strict=False)]
+        return [0.0, *_finite([r.logprob if r else None for r in rows[1:]], len(token_ids) - 1, replica.url)]
+
+    async def version(self, replica: Replica) -> str:
+        """`/weight_info`."""
+        return (await replica.get("/weight_info", _WeightInfo)).weight_version
+
+    async def update(self, replica: Replica, folder: str, version: int) -> None:
+        """Reload from the folder, as `exchange` says."""
+        reload: Mapping[str, object] = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await self.exchange(replica, version, lambda: replica.post("/collective_rpc", reload, _Anything))
+
+    async def exchange(self, replica: Replica, version: int, load: Callable[[], Awaitable[object]]) -> None:
+        """Pause, `load`, forget the cached prefixes, relabel, resume."""
+        await self.pause(replica)
+        try:
+            await load()
+            await replica.post("/reset_prefix_cache?reset_running_requests=true", {}, _Anything)
+            await replica.post("/update_weight_version", {"new_version": str(version)}, _Anything)
+        finally:
+            await self.resume(replica)
+
+    async def digests(self, replica: Replica) -> Mapping[str, str] | None:
+        """`/weight_checker`; None for a server that has no such endpoint."""
+        try:
+            return (await replica.post("/weight_checker", {"action": "checksum"}, _Checksums)).checksums
+        except Refused as error:
+            if error.status == _NOT_FOUND:
+                return None
+            raise
+
+    async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
+        """`/fingerprint`, which `ludus serve` has and vLLM has not."""
+        path = f"/fingerprint?model={quote(adapter)}" if adapter else "/fingerprint"
+        try:
+            return (await replica.get(path, _Fingerprint)).fingerprint
+        except Refused as error:
+            if error.status == _NOT_FOUND:
+                return None
+            raise
+
+    async def load_adapter(self, replica: Replica, adapter: ServedAdapter) -> None:
+        """`/v1/load_lora_adapter`; vLLM passes over the version."""
+        body = {"lora_name": adapter.name, "lora_path": adapter.folder}
+        try:
+            await replica.tell("/v1/load_lora_adapter", body | {"weight_version": str(adapter.version)})
+        except Refused as error:
+            error.hint = (
+                f"Start vLLM with --enable-lora --max-loras 2 --max-lora-rank {max(16, adapter.rank)} and "
+                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 in its environment, `ludus serve` with --control."
+            )
+            if "Not Found" in error.message or error.status == _FORBIDDEN:
+                error.message = f"{replica.url} takes no LoRA adapters."
+            raise
+
+    async def unload_adapter(self, replica: Replica, name: str) -> None:
+        """`/v1/unload_lora_adapter`."""
+        await replica.tell("/v1/unload_lora_adapter", {"lora_name": name})
+
+    async def adapters(self, replica: Replica) -> frozenset[str]:
+        """`/v1/models`."""
+        return frozenset(model.id for model in (await replica.get("/v1/models", _Models)).data)
+
+    async def abort(self, replica: Replica, name: str) -> None:
+        """`/abort_requests`, by the name that the server makes of ours."""
+        await replica.post("/abort_requests", {"request_ids": [f"cmpl-{name}-0"]}, _Anything)
+
+    async def pause(self, replica: Replica) -> None:
+        """`/pause`, keeping the requests."""
+        try:
+            await replica.post("/pause?mode=keep", {}, _Anything)
+        except Refused as error:
+            if error.status in (_NOT_FOUND, _FORBIDDEN):
+                error.hint = "Start `ludus serve` with --control, vLLM with VLLM_SERVER_DEV_MODE=1."
+            if error.status == _NO_TOKEN:
+                error.hint = (
+                    "Put the token that `ludus serve --control` prints into a file: engine.token_file."
+                )
+            raise
+
+    async def resume(self, replica: Replica) -> None:
+        """`/resume`."""
+        await replica.post("/resume", {}, _Anything)
+
+
+class _SglangFinish(BaseModel):
+    type: str
+
+
+class _SglangMeta(BaseModel):
+    finish_reason: _SglangFinish | None = None
+    output_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    input_token_logprobs: list[tuple[float | None, int, str | None]] = []
+    output_top_logprobs: list[list[tuple[float, int, str | None]] | None] | None = None
+
+
+class _SglangAnswer(BaseModel):
+    output_ids: list[int] = []
+    meta_info: _SglangMeta
+
+
+class _SglangInfo(BaseModel):
+    model_path: str = ""
+    weight_version: str = ""
+    max_total_num_tokens: int | None = None
+    context_length: int | None = None
+
+
+class _SglangUpdate(BaseModel):
+    success: bool
+    message: str = ""
+
+
+class _SglangLora(BaseModel):
+    success: bool
+    error_message: str | None = None
+
+
+class SglangDialect:
+    """SGLang's native HTTP server. Untested against a real one."""
+
+    def describe(self, url: str) -> ServerFacts:
+        """From `/v1/models`, which SGLang gives a context length as well."""
+        model = ask_once(url, "/v1/models", _Models).data[0]
+        if model.max_model_len is None:
+            raise EngineError(f"{url} does not say how long its context is.", "Check engine.dialect.")
+        return ServerFacts(model.id, model.max_model_len)
+
+    async def generate(
+        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
+    ) -> Sampled:
+        """`/generate` from token ids."""
+        params, room = request.params, facts.context_tokens - len(request.token_ids)
+        sampling = {
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "top_k": params.top_k or -1,
+            "min_p": params.min_p,
+            "max_new_tokens": min(params.max_new_tokens, room),
+            "stop": list(params.stop),
+            "stop_token_ids": list(params.stop_token_ids),
+            "ignore_eos": True,
+            "no_stop_trim": True,
+            "skip_special_tokens": False,
+            "sampling_seed": params.seed & _SEED,
+        } | _sglang_guide(params.guide)
+        body: dict[str, object] = {"rid": name, "input_ids": list(request.token_ids)}
+        body["sampling_params"] = sampling
+        body |= {"return_logprob": True, "top_logprobs_num": params.top_logprobs} | _lora_path(adapter)
+        answer = await replica.post("/generate", body, _SglangAnswer, samples=True)
+        rows = [[(t, lp) for lp, t, _ in row or ()] for row in answer.meta_info.output_top_logprobs or ()]
+        top = _top(rows, params, len(answer.meta_info.output_token_logprobs), replica.url)
+        given = answer.meta_info.output_token_logprobs
+        tokens = tuple(token for _, token, _ in given)
+        if answer.output_ids and tokens != tuple(answer.output_ids):
+            raise EngineError(f"{replica.url} gave other token ids than it gave log-probabilities of.")
+        finish = answer.meta_info.finish_reason
+        logprobs = _finite([logprob for logprob, _, _ in given], len(tokens), replica.url)
+        reason = _finish(finish.type if finish else None, replica.url)
+        return Sampled(tokens, tuple(logprobs), reason, None, top)
+
+    async def score(
+        self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str
+    ) -> list[float]:
+        """`/generate` of nothing, with log-probabilities from the first token on."""
+        body: dict[str, object] = {"input_ids": list(token_ids), "return_logprob": True}
+        body |= {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
+        answer = await replica.post("/generate", body | _lora_path(adapter), _SglangAnswer)
+        given = [logprob for logprob, _, _ in answer.meta_info.input_token_logprobs]
+        return [0.0, *_finite(given[1:], len(token_ids) - 1, replica.url)]
+
+    async def version(self, replica: Replica) -> str:
+        """`/get_model_info`."""
+        return (await replica.get("/get_model_info", _SglangInfo)).weight_version
+
+    async def update(self, replica: Replica, folder: str, version: int) -> None:
+        """`/update_weights_from_disk`, which flushes the cache."""
+        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True}
+        await self.pause(replica)
+        try:
+            done = await replica.post("/update_weights_from_disk", body, _SglangUpdate)
+        finally:
+            await self.resume(replica)
+        if not done.success:
+            raise EngineError(f"{replica.url} did not take the weights: {done.message}")
+
+    async def digests(self, replica: Replica) -> Mapping[str, str] | None:
+        """None: what its checker hashes is not documented."""
+        return None
+
+    async def fingerprint(self, replica: Replica, adapter: str) -> str | None:
+        """None: it has no such thing."""
+        return None
+
+    async def load_adapter(self, replica: Replica, adapter: ServedAdapter) -> None:
+        """`/load_lora_adapter`."""
+        body = {"lora_name": adapter.name, "lora_path": adapter.folder}
+        try:
+            done = await replica.post("/load_lora_adapter", body, _SglangLora)
+        except Refused as error:
+            error.hint = (
+                f"Start SGLang with --enable-lora --max-lora-rank {adapter.rank} --lora-target-modules all."
+            )
+            raise
+        if not done.success:
+            raise EngineError(f"{replica.url} did not take the adapter: {done.error_message}")
+
+    async def unload_adapter(self, replica: Replica, name: str) -> None:
+        """`/unload_lora_adapter`."""
+        await replica.post("/unload_lora_adapter", {"lora_name": name}, _SglangLora)
+
+    async def adapters(self, replica: Replica) -> frozenset[str]:
+        """`/v1/models`."""
+        return frozenset(model.id for model in (await replica.get("/v1/models", _Models)).data)
+
+    async def abort(self, replica: Replica, name: str) -> None:
+        """`/abort_request`."""
+        await replica.post("/abort_request", {"rid": name}, _Anything)
+
+    async def pause(self, replica: Replica) -> None:
+        """`/pause_generation`, keeping the requests in place."""
+        await replica.post("/pause_generation", {"mode": "in_place"}, _Anything)
+
+    async def resume(self, replica: Replica) -> None:
+        """`/continue_generation`."""
+        await replica.post("/continue_generation", {}, _Anything)
+
+
+def _sampling(params: SamplingParams) -> dict[str, object]:
+    """The parameters as completions take them, with what a server would else take from the model's files."""
+    return {
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": params.top_k,
+        "seed": params.seed & _SEED,
+        "stop": list(params.stop),
+        "include_stop_str_in_output": True,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "min_p": params.min_p,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+    } | _guided(params.guide)
+
+
+def _lora_path(adapter: str) -> dict[str, object]:
+    return {"lora_path": adapter} if adapter else {}
+
+
+def _sglang_guide(guide: Guide | None) -> dict[str, object]:
+    if guide is None:
+        return {}
+    if guide.kind == "lark":
+        raise EngineError("SGLang takes no grammar in Lark's notation.", "Use a JSON schema.")
+    return {guide.kind: guide.text}
+
+
+def _guided(guide: Guide | None) -> dict[str, object]:
+    """The guide as vLLM takes it since 0.12."""
+    if guide is None:
+        return {}
+    field = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[guide.kind]
+    return {"structured_outputs": {field: guide.text}}
+
+
+def _finish(reason: str | None, url: str) -> FinishReason:
+    match reason:
+        case "stop" | "length" | "abort":
+            return reason
+    raise EngineError(f"{url} broke off its answer (finish reason {reason!r}).")
+
+
+def _finite(logprobs: Sequence[float | None], num: int, url: str) -> list[float]:
+    found = [value for value in logprobs if value is not None]
+    if len(found) != num or len(logprobs) != num:
+        raise EngineError(f"{url} gave {len(found)} log-probabilities for {num} tokens.")
+    return found
+
+
+def _named_ids(logprobs: _Logprobs, url: str) -> list[list[tuple[int, float]]]:
+    """Alternatives as vLLM names them where it is asked for `return_tokens_as_token_ids`."""
+    rows = [row or {} for row in logprobs.top_logprobs or ()]
+    if not all(name.startswith(_TOKEN_ID) for row in rows for name in row):
+        raise EngineError(f"{url} names alternatives by their text, not as {_TOKEN_ID}N.")
+    return [[(int(name.removeprefix(_TOKEN_ID)), lp) for name, lp in row.items()] for row in rows]
+
+
+def _top(
+    rows: Sequence[Sequence[tuple[int, float]]], params: SamplingParams, num: int, url: str
+) -> tuple[TopLogprobs, ...]:
+    """As many of the likeliest as were asked for; servers add the sampled token to them."""
+    if not params.top_logprobs:
+        return ()
+    if len(rows) != num or not all(rows):
+        raise EngineError(f"{url} gave alternatives for {sum(map(bool, rows))} of {num} tokens.")
+    ranked = (sorted(row, key=lambda pair: (-pair[1], pair[0])) for row in rows)
+    return tuple(tuple(row[: params.top_logprobs]) for row in ranked)

@@ -1,0 +1,454 @@
+"""An engine behind HTTP: vLLM, SGLang or `ludus serve`, one replica or several.
+
+Takes requests as token ids; gives token ids with log-probabilities and versions. Sends all requests of an
+episode to one replica, whose cache then holds its history. Waits on each call for as long as the settings
+say (`ServerSettings`) and then raises `EngineError` with the server's own words. Never trains on what the
+wrong weights sampled: a replica that has been out of reach, or that answers under a version that was not
+sent, gets the weights again, with their proof, before it samples more.
+
+Weights go through a folder that the server sees, or over a line between processes (`Broadcaster`). After each
+transfer the server's digests of its tensors, where it gives any, are held against what was sent; the caller
+compares log-probabilities (`WeightSync`). LoRA adapters go alone, beside the server's own weights
+(`SentAdapters`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import secrets
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, TypeVar
+
+from ludus.engines.base import BASE, DEFAULT, EngineStats, Request, WeightCheck, check_params
+from ludus.engines.remote.api_adapters import (
+    Dialect,
+    LogprobMode,
+    Sampled,
+    ServedAdapter,
+    ServerFacts,
+    SglangDialect,
+    VllmDialect,
+)
+from ludus.engines.remote.http_client import Refused, Replica, ServerSettings
+from ludus.engines.remote.inflight_requests import Call, Calls
+from ludus.engines.remote.metrics import ServerStats
+from ludus.engines.remote.rolling_update import Pin, Placement, Rolling
+from ludus.engines.remote.router import Routes
+from ludus.engines.remote.weight_publisher import SentWeights
+from ludus.errors import EngineError, SyncError, UserError
+from ludus.types import Completion, SamplingParams
+
+if TYPE_CHECKING:
+    import torch
+
+DIALECTS: Mapping[str, Dialect] = {"vllm": VllmDialect(), "sglang": SglangDialect()}
+
+_MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
+_SAME_NATS = 1e-3
+_UNKNOWN_NAME = (400, 404)
+
+Answer = TypeVar("Answer")
+
+log = logging.getLogger("ludus.server")
+
+
+class ServerEngine:
+    """An `Engine` whose tokens come from servers.
+
+    `urls` are the replicas' addresses. Asks each for its model at once, and raises `EngineError` where one
+    does not answer, `UserError` for an address that is none or replicas that serve different things. With a
+    `lora_scaling` (alpha over rank) `load_weights` takes the factors of an adapter, and sends that alone.
+    """
+
+    def __init__(
+        self,
+        urls: Sequence[str],
+        dialect: str = "vllm",
+        settings: ServerSettings | None = None,
+        *,
+        lora_scaling: float | None = None,
+    ) -> None:
+        settings = settings or ServerSettings()
+        self._dialect, self._settings = DIALECTS[dialect], settings
+        self._replicas = [
+            Replica(url.strip().rstrip("/"), settings, restore=self._restore) for url in urls if url.strip()
+        ]
+        self._facts = _agreed([self._dialect.describe(replica.url) for replica in self._replicas])
+        self._lora_scaling = lora_scaling
+        self._routes = Routes(self._replicas)
+        self._name = secrets.token_hex(6)
+        self._calls = Calls(self._dialect, self._name)
+        self._weights = SentWeights(
+            self._dialect,
+            self._replicas,
+            settings,
+            self._name,
+            tells_versions=self._facts.logprobs == "exact",
+        )
+        self._mode: LogprobMode | None = self._facts.logprobs
+        self._stats = ServerStats(lambda: [replica.url for replica in self._replicas])
+        self._rolling: Rolling | None = None
+
+    @property
+    def context_tokens(self) -> int:
+        """The server's."""
+        return self._facts.context_tokens
+
+    @property
+    def version(self) -> int:
+        """That of the weights that were sent last; 0 before that."""
+        return self._weights.version
+
+    @property
+    def batch_invariant(self) -> bool:
+        """What the server says of itself; vLLM and SGLang say nothing."""
+        return self._facts.batch_invariant
+
+    async def generate(self, request: Request) -> Completion:
+        """Sample one action on the episode's replica."""
+        _check_fits(request, self.context_tokens)
+        if self._rolling is not None:
+            await _place(self._rolling, self._routes, request.episode, moves=self._settings.moves_episodes)
+        replica = self._routes.of(request.episode)
+        with self._calls.under_way(replica, request) as call:
+            await self._check_logprobs(replica, request.params)
+            with self._weights.adapters.using(request.adapter, request.episode) as adapter:
+                return await self._generate(call, request, adapter)
+
+    async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
+        """Sample one action for each request, all at once."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [group.create_task(self.generate(request)) for request in requests]
+        except ExceptionGroup as errors:
+            raise errors.exceptions[0] from errors.exceptions[0].__cause__
+        return [task.result() for task in tasks]
+
+    def abort(self, episode: str) -> None:
+        """End the episode's requests with what they have, `finish_reason` "abort"."""
+        self._calls.abort(episode)
+
+    async def pause(self) -> None:
+        """Have all replicas compute nothing more until `resume`; requests wait where they are."""
+        await asyncio.gather(*(self._dialect.pause(replica) for replica in self._replicas))
+
+    async def resume(self) -> None:
+        """Go on."""
+        await asyncio.gather(*(self._dialect.resume(replica) for replica in self._replicas))
+
+    def release(self, episode: str) -> None:
+        """Forget the episode's replica; what it cached goes when it needs the room."""
+        self._routes.release(episode)
+        self._weights.adapters.release(episode)
+        if self._rolling is not None:
+            self._rolling.release(episode)
+
+    async def load_weights(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
+        """Write the weights, or the adapter alone, and have every replica take them.
+
+        Raises `SyncError` where a replica's digests are not those of what was sent, `EngineError` where one
+        cannot be reached or refuses, `StorageError` where the folder cannot be written.
+        """
+        if self._lora_scaling is not None:
+            await self.load_adapter(DEFAULT, version, state, self._lora_scaling)
+            return
+        if self._rolling is None:
+            await self._weights.send(version, state)
+            return
+        async with self._rolling.quiet():
+            await self._weights.send(version, state)
+            self._rolling.placement.publish(version)
+
+    @property
+    def can_roll(self) -> bool:
+        """Whether there are several replicas, and whole weights go to them."""
+        return len(self._replicas) > 1 and self._lora_scaling is None
+
+    async def roll(self, lag: int, lives: Callable[[str], Awaitable[bool]] | None = None) -> Rolling:
+        """From now on each episode stays at a replica and a version; see `Placement` for `lag`."""
+        placement = Placement(self._replicas, self.version, lag)
+        self._rolling = Rolling(placement, self._weights.hold, self._give, lives or _always)
+        return self._rolling
+
+    def pin(self, episode: str, pin: Pin) -> None:
+        """Have an episode stay where the client that sends the weights has placed it."""
+        if pin.url not in self._routes.urls():  # it has joined just now
+            self._replicas.append(Replica(pin.url, self._settings, restore=self._restore))
+        self._weights.know(pin.version)
+        self._routes.pin(episode, pin)
+
+    async def load_adapter(
+        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
+    ) -> None:
+        """Send LoRA factors by PEFT's names as the adapter `name`, beside others; tokens carry its `version`.
+
+        `scaling` is alpha over rank. What runs under an older version of it goes on with that to its end.
+        Raises as `load_weights` does, with the older version left in use.
+        """
+        await self._weights.send_adapter(name, version, state, scaling)
+
+    async def unload_adapter(self, name: str) -> None:
+        """Have the servers forget an adapter, once nothing runs under it."""
+        self._weights.adapters.unload(name)
+
+    async def join(self, url: str) -> None:
+        """Take in one more replica, with the weights that were sent last and their proof before any request.
+
+        Not while weights are being sent. Raises EngineError, SyncError, UserError for one that serves others.
+        """
+        replica = Replica(url, self._settings, restore=self._restore)
+        _agreed([self._facts, await asyncio.to_thread(self._dialect.describe, url)])
+        await self._weights.bring(replica)
+        self._replicas.append(replica)
+        if self._rolling is not None:
+            self._rolling.change()
+
+    def leave(self, url: str) -> None:
+        """Send nothing more to a replica; its episodes move on to others."""
+        self._routes.leave(url)
+        if self._weights.line is not None:
+            self._weights.line.relay()
+        if self._rolling is not None:
+            self._rolling.change()
+
+    def follow(self, urls: Sequence[str], version: int | None, adapter: ServedAdapter | None) -> None:
+        """Sample from these replicas under weights that another client sends, `version` the last of them.
+
+        What a replica samples from weights that were never said here is refused.
+        """
+        for url in set(self._routes.urls()) - set(urls):
+            self._routes.leave(url)
+        for url in (url for url in urls if url not in self._routes.urls()):
+            self._replicas.append(Replica(url, self._settings, restore=self._restore))
+        self._weights.follow(version, adapter)
+
+    @property
+    def urls(self) -> Sequence[str]:
+        """The addresses of the replicas."""
+        return self._routes.urls()
+
+    @property
+    def adapter(self) -> ServedAdapter | None:
+        """The adapter that requests have by default, where one was sent."""
+        return self._weights.adapters.default
+
+    async def fingerprint(self) -> str | None:
+        """`fingerprint_module` of the weights in use, with the adapter that requests have by default.
+
+        None where a server does not tell. Raises `SyncError` where the replicas differ.
+        """
+        with self._weights.adapters.using(None) as adapter:
+            name = adapter.name if adapter else BASE
+            answers = await _of_each(self._replicas, lambda replica: self._dialect.fingerprint(replica, name))
+        found = set(answers.values())
+        if len(found) > 1:
+            raise SyncError(f"The replicas hold different weights: {sorted(map(str, found))}.")
+        return found.pop()
+
+    async def score(self, token_ids: Sequence[int], *, adapter: str | None = None) -> list[float]:
+        """Log-probability of each token at temperature 1; 0 for the first. The replicas must agree."""
+        if not 0 < len(token_ids) < self.context_tokens:
+            raise EngineError(
+                f"A sequence of {len(token_ids)} tokens cannot be scored: "
+                f"the server takes 1 to {self.context_tokens - 1}."
+            )
+        with self._weights.adapters.using(adapter) as served:
+            rows = await _of_each(
+                self._replicas,
+                lambda replica: self._under(replica, served, partial(self._score, replica, token_ids)),
+            )
+        first, expected = next(iter(rows.items()))
+        for replica, row in rows.items():
+            gap = max(abs(a - b) for a, b in zip(row, expected, strict=True))
+            if gap > _SAME_NATS:
+                raise EngineError(f"{replica.url} and {first.url} disagree by {gap:.3g} nats.")
+        return expected
+
+    async def measure(self) -> None:
+        """Read what the servers say of their work."""
+        await self._stats.measure()
+
+    def stats(self, *, reset: bool = False) -> EngineStats:
+        """Of all servers together, by the last reading; nothing before `measure`."""
+        return self._stats.stats(reset=reset)
+
+    async def close(self) -> None:
+        """Close the connections; the servers go on."""
+        await self._stats.close()
+        self._calls.close()
+        if self._rolling is not None:
+            self._rolling.close()
+        await self._weights.close()
+        for replica in (*self._replicas, *self._routes.left):
+            await replica.close()
+
+    async def _generate(self, call: Call, request: Request, adapter: ServedAdapter | None) -> Completion:
+        """Sample from the weights that were sent; once more where the server had others."""
+        replica, pin = call.replica, self._routes.pin_of(request.episode)
+        stays = None if pin is None else pin.version
+        for _ in range(2):
+            first = self._routes.is_new(request.episode)
+            await self._weights.ready(replica, first_turn=first, stays=stays)
+            if call.aborted:
+                return Completion((), (), (), "abort")
+            self._routes.keep(request.episode, replica)
+            before = self._weights.before(adapter, stays)
+            sampled = await self._under(replica, adapter, partial(self._sample, call, request))
+            if self._weights.knows(sampled, adapter, stays):
+                return _completion(sampled, before)
+            replica.holds = None
+            log.warning("%s sampled from weights that were not sent to it", replica.url)
+        raise EngineError(
+            f"{replica.url} samples from weights {_labels(sampled)}, and was sent {before}.",
+            "Has it been restarted, or does someone else update it?",
+        )
+
+    async def _give(self, replica: Replica, check: WeightCheck) -> None:
+        """Have one replica take the weights that are held, and prove them."""
+        await self._weights.give(replica)
+        theirs = await self._dialect.fingerprint(replica, BASE)
+        check.check(theirs, await self._score(replica, check.probe, BASE))
+
+    async def _sample(self, call: Call, request: Request, adapter: str) -> Sampled:
+        call.name = self._calls.new_name()
+        return await self._dialect.generate(call.replica, self._facts, call.name, request, adapter)
+
+    async def _score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
+        return await self._dialect.score(replica, self._facts, token_ids, adapter)
+
+    async def _under(
+        self, replica: Replica, adapter: ServedAdapter | None, call: Callable[[str], Awaitable[Answer]]
+    ) -> Answer:
+        """Call with a served adapter's name; where the server has lost it, send it again and once more."""
+        if adapter is None:
+            return await call(BASE)
+        try:
+            return await call(adapter.name)
+        except Refused as error:
+            if error.status not in _UNKNOWN_NAME or adapter.name in await self._dialect.adapters(replica):
+                raise
+        replica.holds = None
+        await self._weights.ready(replica, first_turn=False)
+        return await call(adapter.name)
+
+    async def _restore(self, replica: Replica) -> None:
+        await self._weights.ready(replica, first_turn=False)
+
+    async def _check_logprobs(self, replica: Replica, params: SamplingParams) -> None:
+        """Refuse sampling whose log-probabilities the server would report of another distribution."""
+        plain = params.temperature == 1 and not params.cuts
+        if self._mode == "exact" or plain:
+            return
+        if params.guide is not None:
+            raise EngineError(
+                f"{replica.url} reports log-probabilities of what a guide leaves, not of the distribution.",
+                "Sample without a guide, or from `ludus serve`, which gives both.",
+            )
+        if params.temperature == 0:
+            return
+        if self._mode is None:
+            name = self._calls.new_name()
+            self._mode = await _find_mode(self._dialect, replica, self._facts, name)
+        _check_mode(replica.url, self._mode, params)
+
+
+async def _of_each(
+    replicas: Sequence[Replica], ask: Callable[[Replica], Awaitable[Answer]]
+) -> dict[Replica, Answer]:
+    """What replicas answer, one after the other; those that leave meanwhile do not count.
+
+    Raises EngineError where all have left.
+    """
+    found: dict[Replica, Answer] = {}
+    for replica in tuple(replicas):
+        try:
+            found[replica] = await ask(replica)
+        except EngineError:
+            if not replica.gone:
+                raise
+    there = {replica: answer for replica, answer in found.items() if not replica.gone}
+    if not there:
+        raise EngineError("There is no inference server: all have left.")
+    return there
+
+
+async def _always(url: str) -> bool:
+    """Nobody else runs the servers."""
+    return True
+
+
+async def _find_mode(dialect: Dialect, replica: Replica, facts: ServerFacts, name: str) -> LogprobMode:
+    """Sample hot: raw log-probabilities are then those of scoring, processed ones are not."""
+    request = Request("", (0,), _MODE_PROBE)
+    sampled = await dialect.generate(replica, facts, name, request, BASE)
+    scores = await dialect.score(replica, facts, request.token_ids + sampled.tokens, BASE)
+    gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
+    return "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
+
+
+def _check_mode(url: str, mode: LogprobMode, params: SamplingParams) -> None:
+    cut, tempered = params.cuts, params.temperature != 1
+    if not ((tempered and mode == "raw") or (cut and mode == "processed")):
+        return
+    hint = "Sample at temperature 1, or cut nothing from the distribution."
+    if cut != tempered:
+        wanted = "without" if cut else "with"
+        hint = f"Start vLLM {wanted} --logprobs-mode processed_logprobs, or {hint[0].lower()}{hint[1:]}"
+    raise EngineError(
+        f"{url} reports {mode} log-probabilities, which at temperature {params.temperature:g}, "
+        f"top_p {params.top_p:g}, top_k {params.top_k} and min_p {params.min_p:g} are not those of the "
+        "tempered distribution.",
+        hint,
+    )
+
+
+async def _place(rolling: Rolling, routes: Routes, episode: str, *, moves: bool) -> None:
+    """Say where an episode begins, or, between two turns, that it goes on elsewhere."""
+    if routes.pin_of(episode) is None:
+        routes.pin(episode, await rolling.place(episode))
+    elif moves and (pin := rolling.move(episode)) is not None:
+        routes.pin(episode, pin)
+
+
+def _check_fits(request: Request, limit: int) -> None:
+    length = len(request.token_ids)
+    if not 0 < length < limit:
+        raise EngineError(
+            f"Episode {request.episode} has a prompt of {length} tokens, but the server takes "
+            f"1 to {limit - 1} (its context is {limit}).",
+            "Shorten the history or give the server a larger context.",
+        )
+    check_params(request.params)
+
+
+def _agreed(facts: Sequence[ServerFacts]) -> ServerFacts:
+    if not facts:
+        raise UserError("No address of an inference server is given.", "Set engine.url.")
+    if len(set(facts)) > 1:
+        raise UserError(
+            f"The replicas serve different things: {'; '.join(map(str, facts))}.",
+            "Start them with the same model, name and settings.",
+        )
+    return facts[0]
+
+
+def _completion(sampled: Sampled, before: int) -> Completion:
+    """Where the server does not tell versions, that of the moment when the request was sent."""
+    versions = [before] * len(sampled.tokens)
+    for span in sampled.spans or ():
+        version = int(span.version) if span.version.isdecimal() else before
+        versions[span.start : span.end] = [version] * (span.end - span.start)
+    return Completion(
+        sampled.tokens,
+        sampled.logprobs,
+        tuple(versions),
+        sampled.finish_reason,
+        top_logprobs=sampled.top_logprobs,
+    )
+
+
+def _labels(sampled: Sampled) -> str:
+    return ", ".join(span.version for span in sampled.spans or ())

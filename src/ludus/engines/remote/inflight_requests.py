@@ -1,0 +1,101 @@
+"""Requests under way at inference servers, and how they are ended early.
+
+A server knows nothing of a request that it has not read yet, and passes over an order to end it. So the order
+stands until the request is over: one that has not been sent is not sent, and the server of one that has been
+is told again and again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+
+from ludus.engines.base import Request
+from ludus.engines.remote.api_adapters import Dialect
+from ludus.engines.remote.http_client import Replica
+from ludus.errors import EngineError
+
+_FIRST_WAIT_S, _LONGEST_WAIT_S = 0.05, 1.0
+
+log = logging.getLogger("ludus.server")
+
+
+@dataclass(eq=False)
+class Call:
+    """A request under way. `name` is what it was sent under, "" before; once `aborted` it is to end."""
+
+    replica: Replica
+    name: str = ""
+    aborted: bool = False
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class Calls:
+    """The requests under way by episode. Their names begin with `prefix`."""
+
+    def __init__(self, dialect: Dialect, prefix: str) -> None:
+        self._dialect = dialect
+        self._prefix = prefix
+        self._num_names = 0
+        self._by_episode: dict[str, set[Call]] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def new_name(self) -> str:
+        """A name that no request has had."""
+        self._num_names += 1
+        return f"{self._prefix}-{self._num_names}"
+
+    @contextmanager
+    def under_way(self, replica: Replica, request: Request) -> Iterator[Call]:
+        """A request for the time of the block; after its `timeout_s` it is to end with what it has."""
+        call = Call(replica)
+        calls = self._by_episode.setdefault(request.episode, set())
+        calls.add(call)
+        alarm: asyncio.TimerHandle | None = None
+        if request.timeout_s is not None:
+            alarm = asyncio.get_running_loop().call_later(request.timeout_s, self._abort, call)
+        try:
+            yield call
+        finally:
+            call.over.set()
+            if alarm is not None:
+                alarm.cancel()
+            calls.discard(call)
+            if not calls:
+                self._by_episode.pop(request.episode, None)
+
+    def abort(self, episode: str) -> None:
+        """Have the episode's requests end with what they have."""
+        for call in self._by_episode.get(episode, ()):
+            self._abort(call)
+
+    def close(self) -> None:
+        """Tell the servers nothing more."""
+        for task in tuple(self._tasks):
+            task.cancel()
+
+    def _abort(self, call: Call) -> None:
+        if call.aborted:
+            return
+        call.aborted = True
+        task = asyncio.get_running_loop().create_task(self._end(call))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _end(self, call: Call) -> None:
+        """Tell the server until the request is over, with growing waits."""
+        wait_s = _FIRST_WAIT_S
+        while not call.over.is_set():
+            if call.name:
+                try:
+                    await self._dialect.abort(call.replica, call.name)
+                except EngineError as error:
+                    log.warning("a request cannot be ended early: %s", error.message)
+                    return
+            with suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):
+                    await call.over.wait()
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)

@@ -1,0 +1,198 @@
+"""LoRA adapters at servers, by version: each is a folder, and a name at the servers that no other ever has.
+
+A request, or with `keeps` an episode, runs to its end on the version that it began with. A new version is
+loaded beside the old one, which is unloaded when nothing under way uses it. A server that lost them (it was
+started anew) gets all that are in use again. Waits for the servers alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ludus.engines.base import BASE, DEFAULT
+from ludus.engines.models.lora_files import write_adapter
+from ludus.engines.remote.api_adapters import Dialect, ServedAdapter
+from ludus.engines.remote.http_client import Replica
+from ludus.engines.remote.weight_folder import WeightShelf, num_bytes, unwritable
+from ludus.errors import EngineError, RequestRefused, SyncError
+
+if TYPE_CHECKING:
+    import torch
+
+_GOODBYE_S = 5.0
+"""How long the servers are waited for when all is over."""
+
+log = logging.getLogger("ludus.server")
+
+
+@dataclass(eq=False)
+class _Kept:
+    """A version that is at the servers. `users` counts the calls under way."""
+
+    served: ServedAdapter
+    users: int = 0
+    is_old: bool = False
+
+
+@dataclass
+class SentAdapters:
+    """The adapters of one engine: the version in use of each, and older ones that requests still need.
+
+    `prefix` begins the names at the servers and is this engine's alone.
+    """
+
+    dialect: Dialect
+    replicas: Sequence[Replica]
+    shelf: WeightShelf
+    prefix: str
+    keeps: bool = False
+    """Whether an episode stays with the version that it began with."""
+    _episodes: dict[str, _Kept] = field(default_factory=dict)
+    _current: dict[str, _Kept] = field(default_factory=dict)
+    _kept: list[_Kept] = field(default_factory=list)
+    _num_sent: int = 0
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def __bool__(self) -> bool:
+        return bool(self._kept)
+
+    async def send(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
+        """Write an adapter, have every replica load it, and use it from then on; the old one goes.
+
+        Raises SyncError for tensors that are no adapter, or where a server does not list it afterwards,
+        EngineError where one cannot be reached or refuses; the old version then stays in use.
+        """
+        served = await asyncio.to_thread(self._write, name, version, state, scaling)
+        kept = _Kept(served)
+        try:
+            await asyncio.gather(*(self._load_locked(replica, served) for replica in self.replicas))
+        except BaseException:
+            kept.is_old = True
+            self._leave(kept)
+            raise
+        old = self._current.get(name)
+        self._current[name] = kept
+        self._kept.append(kept)
+        if old is not None:
+            self._retire(old)
+
+    def follow(self, served: ServedAdapter | None) -> None:
+        """Use by default what another client has sent, and keeps at the servers."""
+        if served is not None:
+            self._current[DEFAULT] = _Kept(served)
+
+    @property
+    def default(self) -> ServedAdapter | None:
+        """The one that requests have by default."""
+        kept = self._current.get(DEFAULT)
+        return None if kept is None else kept.served
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; what runs under it ends first. Nothing where there is none."""
+        kept = self._current.pop(name, None)
+        if kept is not None:
+            self._retire(kept)
+
+    @contextmanager
+    def using(self, adapter: str | None, episode: str = "") -> Iterator[ServedAdapter | None]:
+        """The version in use of a request's adapter, or its episode's, kept for the time of a block; None for
+        the base. Raises RequestRefused for one that was not sent.
+        """
+        kept = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
+        if kept is None:
+            if adapter not in (None, BASE):
+                known = ", ".join(sorted(self._current)) or "none"
+                raise RequestRefused(f"There is no adapter {adapter!r}; loaded: {known}.")
+            yield None
+            return
+        if self.keeps and episode and adapter is None and episode not in self._episodes:
+            self._episodes[episode] = kept
+            kept.users += 1
+        kept.users += 1
+        try:
+            yield kept.served
+        finally:
+            self._done_with(kept)
+
+    def release(self, episode: str) -> None:
+        """An episode is over, and with it what it needs."""
+        kept = self._episodes.pop(episode, None)
+        if kept is not None:
+            self._done_with(kept)
+
+    def _done_with(self, kept: _Kept) -> None:
+        kept.users -= 1
+        if kept.is_old and not kept.users:
+            self._leave(kept)
+
+    async def restore(self, replica: Replica) -> None:
+        """Send a replica those that it does not list; whoever calls holds its lock."""
+        if not self._kept:
+            return
+        listed = await self.dialect.adapters(replica)
+        for kept in tuple(self._kept):
+            if kept.served.name not in listed:
+                log.warning("%s has lost adapter %s; sending it again", replica.url, kept.served.name)
+                await self._load(replica, kept.served)
+
+    async def close(self) -> None:
+        """Have the servers forget all that was sent, as far as they answer."""
+        gone = [kept.served for kept in self._kept]
+        self._kept, self._current = [], {}
+        reached = [replica for replica in self.replicas if not replica.is_down]
+        try:
+            async with asyncio.timeout(_GOODBYE_S):
+                await asyncio.gather(*self._tasks)
+                await asyncio.gather(*(self._unload(r, served) for served in gone for r in reached))
+        except TimeoutError:
+            log.warning("the servers did not forget the adapters in time")
+
+    def _write(
+        self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float
+    ) -> ServedAdapter:
+        self._num_sent += 1
+        served = f"ludus-{self.prefix}-{self._num_sent}-{name}-{version}"
+        folder = self.shelf.folder(served.replace("/", "_"), num_bytes(state))
+        try:
+            rank = write_adapter(folder, state, scaling)
+        except OSError as error:
+            raise unwritable(folder, error) from error
+        return ServedAdapter(served, str(folder), version, rank)
+
+    async def _load_locked(self, replica: Replica, served: ServedAdapter) -> None:
+        async with replica.lock:
+            await self._load(replica, served)
+
+    async def _load(self, replica: Replica, served: ServedAdapter) -> None:
+        await self.dialect.load_adapter(replica, served)
+        if served.name not in await self.dialect.adapters(replica):
+            raise SyncError(f"{replica.url} took the adapter {served.name} and does not list it.")
+
+    def _retire(self, kept: _Kept) -> None:
+        kept.is_old = True
+        if not kept.users:
+            self._leave(kept)
+
+    def _leave(self, kept: _Kept) -> None:
+        """Unload it everywhere, beside what else there is to do."""
+        if kept in self._kept:
+            self._kept.remove(kept)
+        task = asyncio.get_running_loop().create_task(self._drop(kept.served))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _drop(self, served: ServedAdapter) -> None:
+        await asyncio.gather(*(self._unload(r, served) for r in self.replicas if not r.is_down))
+        await asyncio.to_thread(shutil.rmtree, served.folder, ignore_errors=True)
+
+    async def _unload(self, replica: Replica, served: ServedAdapter) -> None:
+        try:
+            await self.dialect.unload_adapter(replica, served.name)
+        except EngineError as error:
+            log.info("%s keeps adapter %s: %s", replica.url, served.name, error)

@@ -1,0 +1,1 @@
+"""Rewards of executed work: unit tests, patches, SQL rows, turns."""

@@ -1,0 +1,156 @@
+"""SQL by its result: two lists of rows compared.
+
+What counts is the rows and how often each occurs; their order only where the question asks for one. NULL, 0,
+'' and false are four different values. Running the SQL is the environment's business.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from ludus.rewards.base import RewardFunction, truth_of
+from ludus.rewards.extract import Evidence, NotJson, read_json
+from ludus.rewards.json_match import is_number, same_number
+from ludus.types import JSON, Task, Trajectory
+from ludus.untrusted.keys import number_key, tuple_key
+
+Cell = None | bool | int | float | str
+Row = tuple[Cell, ...]
+
+MAX_ROWS = 100_000
+"""Longer results equal none."""
+MAX_UNMATCHED = 200
+"""Rows without an exact counterpart that are paired one by one; with more of them nothing is equal."""
+MAX_ORDERS = 500
+"""Orders of columns that are tried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """The result that is due.
+
+    `ordered`: the question asks for this order of rows. `columns_free`: columns may stand in another order,
+    the same in all rows. Numbers of which one has a point may differ by `tolerance` (absolute, or relative
+    where they are above 1); whole ones, such as identifiers and cents, are equal or not.
+    """
+
+    rows: tuple[Row, ...]
+    ordered: bool = False
+    columns_free: bool = False
+    tolerance: float = 1e-9
+
+
+def same_rows(given: Sequence[Row], due: Rows) -> bool:
+    """Whether the rows are those that are due."""
+    rows = [tuple(row) for row in given]
+    if len(rows) != len(due.rows) or len(rows) > MAX_ROWS:
+        return False
+    if not due.columns_free or not rows:
+        return _match(rows, due)
+    width = len(rows[0])
+    if any(len(row) != width for row in (*rows, *due.rows)):
+        return _match(rows, due)
+    orders = (order for order, _ in zip(_orders(rows, due, width), range(MAX_ORDERS), strict=False))
+    return any(_match([tuple(row[place] for place in order) for row in rows], due) for order in orders)
+
+
+def read_rows(text: str) -> tuple[Row, ...] | None:
+    """Rows from a JSON list of lists of plain values; None where the text is anything else."""
+    try:
+        value = read_json(text)
+    except NotJson:
+        return None
+    if not isinstance(value, list):
+        return None
+    rows = [_row(item) for item in value]
+    return None if any(row is None for row in rows) else tuple(row for row in rows if row is not None)
+
+
+def rows_match(read: Evidence) -> RewardFunction:
+    """A verifier: 1 if `read` gives the JSON of the rows that are due, else 0."""
+
+    def result_set(task: Task, trajectory: Trajectory) -> float:
+        given = read_rows(read(trajectory))
+        return float(given is not None and same_rows(given, truth_of(task, Rows)))
+
+    return result_set
+
+
+def _row(item: JSON) -> Row | None:
+    if not isinstance(item, list):
+        return None
+    cells = tuple(cell for cell in item if not isinstance(cell, list | dict))
+    return cells if len(cells) == len(item) else None
+
+
+def _match(rows: Sequence[Row], due: Rows) -> bool:
+    if due.ordered:
+        return all(_same(a, b, due.tolerance) for a, b in zip(rows, due.rows, strict=True))
+    keys, due_keys = ([_key(row) for row in side] for side in (rows, due.rows))
+    given, wanted = Counter(keys), Counter(due_keys)
+    left, lacking = list((given - wanted).elements()), list((wanted - given).elements())
+    if not left or len(left) > MAX_UNMATCHED:
+        return not left
+    row_of = dict(zip((*keys, *due_keys), (*rows, *due.rows), strict=True))
+    if _pairs_up([row_of[key] for key in left], [row_of[key] for key in lacking], due.tolerance):
+        return True
+    return len(rows) <= MAX_UNMATCHED and _pairs_up(rows, due.rows, due.tolerance)
+
+
+def _pairs_up(left: Sequence[Row], lacking: Sequence[Row], tolerance: float) -> bool:
+    """Whether each row has a partner of its own: a matching by augmenting paths."""
+    fits = [[j for j, other in enumerate(lacking) if _same(row, other, tolerance)] for row in left]
+    partner: dict[int, int] = {}
+
+    def place(i: int, seen: set[int]) -> bool:
+        for j in fits[i]:
+            if j not in seen:
+                seen.add(j)
+                if j not in partner or place(partner[j], seen):
+                    partner[j] = i
+                    return True
+        return False
+
+    return all(place(i, set()) for i in range(len(left)))
+
+
+def _orders(rows: Sequence[Row], due: Rows, width: int) -> Iterator[tuple[int, ...]]:
+    """Orders of columns in which every column could be the one that is due there."""
+    given = [[(row[i],) for row in rows] for i in range(width)]
+    wanted = [replace(due, rows=tuple((row[j],) for row in due.rows)) for j in range(width)]
+    fits = [[i for i in range(width) if _match(given[i], column)] for column in wanted]
+
+    def extend(chosen: tuple[int, ...]) -> Iterator[tuple[int, ...]]:
+        if len(chosen) == width:
+            yield chosen
+            return
+        for i in fits[len(chosen)]:
+            if i not in chosen:
+                yield from extend((*chosen, i))
+
+    return extend(())
+
+
+def _key(row: Row) -> str:
+    """Equal for equal rows: 1 and 1.0 are equal, 1 and true are not."""
+    return tuple_key([_cell_key(cell) for cell in row])
+
+
+def _cell_key(cell: Cell) -> str:
+    if isinstance(cell, int | float) and not isinstance(cell, bool):
+        return f"number {number_key(cell)}"
+    return f"{type(cell).__name__} {cell}"
+
+
+def _same(one: Row, other: Row, tolerance: float) -> bool:
+    return len(one) == len(other) and all(
+        same_number(a, b, tolerance) if _are_close(a, b) else type(a) is type(b) and a == b
+        for a, b in zip(one, other, strict=True)
+    )
+
+
+def _are_close(one: Cell, other: Cell) -> bool:
+    """Whether both are numbers, and one of them a float: nearness is enough."""
+    return is_number(one) and is_number(other) and (isinstance(one, float) or isinstance(other, float))

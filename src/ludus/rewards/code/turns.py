@@ -1,0 +1,117 @@
+"""Turn verifiers: which turns of an episode brought it closer to the solution.
+
+A verifier names the milestones of a task that each turn reached. `turn_shares` pays a milestone in the first
+turn that reached it and never again, so that repeating a successful call earns nothing. All turns of an
+episode together earn at most 1.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from ludus.rewards.code.unit_tests import Suite, read_report
+from ludus.types import JSON, Task, ToolOutcome, ToolStatus, Trajectory
+
+TURN_REPORT: Final = "turn_report"
+"""The tool's name in the outcomes in which an environment reports tests after a turn (`turn_report`)."""
+_CALL = re.compile(r"call_(\d+)_\d+")
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """The milestones that each turn of an episode reached, and how many the task has."""
+
+    reached: Sequence[Collection[str]]
+    total: int
+
+
+TurnVerifier = Callable[[Task, Trajectory], Progress]
+"""Return the progress of an episode. Reads the task with its truth, and the trajectory alone."""
+
+
+def turn_shares(progress: Progress) -> tuple[float, ...]:
+    """Return the share of the milestones that each turn was the first to reach.
+
+    Raise ValueError if more milestones are reached than there are.
+    """
+    seen: set[str] = set()
+    found = []
+    for reached in progress.reached:
+        new = set(reached) - seen
+        seen |= new
+        found.append(len(new) / progress.total if new and progress.total else 0.0)
+    if len(seen) > progress.total:
+        raise ValueError(f"{len(seen)} milestones are reached, and the task has {progress.total}")
+    return tuple(found)
+
+
+def turn_of_call(call_id: str) -> int | None:
+    """Return the turn of a call by its id; None for other ids."""
+    numbered = _CALL.fullmatch(call_id)
+    return None if numbered is None else int(numbered[1])
+
+
+@dataclass(frozen=True, slots=True)
+class MadeCall:
+    """A well-formed call of an episode, its turn, and how it ended."""
+
+    turn: int
+    name: str
+    arguments: dict[str, JSON]
+    outcome: ToolOutcome
+
+
+def made_calls(task: Task, trajectory: Trajectory) -> Iterator[MadeCall]:
+    """Iterate over the calls of the policy's turns that have an outcome, in order; none of the prompt's."""
+    outcomes = {one.call_id: one for one in trajectory.call_outcomes}
+    for message in trajectory.messages[len(task.prompt) :]:
+        for call in message.get("tool_calls", []):
+            turn, outcome = turn_of_call(call["id"]), outcomes.get(call["id"])
+            if outcome is None or turn is None or turn >= trajectory.num_turns:
+                continue
+            arguments = json.loads(call["function"]["arguments"])
+            yield MadeCall(turn, call["function"]["name"], arguments, outcome)
+
+
+def turn_report(turn: int, report: str) -> ToolOutcome:
+    """Return the outcome, not shown to the model, that holds a report of tests (JSON object) after a turn."""
+    return ToolOutcome(
+        "", TURN_REPORT, ToolStatus.OK, json.dumps({**json.loads(report), "turn": turn}, sort_keys=True)
+    )
+
+
+def suite_progress(final: str) -> TurnVerifier:
+    """Return the verifier that reads `turn_report`s, and the outcome `final` in the last turn.
+
+    A milestone is a number of tests that pass at once, counted over `fail_to_pass`, and 0 if a test of
+    `pass_to_pass` fails. So tests that pass in turns, each at the cost of another, are paid once.
+    """
+
+    def progress(task: Task, trajectory: Trajectory) -> Progress:
+        suite = task.truth
+        if not isinstance(suite, Suite):
+            raise TypeError(f"task {task.id}: the truth is {type(suite).__name__}, expected Suite")
+        reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
+        for turn, text in _reports(trajectory, final):
+            passed = read_report(text).passed
+            if 0 <= turn < len(reached) and passed.issuperset(suite.pass_to_pass):
+                count = len(passed.intersection(suite.fail_to_pass))
+                reached[turn] |= {f"{number} pass" for number in range(1, count + 1)}
+        return Progress(reached, len(set(suite.fail_to_pass)))
+
+    return progress
+
+
+def _reports(trajectory: Trajectory, final: str) -> Iterator[tuple[int, str]]:
+    """The turn and text of each report that the environment left: such outcomes have no call_id."""
+    for outcome in trajectory.outcomes:
+        if outcome.call_id or outcome.status is not ToolStatus.OK:
+            continue
+        if outcome.tool == TURN_REPORT:
+            yield int(json.loads(outcome.output)["turn"]), outcome.output
+        elif outcome.tool == final:
+            yield trajectory.num_turns - 1, outcome.output

@@ -1,0 +1,129 @@
+"""Code by its tests: which passed, from a report of the environment that ran them.
+
+A report is JSON: `{"test": true, ...}`, or `{"passed": {"test": true, ...}, "seconds": 1.5, "memory_bytes":
+1000}`. Only true is passed; a test that is not in it failed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+from ludus.rewards.base import RewardFunction, truth_of
+from ludus.rewards.extract import Evidence, NotJson, read_json
+from ludus.rewards.json_match import is_number
+from ludus.types import JSON, Task, Trajectory
+
+Which = Literal["fail_to_pass", "pass_to_pass", "visible", "hidden", "all"]
+
+
+@dataclass(frozen=True, slots=True)
+class Suite:
+    """The truth of a task of programming.
+
+    `fail_to_pass` fail before and have to pass after; `pass_to_pass` pass before and have to go on passing.
+    `hidden` names those of both that the model cannot run. A test without an entry in `weights` weighs 1.
+    `seconds` and `memory_bytes` are the most that a solution may use, for `thrift`.
+    """
+
+    fail_to_pass: tuple[str, ...]
+    pass_to_pass: tuple[str, ...] = ()
+    hidden: frozenset[str] = field(default_factory=frozenset)
+    weights: Mapping[str, float] = field(default_factory=dict)
+    seconds: float | None = None
+    memory_bytes: float | None = None
+
+    def tests(self, which: Which) -> tuple[str, ...]:
+        """The tests of one sort."""
+        both = (*self.fail_to_pass, *self.pass_to_pass)
+        if which in ("visible", "hidden"):
+            return tuple(test for test in both if (test in self.hidden) == (which == "hidden"))
+        return {"fail_to_pass": self.fail_to_pass, "pass_to_pass": self.pass_to_pass}.get(which, both)
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run of the tests gave."""
+
+    passed: frozenset[str] = frozenset()
+    seconds: float = math.inf
+    memory_bytes: float = math.inf
+
+
+def read_report(text: str) -> Report:
+    """The report that a text is; an empty one, in which nothing passed, where it is none."""
+    try:
+        value = read_json(text)
+    except NotJson:
+        return Report()
+    if not isinstance(value, dict):
+        return Report()
+    tests = value.get("passed")
+    if not isinstance(tests, dict):
+        return Report(_passed(value))
+    return Report(_passed(tests), _measure(value.get("seconds")), _measure(value.get("memory_bytes")))
+
+
+def _passed(tests: Mapping[str, JSON]) -> frozenset[str]:
+    return frozenset(test for test, verdict in tests.items() if verdict is True)
+
+
+def _measure(value: JSON) -> float:
+    """What was used; infinitely much where the report says nothing of the kind, or beyond all floats."""
+    if not isinstance(value, int | float) or not is_number(value) or value < 0:
+        return math.inf
+    try:
+        return float(value)
+    except OverflowError:
+        return math.inf
+
+
+def all_passed(suite: Suite, passed: Collection[str]) -> bool:
+    """Whether every test passed. Raises ValueError for a suite without tests."""
+    tests = suite.tests("all")
+    if not tests:
+        raise ValueError("the suite has no tests")
+    return all(test in passed for test in tests)
+
+
+def share_of(suite: Suite, passed: Collection[str], which: Which) -> float:
+    """The weight of the tests of one sort that passed, as a share of all of that sort; 1 where none is."""
+    tests = suite.tests(which)
+    total = math.fsum(suite.weights.get(test, 1.0) for test in tests)
+    right = math.fsum(suite.weights.get(test, 1.0) for test in tests if test in passed)
+    return right / total if total else 1.0
+
+
+def suite_passes(read: Evidence) -> RewardFunction:
+    """A verifier: 1 if `read` reports that all tests passed, else 0 (SWE-bench, arXiv:2310.06770)."""
+
+    def resolved(task: Task, trajectory: Trajectory) -> float:
+        return float(all_passed(truth_of(task, Suite), read_report(read(trajectory)).passed))
+
+    return resolved
+
+
+def share_passed(read: Evidence, which: Which = "all") -> RewardFunction:
+    """The share of the tests of one sort that `read` reports as passed, in [0, 1]; as a rule shaping."""
+
+    def tests_share(task: Task, trajectory: Trajectory) -> float:
+        return share_of(truth_of(task, Suite), read_report(read(trajectory)).passed, which)
+
+    return tests_share
+
+
+def thrift(read: Evidence) -> RewardFunction:
+    """A tie-breaker in [0, 1]: what a solution that passes all tests leaves of its seconds and bytes.
+
+    The mean of `1 - used / limit` over the limits of the suite; 0 where a test fails or nothing is measured.
+    """
+
+    def left_over(task: Task, trajectory: Trajectory) -> float:
+        suite, report = truth_of(task, Suite), read_report(read(trajectory))
+        used = ((suite.seconds, report.seconds), (suite.memory_bytes, report.memory_bytes))
+        left = [max(0.0, 1 - much / limit) for limit, much in used if limit]
+        return sum(left) / len(left) if left and all_passed(suite, report.passed) else 0.0
+
+    return left_over

@@ -1,0 +1,110 @@
+"""Verifiers of short answers: exact match and token F1 in the manner of SQuAD, with aliases.
+
+Source: Rajpurkar et al. 2016, arXiv:1606.05250, section 6.1. `normalise` says where it goes beyond theirs.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+import unicodedata
+from collections import Counter
+from dataclasses import dataclass
+
+from ludus.rewards.answer_extraction import short_answers, without_invisible
+from ludus.rewards.base import truth_of
+from ludus.types import StopReason, Task, ToolStatus, Trajectory
+
+_KEPT = re.compile(
+    r"(?<![^\W\d])\.(?=\d)"  # a decimal point
+    r"|(?<!\w)-(?=\.?\d)|(?<=\de)[-+](?=\d)"  # a sign before a number or its power of ten
+    r"|(?<=\d)[-/:+*^](?=\d)"  # 3/4, 10:45, 1990-91
+    r"|(?<=\d),(?=\d)(?!(?<=\d,)\d{3}(?!\d))"  # a comma that groups no thousands
+    r"|(?<=[^\W\d])[+#]+(?!\w)"  # C++
+)
+_RAISED = re.compile(r"(?<=\d)[⁺⁻]?[⁰¹²³⁴-⁹]+")
+"""A power, which is no further digit."""
+_VULGAR = re.compile(r"(?<=\d)[¼-¾⅐-⅞↉]")
+"""The fraction of a mixed number."""
+_DASH = re.compile(r"[\u2010-\u2015\u2212]")
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """The truth of a question with a short answer: all accepted spellings, the gold one first."""
+
+    accepted: tuple[str, ...]
+
+
+def normalise(text: str) -> str:
+    """Lower case without punctuation, English articles and surplus blanks, as SQuAD does it.
+
+    Beyond that, accents and invisible characters go, punctuation is that of Unicode, and signs stay where
+    they make another answer: within numbers and dates (3.5, 3/4, 10:45, 1990-91, 10⁵ as 10^5; but 1,234 is
+    1234), and behind a letter (C++). Articles alone stay, too: "A" is an answer.
+    """
+    plain = plain_words(text)
+    return " ".join(re.sub(r"\b(a|an|the)\b(?![+#])", " ", plain).split()) or plain
+
+
+def plain_words(text: str) -> str:
+    """As `normalise`, with the articles left in."""
+    spelt = _VULGAR.sub(r" \g<0>", _RAISED.sub(r"^\g<0>", without_invisible(text)))
+    folded = _DASH.sub(
+        "-", unicodedata.normalize("NFKD", spelt).casefold().replace("\N{FRACTION SLASH}", "/")
+    )
+    plain = "".join(c for c in folded if not unicodedata.combining(c))
+    kept = {i for match in _KEPT.finditer(plain) for i in range(*match.span())}
+    return " ".join("".join(c for i, c in enumerate(plain) if i in kept or not _is_punctuation(c)).split())
+
+
+def _is_punctuation(character: str) -> bool:
+    return character in string.punctuation or unicodedata.category(character).startswith("P")
+
+
+def matches(answer: str, truth: Answers) -> bool:
+    """Whether the normalised answer equals one of the accepted ones and is not empty."""
+    given = normalise(answer)
+    return bool(given) and any(given == normalise(accepted) for accepted in truth.accepted)
+
+
+def is_answer(answer: str, truth: Answers) -> bool:
+    """Whether an answer matches as a whole, or out of its frame (`final.short_answers`).
+
+    A box, "Answer:", "The answer is" and `<answer>` tags are frames. All that stand in one have to match.
+    """
+    if matches(answer, truth):
+        return True
+    found = short_answers(answer)
+    return bool(found) and all(matches(one, truth) for one in found)
+
+
+def f1(answer: str, truth: Answers) -> float:
+    """Best token F1 over the accepted answers, in [0, 1]."""
+    return max((_f1(normalise(answer).split(), normalise(a).split()) for a in truth.accepted), default=0.0)
+
+
+def _f1(given: list[str], gold: list[str]) -> float:
+    common = sum((Counter(given) & Counter(gold)).values())
+    return 2 * common / (len(given) + len(gold)) if common else 0.0
+
+
+def exact_match(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer, in a frame or without, equals an accepted one after normalisation, else 0."""
+    return float(is_answer(trajectory.answer, truth_of(task, Answers)))
+
+
+def strict_match(task: Task, trajectory: Trajectory) -> float:
+    """1 if the whole final answer equals an accepted one after normalisation, else 0: a frame is wrong."""
+    return float(matches(trajectory.answer, truth_of(task, Answers)))
+
+
+def token_f1(task: Task, trajectory: Trajectory) -> float:
+    """Token F1 of the final answer against the best accepted one, in [0, 1]."""
+    return f1(trajectory.answer, truth_of(task, Answers))
+
+
+def well_formed(task: Task, trajectory: Trajectory) -> float:
+    """1 if the episode ended with an answer and no tool call failed, else 0."""
+    fine = all(outcome.status is ToolStatus.OK for outcome in trajectory.outcomes)
+    return float(fine and trajectory.stop_reason is StopReason.ANSWERED)

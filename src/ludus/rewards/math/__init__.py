@@ -1,0 +1,1 @@
+"""Mathematical answers: parsing, normalization, equivalence."""

@@ -1,0 +1,509 @@
+"""Mathematics: an answer in LaTeX or plain signs against an expression, compared exactly.
+
+The answer as a whole has to be the expression: words, a second candidate, a unit that is not meant, or an
+equation that does not hold fail. `ludus.rewards.math.parser` reads both into trees; rational numbers, lists,
+intervals and relations are compared here, and whether two other expressions are equal is decided by sympy in
+a process with limits on time and memory (`ludus.rewards.math.worker`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from functools import cache, lru_cache
+
+from ludus.errors import WorldError
+from ludus.rewards.answer_extraction import candidates
+from ludus.rewards.base import truth_of
+from ludus.rewards.exact_match import normalise
+from ludus.rewards.math.notation import Node, Unreadable, letters_of, plain_text, text_words
+from ludus.rewards.math.parser import read
+from ludus.rewards.math.regions import region_of
+from ludus.rewards.math.worked_out import is_worked_out
+from ludus.types import JSON, Task, Trajectory
+
+CPU_S = 4.0
+"""Seconds of processor time for one comparison."""
+WAIT_S = 120.0
+"""Wall-clock seconds after which the comparing process counts as broken."""
+ROUNDED_DECIMALS = 6
+"""Decimals from which a rounded number counts as the number that no finite decimal is."""
+MAX_BITS = 20_000
+"""Larger rational numbers are not computed."""
+
+_START = (
+    "import json,sys;sys.path[:]=json.loads(sys.argv[1]);from ludus.rewards.math.worker import serve;serve()"
+)
+_UNITS = {
+    "mm": "millimetre millimeter",
+    "cm": "centimetre centimeter",
+    "m": "metre meter",
+    "km": "kilometre kilometer",
+    "in": "inch inches",
+    "ft": "foot feet",
+    "yd": "yard",
+    "mi": "mile",
+    "mg": "milligram",
+    "g": "gram",
+    "kg": "kilogram",
+    "lb": "lbs pound",
+    "oz": "ounce",
+    "ml": "mL millilitre milliliter",
+    "l": "L litre liter",
+    "s": "sec secs second",
+    "min": "mins minute",
+    "h": "hr hrs hour",
+    "d": "day",
+    "wk": "week",
+    "mph": "",
+    "kmh": "kph km/h",
+    "m/s": "",
+    "m/s^2": "",
+    "Hz": "hertz",
+    "dollars": "dollar usd USD",
+    "cents": "cent",
+    "euros": "euro EUR eur",
+    "pounds sterling": "GBP",
+    "years": "year yr yrs",
+    "months": "month",
+    "units": "unit",
+    "square units": "",
+    "points": "point",
+    "people": "persons person",
+    "ways": "way",
+}
+_SPELLINGS = {
+    spelling: unit
+    for unit, others in _UNITS.items()
+    for other in (unit, *others.split())
+    for spelling in (other, f"{other}s")
+}
+_BEFORE_UNIT = re.compile(
+    r"(?P<body>.*[\d)}\]])\s*(?P<unit>[a-zA-Z]+(?:(?:\s*/\s*|\s+)[a-zA-Z]+)*(?:\^\{?[23]\}?)?)"
+)
+_SMALL_WORDS = frozenset(
+    ["yes", "no", "true", "false", "none", "odd", "even", "neither", "both", "undefined"]
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Expression:
+    """The truth of a question of mathematics: LaTeX or plain signs; `units` may stand behind an answer.
+
+    With `evaluated` an answer that is equal but left to be worked out is wrong: it may be no larger than the
+    gold expression, and leaves only those operations undone that this leaves undone too
+    (`ludus.rewards.math.worked_out`). So the question's own formula is no answer to it.
+    """
+
+    gold: str
+    units: tuple[str, ...] = ()
+    evaluated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Gold:
+    """A gold answer: its plain text, its unit, and its tree; None for words and what the grammar lacks."""
+
+    plain: str
+    unit: str
+    tree: Node | None
+
+
+def is_equal(answer: str, truth: Expression) -> bool:
+    """Whether the answer (all boxes of one with several) is the expression.
+
+    Raises ValueError for a gold answer that cannot be read, WorldError where the comparing process breaks.
+    """
+    gold = _gold(truth.gold, truth.units)
+    found = candidates(answer)
+    return bool(found) and all(_is_right(one, gold, truth) for one in found)
+
+
+def mathematics(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer equals the expression of the truth, else 0."""
+    return float(is_equal(trajectory.answer, truth_of(task, Expression)))
+
+
+@lru_cache(maxsize=4_096)
+def _gold(text: str, units: tuple[str, ...], expected: str = "") -> _Gold:
+    try:
+        plain, unit = _with_unit(text, units, expected)
+    except Unreadable as error:
+        raise ValueError(f"the gold answer {text[:80]!r} cannot be read: {error}") from error
+    if _is_words(text, plain):
+        return _Gold(plain, unit, None)
+    try:
+        return _Gold(plain, unit, _without_degrees(read(plain)))
+    except Unreadable:
+        return _Gold(plain, unit, None)
+
+
+def _is_words(text: str, plain: str) -> bool:
+    """Whether a gold answer is words: set as text, known words, or a run of four letters and more."""
+    if not re.fullmatch(r"[^\W\d_]+(?:[\s'-]+[^\W\d_]+)*", plain):
+        return False
+    words = plain.split()
+    return any(
+        len(w) > 3 or w.lower() in _SMALL_WORDS or (len(w) > 1 and w in text_words(text)) for w in words
+    )
+
+
+def _is_right(text: str, gold: _Gold, truth: Expression) -> bool:
+    try:
+        plain, unit = _with_unit(text, truth.units, gold.unit)
+    except Unreadable:
+        return False
+    if unit and not gold.unit:
+        gold = _gold(truth.gold, truth.units, unit)
+    if unit not in ("", gold.unit):
+        return False
+    if gold.tree is None:
+        return bool(normalise(plain)) and _spelt(plain) == _spelt(gold.plain)
+    if plain == gold.plain:
+        return True
+    try:
+        given = _without_degrees(read(plain, gold.tree.names() | letters_of(gold.plain)))
+        worked = not truth.evaluated or is_worked_out(given, gold.tree)
+        return worked and same(gold.tree, given)
+    except Unreadable:
+        return False
+
+
+def _spelt(text: str) -> str:
+    """A gold answer outside of the grammar is compared as words, or sign by sign."""
+    return normalise(text) if re.fullmatch(r"[\w\s'.-]+", text) else "".join(text.split())
+
+
+def _with_unit(text: str, units: tuple[str, ...], expected: str = "") -> tuple[str, str]:
+    """The plain text without its unit, and the unit's usual spelling.
+
+    One of `units` goes. A word behind a number is a unit if it is known or set as text; a single letter only
+    where a unit is `expected`. Raises Unreadable, as `plain_text` does.
+    """
+    plain = plain_text(text)
+    for unit in sorted(units, key=len, reverse=True):
+        if plain.endswith(unit) and not plain.removesuffix(unit).strip()[-1:].isalpha():
+            return plain.removesuffix(unit).strip(), ""
+    match = _BEFORE_UNIT.fullmatch(plain)
+    if match is None:
+        return plain, ""
+    word = re.sub(r"\s*/\s*", "/", match["unit"]).replace("{", "").replace("}", "")
+    name = _SPELLINGS.get(word, word)
+    known = word in _SPELLINGS and (len(word) > 1 or bool(expected))
+    if known or name == expected or set(re.split(r"[\s/^\d]+", word)) - {""} <= text_words(text):
+        return match["body"].strip(), name
+    return plain, ""
+
+
+def _without_degrees(node: Node) -> Node:
+    """Without the degree signs of whole answers: 90° is 90."""
+    if node.op == "degree":
+        return node.args[0]
+    if node.op in ("list", "set", "relation", "neg"):
+        return replace(node, args=tuple(map(_without_degrees, node.args)))
+    return node
+
+
+def same(gold: Node, given: Node) -> bool:
+    """Whether two trees say the same. Raises Unreadable for numbers beyond the bounds."""
+    if gold == given:
+        return True
+    ops = {gold.op, given.op}
+    if ops & {"list", "set"} or "plusminus" in _ops(gold) | _ops(given):
+        return _same_items(gold, given) or _same_regions(gold, given)
+    if gold.op == "relation":
+        return _same_relations(gold, given)
+    if given.op == "relation":
+        return _same_regions(gold, given) or _holds(gold, given)
+    if ops == {"pair"} or ops == {"matrix"} or ops == {"row"}:
+        return gold.name == given.name and _pairwise(gold.args, given.args)
+    if ops & _STRUCTURES:
+        return _same_regions(gold, given)
+    return _same_values(gold, given)
+
+
+def _pairwise(first: Sequence[Node], second: Sequence[Node]) -> bool:
+    return len(first) == len(second) and all(same(a, b) for a, b in zip(first, second, strict=True))
+
+
+def _ops(node: Node) -> set[str]:
+    return {node.op}.union(*map(_ops, node.args))
+
+
+def _same_items(gold: Node, given: Node) -> bool:
+    """Whether two lists or sets have the same items in any order, each as often; one item is a list too."""
+    if {gold.name, given.name} == {"or", "and"} and any(set(_signs(node)) - {"="} for node in (gold, given)):
+        return False
+    labels, due = _items(gold)
+    others, left = _items(given)
+    if len(due) != len(left) or (labels != others and (len(labels) > 1 or len(others) > 1)):
+        return False
+    for item in due:
+        place = next((i for i, other in enumerate(left) if same(item, other)), None)
+        if place is None:
+            return False
+        del left[place]
+    return True
+
+
+def _signs(node: Node) -> str:
+    """The signs of the relations of a list."""
+    return "".join(item.name for item in node.args if item.op == "relation")
+
+
+def _items(node: Node) -> tuple[set[str], list[Node]]:
+    """The names of the items and the items, both signs of ± written out; a name that all share goes."""
+    if node.op == "relation" and node.name == "∈" and node.args[0].op == "name":
+        node = node.args[1]  # x ∈ {1, 2} says 1, 2
+    items = node.args if node.op in ("list", "set") else (node,)
+    named = [_named(item) for item in items]
+    labels = {label.partition("_")[0] for label, _ in named}
+    if len(items) > 1 and len(labels) == 1:
+        items, labels = tuple(value for _, value in named), set()
+    return labels - {""}, [one for item in items for one in _both_signs(item)]
+
+
+def _named(node: Node) -> tuple[str, Node]:
+    """Name and value of `x = 2`; an empty name for anything else."""
+    if node.op == "relation" and node.name == "=" and node.args[0].op == "name":
+        return node.args[0].name, node.args[1]
+    return "", node
+
+
+def _both_signs(node: Node) -> list[Node]:
+    if "plusminus" not in _ops(node):
+        return [node]
+    return [_signed(node, sign) for sign in "±∓"]
+
+
+def _signed(node: Node, plus: str) -> Node:
+    """With a plus for one of ± and ∓, and a minus for the other."""
+    args = tuple(_signed(arg, plus) for arg in node.args)
+    if node.op == "plusminus":
+        return args[0] if node.name == plus else Node("neg", args)
+    return replace(node, args=args)
+
+
+def _is_label(node: Node) -> bool:
+    """Whether it is what a value is given to: `x`, `f(x)` or `(x, y)`."""
+    if node.op == "pair":
+        return all(arg.op == "name" for arg in node.args)
+    return node.op == "name" or (node.op == "mul" and node.name == "applied")
+
+
+def _holds(gold: Node, given: Node) -> bool:
+    """Whether every side of an answer's equation is the gold expression; the first may be a label."""
+    sides = given.args[1:] if _is_label(given.args[0]) else given.args
+    if set(given.name) - {"=", "≈"} and given.name != "∈":
+        return False
+    about = (side for sign, side in zip(given.name, given.args[1:], strict=True) if sign == "≈")
+    if any(side.name != "decimal" for side in about):
+        return False
+    if len(set(sides)) < len(sides) or (given.name == "∈" and len(sides) > 1):
+        return False  # 1 = 1 says nothing
+    return all(same(gold, side) for side in sides)
+
+
+def _same_relations(gold: Node, given: Node) -> bool:
+    """Whether a relation, or the value that it gives a label, is the gold relation."""
+    label, value = gold.args[0], gold.args[-1]
+    gives_value = gold.name == "=" and _is_label(label)
+    if given.op != "relation":
+        return (gives_value and same(value, given)) or _same_regions(gold, given)
+    if gives_value and given.args[0] == label:
+        return _holds(value, given)
+    if _same_regions(gold, given):
+        return True
+    if len(gold.args) == len(given.args) == 2 and {gold.name, given.name} <= set("=<>≤≥"):
+        return _same_two_sided(gold, given)
+    return gold.name == given.name and _pairwise(gold.args, given.args)
+
+
+def _same_two_sided(gold: Node, given: Node) -> bool:
+    """Whether one equation or inequality is a multiple of the other."""
+    ways = [Node("add", (node.args[0], Node("neg", (node.args[1],)))) for node in (gold, given)]
+    if any("infty" in {one.name for one in _all(way)} for way in ways):
+        return False
+    sign = _verdict("ratio", *ways)
+    due = gold.name if sign > 0 else gold.name.translate(str.maketrans("<>≤≥", "><≥≤"))
+    return sign != 0 and given.name == due
+
+
+def _same_regions(gold: Node, given: Node) -> bool:
+    """Whether both are regions of the same spans."""
+    due, found = region_of(gold), region_of(given)
+    if due is None or found is None or len(due.spans) != len(found.spans):
+        return False
+    if due.variable and found.variable and due.variable != found.variable:
+        return False
+    return all(
+        (one.low_closed, one.high_closed) == (other.low_closed, other.high_closed)
+        and same(one.low, other.low)
+        and same(one.high, other.high)
+        for one, other in zip(due.spans, found.spans, strict=True)
+    )
+
+
+def _same_values(gold: Node, given: Node) -> bool:
+    """Whether two numbers or expressions with variables are equal, or one is the other in six decimals."""
+    names = {one.name for node in (gold, given) for one in _all(node) if one.op == "constant"}
+    if "infty" in names:
+        return False
+    due, found = exact(gold), exact(given)
+    if due is not None and found is not None:
+        return due == found or _is_rounded(due, found, given)
+    if found is not None and _decimals(found, given) >= ROUNDED_DECIMALS and not gold.names():
+        return _verdict("rounded", gold, given) > 0
+    return _verdict("equal", gold, given) > 0
+
+
+def _is_rounded(due: Fraction, found: Fraction, given: Node) -> bool:
+    """Whether a decimal is a number rounded that no decimal is."""
+    decimals = _decimals(found, given)
+    ends = 10 ** due.denominator.bit_length() % due.denominator == 0
+    return decimals >= ROUNDED_DECIMALS and not ends and 2 * abs(due - found) * 10**decimals <= 1
+
+
+def _decimals(value: Fraction, given: Node) -> int:
+    """Digits behind the point of a plain decimal; 0 for any other writing."""
+    plain = given.args[0] if given.op == "neg" else given
+    if plain.op != "number" or plain.name != "decimal":
+        return 0
+    return next(num for num in range(MAX_BITS) if 10**num % value.denominator == 0)
+
+
+def exact(node: Node) -> Fraction | None:
+    """The value of an expression of rational numbers; None for any other.
+
+    Raises Unreadable for a division by zero or a number beyond the bounds.
+    """
+    if node.op == "number":
+        return node.value
+    if node.op not in ("neg", "percent", "add", "mul", "div", "pow"):
+        return None
+    values = [exact(arg) for arg in node.args]
+    numbers = [value for value in values if value is not None]
+    if len(numbers) < len(values):
+        return None
+    match node.op:
+        case "neg":
+            return -numbers[0]
+        case "percent":
+            return numbers[0] / 100
+        case "add":
+            return sum(numbers, start=Fraction(0))
+        case "mul":
+            return math.prod(numbers, start=Fraction(1))
+        case "div" if numbers[1] == 0:
+            raise Unreadable("a division by zero")
+        case "div":
+            return numbers[0] / numbers[1]
+    return _power(*numbers)
+
+
+def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
+    if exponent.denominator != 1:
+        return None
+    bits = max(abs(base.numerator), base.denominator).bit_length()
+    if bits * abs(exponent) > MAX_BITS or (base == 0 and exponent <= 0):
+        raise Unreadable("a power beyond the bounds")
+    return base ** int(exponent)
+
+
+def _all(node: Node) -> Iterator[Node]:
+    yield node
+    for arg in node.args:
+        yield from _all(arg)
+
+
+def _verdict(kind: str, gold: Node, given: Node) -> int:
+    return _asked(json.dumps([kind, _plain(gold), _plain(given)]))
+
+
+def _plain(node: Node) -> JSON:
+    """A tree as JSON."""
+    value = None if node.value is None else str(node.value)
+    return [node.op, node.name, value, [_plain(arg) for arg in node.args]]
+
+
+@lru_cache(maxsize=20_000)
+def _asked(question: str) -> int:
+    return _process(os.getpid()).ask(question)
+
+
+@cache
+def _process(pid: int) -> _Process:
+    """The comparing process of this process; one that was forked off has its own."""
+    del pid
+    return _Process()
+
+
+_STRUCTURES = frozenset(("pair", "matrix", "row", "union", "intersection", "difference", "domain", "based"))
+
+
+@dataclass
+class _Process:
+    """A process that compares, started at the first question."""
+
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    running: subprocess.Popen[str] | None = None
+
+    def ask(self, question: str) -> int:
+        """The verdict on a question; 0 where finding out takes more time or memory than it may."""
+        with self.lock:
+            process = self.running or self._start()
+            self._write(process, json.dumps([json.loads(question), CPU_S]))
+            reply = self._read(process)
+            if reply in ("0", "1", "-1"):
+                return int(reply)
+            if not reply:
+                self._end(process)
+            raise WorldError("The process that compares mathematics was ended.", "Is memory short?")
+
+    def _start(self) -> subprocess.Popen[str]:
+        command = [sys.executable, "-c", _START, json.dumps(sys.path)]
+        pipe, null = subprocess.PIPE, subprocess.DEVNULL
+        process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=null, text=True, bufsize=1)
+        if self._read(process) != "ready":
+            self._end(process)
+            raise WorldError("The process that compares mathematics does not start.", "Try: python -m sympy")
+        self.running = process
+        return process
+
+    def _write(self, process: subprocess.Popen[str], line: str) -> None:
+        assert process.stdin is not None
+        try:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        except BrokenPipeError:
+            return  # the reply will be missing
+
+    def _read(self, process: subprocess.Popen[str]) -> str:
+        """One line of the process; empty where it has ended."""
+        assert process.stdout is not None
+        if not select.select([process.stdout], [], [], WAIT_S)[0]:
+            self._end(process)
+            raise WorldError(f"The process that compares mathematics is silent for {WAIT_S:g} s.")
+        return process.stdout.readline().strip()
+
+    def _end(self, process: subprocess.Popen[str]) -> None:
+        self.running = None
+        if process.stdin is not None and process.stdout is not None:
+            process.stdout.close()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()

@@ -1,0 +1,327 @@
+"""Mathematical notation as tokens: LaTeX and plain signs, numbers, letters and commands.
+
+Length, depth and the size of numbers are bounded. `ludus.rewards.math.parser` makes trees of the tokens.
+"""
+
+from __future__ import annotations
+
+import re
+import unicodedata
+from dataclasses import dataclass
+from fractions import Fraction
+
+from ludus.rewards.answer_extraction import plain_signs
+
+MAX_CHARACTERS = 1_000
+"""A longer expression is refused."""
+MAX_DEPTH = 30
+"""Brackets, arguments and exponents inside each other."""
+MAX_POWER = 400
+"""The largest power of ten of a number."""
+
+_FUNCTIONS = "arcsin arccos arctan sinh cosh tanh sin cos tan cot sec csc log ln lg exp max min gcd lcm"
+_GREEK = (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
+    "tau phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega"
+)
+FUNCTIONS = frozenset(_FUNCTIONS.split())
+GREEK = frozenset(_GREEK.split())
+_WORDS = {"inf": "infty", "oo": "infty", "infinity": "infty", "minus": "-", "negative": "-", "plus": "+"} | {
+    "percent": "%",
+    "degrees": "°",
+    "degree": "°",
+    "or": "or",
+    "and": "and",
+    "asin": "arcsin",
+    "acos": "arccos",
+    "atan": "arctan",
+    "lor": "or",
+    "land": "and",
+}
+_COMMANDS = (
+    {"cdot": "*", "times": "*", "ast": "*", "div": "/", "pm": "±", "mp": "∓", "lt": "<", "gt": ">", "le": "≤"}
+    | {"leq": "≤", "leqslant": "≤", "ge": "≥", "geq": "≥", "geqslant": "≥", "ne": "≠", "neq": "≠", "in": "∈"}
+    | {"cup": "∪", "cap": "∩", "setminus": "∖", "emptyset": "∅", "varnothing": "∅", "mid": "|", "vert": "|"}
+    | {"lvert": "|", "rvert": "|", "circ": "°", "degree": "°", "ldots": "…", "dots": "…", "cdots": "…"}
+    | {"land": "and", "lor": "or", "vee": "or", "wedge": "and", "approx": "≈", "simeq": "≈", "lfloor": "⌊"}
+    | {"rfloor": "⌋", "lceil": "⌈", "rceil": "⌉", "infin": "infty", "arcsinh": "?", "operatorname": "?"}
+    | {"to": "?", "dfrac": "frac", "tfrac": "frac", "cfrac": "frac", "dbinom": "binom", "tbinom": "binom"}
+    | {"overline": "bar", "dot": "bar", "backslash": "∖"}
+)
+_CHARACTERS = (
+    {"×": "*", "·": "*", "⋅": "*", "∙": "*", "÷": "/", "∕": "/", "⁄": "/", "∨": "or", "∧": "and", "∣": "|"}
+    | {
+        "≦": "≤",
+        "≧": "≥",
+        "⩽": "≤",
+        "⩾": "≥",
+        "√": r"\sqrt ",
+        "∛": r"\sqrt[3]",
+        "π": r"\pi ",
+        "∞": r"\infty ",
+    }
+    | {"ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}", "ℂ": r"\mathbb{C}"}
+    | {"º": "°", "∘": "°", "Ø": "∅", "θ": r"\theta ", "α": r"\alpha ", "β": r"\beta ", "λ": r"\lambda "}
+    | {"γ": r"\gamma ", "δ": r"\delta ", "μ": r"\mu ", "φ": r"\phi ", "ω": r"\omega ", "σ": r"\sigma "}
+    | {"∊": "∈", "⟨": r"\langle ", "⟩": r"\rangle ", "′": "'", "≃": "≈", "≅": "≈"}
+)
+_SPACING = re.compile(
+    r"(?<!\\)\\(?:left|right|big|Big|bigg|Bigg|bigl|bigr|displaystyle|limits|quad|qquad)(?![a-zA-Z])"
+    r"|(?<!\\)\\[ ,;:!()]|~|&nbsp;"
+)
+_PHRASES = (
+    (r"(?:all|any|every|the set of(?: all)?)? ?(?:real numbers?|reals)(?= except\b|$)", r"\mathbb{R}"),
+    (r"no (?:real )?solutions?\b|(?:the )?empty set\b", r"\emptyset"),
+    (r"^(?:for )?(?:all|every) (?:real )?(?=[a-z] ?[^a-z ])", ""),
+    (r"except(?: for)?\b", r"\setminus"),
+    (r"degrees?\b(?! *(?:[CFK]\b|celsius|fahrenheit))", "°"),
+)
+"""Words that stand for signs."""
+_WORDED = tuple((re.compile(rf"(?i)(?<![\\\w])(?:{words})"), sign) for words, sign in _PHRASES)
+_ARRAY = re.compile(r"\\(begin|end)\{(?:array\}(?:\s*\{[clr| ]*\})?|smallmatrix\})")
+_TEXT_LEFT = re.compile(r"\\(?:text[a-z]*|mathrm|mathbf|mathit|mathsf|mbox|hbox|operatorname\*?)(?![a-z])")
+_TEXT = re.compile(_TEXT_LEFT.pattern + r"\s*\{([^{}]*)\}")
+_RAISED = re.compile("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻⁽⁾ⁿⁱ⁄]+")
+_LOWERED = re.compile("[₀₁₂₃₄₅₆₇₈₉]+")
+_VULGAR = re.compile("[¼-¾⅐-⅞↉]")
+_POINT = r"(?:\.\d+|\.(?!\.|\s*$))?"
+_NUMBER = re.compile(
+    r"(?P<grouped>[1-9]\d{0,2}(?:(?:,|\{,\}|[ ])\d{3})+(?![\d]|,\d|\{,\}|[ ]\d))(?:\.(?P<cents>\d+))?"
+    r"|(?P<plain>\d+(?:\.\d+|\.(?=\s*\\bar|\(|\s*\\overline|\s*\\dot(?![a-z])))?|\d+\.(?!\.)|\.\d+)",
+    re.ASCII,
+)
+_POWER_OF_TEN = re.compile(r"[eE]([+-]?\d{1,4})(?![\w.])", re.ASCII)
+_REPEATED = re.compile(r"\s*(?:\\(?:overline|bar|dot)\s*(?:\{(\d{1,50})\}|(\d))|\((\d{1,50})\))", re.ASCII)
+_ELLIPSIS = re.compile(r"\s*(?:\.\.\.|…|\\[lc]?dots(?![a-z]))")
+_TOKEN = re.compile(
+    r"\s*(?:(?P<command>\\(?:(?:begin|end)\{[a-z]*\}|[a-zA-Z]+|[{}%$|\\&]))|(?P<word>[a-zA-Z]+)|(?P<sign>\*\*|<=|>=|!=|==|\.\.\.|\S))"
+)
+
+
+class Unreadable(ValueError):
+    """A text outside of the grammar, or beyond its bounds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node of the tree.
+
+    `op`: number (value), name, constant, add, neg, mul, div, pow, root (of, degree), call, abs, factorial,
+    percent, degree, plusminus; list, set, pair (name: its brackets), relation (name: its signs), union,
+    intersection, difference, domain, matrix, row, based. A number's `name` says how it is written.
+    """
+
+    op: str
+    args: tuple[Node, ...] = ()
+    name: str = ""
+    value: Fraction | None = None
+
+    def names(self) -> frozenset[str]:
+        """The names of all variables."""
+        own = frozenset({self.name}) if self.op == "name" else frozenset()
+        return own.union(*(arg.names() for arg in self.args))
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """A token: number, letter, command or sign; `spaced` if a blank stands before it."""
+
+    kind: str
+    text: str
+    value: Fraction | None = None
+    spaced: bool = False
+
+
+def plain_text(text: str) -> str:
+    """LaTeX without spacing, text commands, dollar signs and characters beyond ASCII that have a spelling.
+
+    Raises Unreadable for a text that is too long, nested too deep, or has text commands left.
+    """
+    if len(text) > MAX_CHARACTERS:
+        raise Unreadable("too long")
+    plain = _ascii(text)
+    plain = _SPACING.sub(" ", plain)
+    for _ in range(MAX_DEPTH):
+        plain = _TEXT.sub(r" \1 ", plain)
+    if _TEXT_LEFT.search(plain):
+        raise Unreadable("text in text")
+    plain = re.sub(r"\\\$|\$", " ", plain).replace("\\[", " ").replace("\\]", " ")
+    plain = " ".join(_ARRAY.sub(r"\\\1{matrix}", plain).split())
+    for words, sign in _WORDED:
+        plain = words.sub(sign.replace("\\", "\\\\"), plain)
+    depth = 0
+    for character in plain:
+        depth += (character in "([{") - (character in ")]}")
+        if depth > MAX_DEPTH:
+            raise Unreadable("nested too deep")
+    plain = " ".join(plain.split())
+    return plain if plain.endswith("...") else plain.removesuffix(".").strip()
+
+
+def _ascii(text: str) -> str:
+    text = _VULGAR.sub(lambda m: _fraction(m[0]), plain_signs(text))
+    text = _RAISED.sub(lambda m: "^{" + _fold(m[0]) + "}" if m[0] != "⁄" else "/", text)
+    text = _LOWERED.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
+    return "".join(_CHARACTERS.get(c) or _folded(c) for c in text)
+
+
+def _fraction(character: str) -> str:
+    up, _, down = unicodedata.normalize("NFKC", character).partition("\N{FRACTION SLASH}")
+    return rf"\frac{{{up}}}{{{down}}}"
+
+
+def _fold(raised: str) -> str:
+    return unicodedata.normalize("NFKC", raised).replace("\N{MINUS SIGN}", "-").replace("⁄", "/")
+
+
+def _folded(character: str) -> str:
+    plain = unicodedata.normalize("NFKC", character)
+    return plain if plain.isascii() else character
+
+
+def letters_of(text: str) -> frozenset[str]:
+    """The letters of a text outside of its commands."""
+    return frozenset(re.findall(r"[a-zA-Z]", re.sub(r"\\[a-zA-Z]+", " ", text)))
+
+
+def text_words(text: str) -> frozenset[str]:
+    """The words that are set as text."""
+    return frozenset(
+        word for found in _TEXT.findall(_ascii(text)) for word in re.findall(r"[a-zA-Z]+", found)
+    )
+
+
+def tokens_of(text: str, letters: frozenset[str] | None) -> list[Token]:
+    """The tokens of a plain text. Raises Unreadable.
+
+    A run of letters that is not a known word is a product if all its letters are among `letters`.
+    """
+    found: list[Token] = []
+    at = depth = 0
+    while at < len(text):
+        spaced = text[at] == " "
+        at += spaced
+        number = _NUMBER.match(text, at)
+        if number is not None:
+            token, at = _number(text, number, depth, spaced)
+            found.append(token)
+            continue
+        match = _TOKEN.match(text, at)
+        if match is None:
+            break
+        at = match.end()
+        if match["word"] is not None:
+            found += _letters(match["word"], letters, spaced)
+        else:
+            found.append(_sign(match["command"], match["sign"], spaced))
+        depth += {"(": 1, "[": 1, "\\{": 1, ")": -1, "]": -1, "\\}": -1}.get(found[-1].text, 0)
+    return [_interval_sign(found, place) for place in range(len(found))]
+
+
+_BEFORE_ITEM = frozenset(("", "∪", "∩", "∖", "∈", "=", ",", ";", "or", "and", "(", "[", "{", "\\{"))
+_BEHIND_ITEM = frozenset(("", "∪", "∩", "∖", ",", ";", "or", "and", "U", ")", "]", "}", "\\}"))
+
+
+def _interval_sign(tokens: list[Token], place: int) -> Token:
+    """The token at a place; a bracket that is turned outwards as in `]0, 1[` is round, and the letter U
+    between two brackets a union."""
+    token = tokens[place]
+    if token.text not in ("]", "[", "U"):
+        return token
+    before = tokens[place - 1].text if place else ""
+    behind = tokens[place + 1].text if place + 1 < len(tokens) else ""
+    if token.text == "U":
+        is_union = before in (")", "]", "[", "\\}") and behind in ("(", "[", "]", "\\{")
+        return Token("sign", "∪", spaced=token.spaced) if is_union else token
+    if token.text == "]" and before in _BEFORE_ITEM | {"U"}:
+        return Token("sign", "(", spaced=token.spaced)
+    if token.text == "[" and before not in _BEFORE_ITEM and behind in _BEHIND_ITEM:
+        return Token("sign", ")", spaced=token.spaced)
+    return token
+
+
+def _sign(command: str | None, sign: str | None, spaced: bool) -> Token:
+    if command is None:
+        signs = {"**": "^", "<=": "≤", ">=": "≥", "!=": "≠", "==": "=", "...": "…"}
+        return Token("sign", signs.get(sign or "", sign or ""), spaced=spaced)
+    name = command[1:]
+    if name.startswith(("begin{", "end{")):
+        return Token("command", name, spaced=spaced)
+    if not name.isalpha():
+        return Token("sign", {"%": "%", "|": "?", "\\": "\\\\"}.get(name, command), spaced=spaced)
+    name = _COMMANDS.get(name, name)
+    return Token("command" if name.isalpha() and name not in ("or", "and") else "sign", name, spaced=spaced)
+
+
+def _number(text: str, match: re.Match[str], depth: int, spaced: bool) -> tuple[Token, int]:
+    """The token of a number, and where the text goes on."""
+    end, grouped = match.end(), match["grouped"]
+    if grouped is None:
+        body = match["plain"]
+    elif depth and "," in grouped and "{" not in grouped:
+        body = grouped.partition(",")[0]  # inside of brackets a comma separates
+        end = match.start() + len(body)
+    else:
+        body = re.sub(r"\D", "", grouped) + (f".{match['cents']}" if match["cents"] else "")
+    value = Fraction(f"0{body}" if body.startswith(".") else body.removesuffix("."))
+    for read_on in (_repeating, _scientific):
+        if found := read_on(text, end, body, value):
+            kind, value, end = found
+            return Token("number", kind, value, spaced), end
+    return Token("number", "decimal" if "." in body else "whole", value, spaced), end
+
+
+def _repeating(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fraction, int] | None:
+    """A decimal with a block of digits that repeats, and where it ends."""
+    if "." not in body:
+        return None
+    if repeated := _REPEATED.match(text, end):
+        digits = repeated[1] or repeated[2] or repeated[3]
+        decimals = len(body.partition(".")[2])
+        value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**decimals)
+        return "repeating", value, repeated.end()
+    dots = _ELLIPSIS.match(text, end)
+    return ("repeating", _continued(body), dots.end()) if dots else None
+
+
+def _scientific(text: str, end: int, body: str, value: Fraction) -> tuple[str, Fraction, int] | None:
+    """A number with a power of ten behind `e`, and where it ends."""
+    del body
+    power = _POWER_OF_TEN.match(text, end)
+    if power is None:
+        return None
+    if abs(int(power[1])) > MAX_POWER:
+        raise Unreadable("too large a power of ten")
+    return "scientific", value * Fraction(10) ** int(power[1]), power.end()
+
+
+def _continued(body: str) -> Fraction:
+    """The value of `0.1666...`: the shortest block that ends three digits and more is repeated."""
+    whole, _, digits = body.partition(".")
+    for size in range(1, len(digits) // 2 + 1):
+        block, times = digits[-size:], 1
+        while digits.endswith(block * (times + 1)):
+            times += 1
+        if times >= 2 and times * size >= 3:
+            kept = digits[: len(digits) - size]
+            repeating = Fraction(int(block), (10**size - 1) * 10 ** len(kept))
+            return Fraction(f"{whole or 0}.{kept or 0}") + repeating
+    raise Unreadable("digits that go on in an unknown way")
+
+
+def _letters(word: str, letters: frozenset[str] | None, spaced: bool) -> list[Token]:
+    """The tokens of a run of letters: a known word, a function with its variable, or a product."""
+    if len(word) == 1:
+        return [Token("letter", word, spaced=spaced)]
+    lower = word.lower()
+    if word in FUNCTIONS | GREEK | {"pi", "sqrt", "cbrt", "abs"} or lower in ("pi", "sqrt"):
+        return [Token("command", word if word in GREEK else lower, spaced=spaced)]
+    if lower in _WORDS:
+        known = _WORDS[lower]
+        command = known.isalpha() and known not in ("or", "and")
+        return [Token("command" if command else "sign", known, spaced=spaced)]
+    if word[:-1] in FUNCTIONS:
+        return [Token("command", word[:-1], spaced=spaced), Token("letter", word[-1])]
+    if letters is not None and not letters >= set(word):
+        raise Unreadable(f"the word {word[:40]!r}")
+    return [Token("letter", letter, spaced=spaced and not n) for n, letter in enumerate(word)]

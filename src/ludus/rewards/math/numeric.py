@@ -1,0 +1,160 @@
+"""Numbers with a tolerance: absolute, relative, percents, thousands separators, units."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from fractions import Fraction
+from functools import lru_cache
+
+from ludus.rewards.answer_extraction import candidates, plain_signs
+from ludus.rewards.base import truth_of
+from ludus.rewards.math.math_verify import exact
+from ludus.rewards.math.notation import Node, Unreadable
+from ludus.rewards.math.parser import read
+from ludus.rewards.math.worked_out import unfinished
+from ludus.types import Task, Trajectory
+
+MAX_DIGITS = 400
+"""A numeral of more digits, or with a larger power of ten, is none: a float ends at 309 digits."""
+
+_SHORT = 32
+"""Longest text, in characters, whose reading is cached: most numerals are short and repeat."""
+_RELATIVE = 1e-6
+"""The room of a truth that is no whole number and says nothing else."""
+_LOST = Fraction(1, 2**50)
+_LOST_OF_WHOLE = Fraction(1, 10**9)
+"""What a truth that was computed may be off, relatively, and absolutely where it is whole."""
+_LEAD = re.compile(r"(?i)^(?:it\s+is|about|approximately|approx\.?|roughly|[a-z]\s*(?:=|≈)|≈|~|=)\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """The truth of a question for a number.
+
+    An answer is right within `absolute` or within `relative` times `value`, whichever is wider; without
+    `relative` a whole number has no such room, and any other a millionth. `units` are those that an answer
+    may carry, each with its size in the unit of `value` (metres: m 1, cm 0.01); with `needs_unit` it must
+    carry one. "%" is a hundredth unless `units` says otherwise. With `decimal_comma` 1,5 is one and a half.
+    """
+
+    value: float
+    absolute: float = 0.0
+    relative: float | None = None
+    units: Mapping[str, float] = field(default_factory=dict)
+    needs_unit: bool = False
+    decimal_comma: bool = False
+
+
+def read_quantity(text: str, truth: Quantity, *, reduced: bool = False) -> Fraction | None:
+    """The number that the whole text is, exactly, in the unit of `truth`; None where it is anything else.
+
+    With `reduced` also where it is not in lowest terms: 435/15 is a problem, no answer to one.
+    """
+    numeral, size = _read(text, truth)
+    if reduced and numeral is not None and unfinished(numeral):
+        return None
+    try:
+        value = None if numeral is None else exact(numeral)
+    except Unreadable:
+        return None
+    return None if value is None else value * _as_written(size)
+
+
+def _read(text: str, truth: Quantity) -> tuple[Node | None, float]:
+    """The numeral of a text without its unit, and the unit's size."""
+    plain = _LEAD.sub("", _without_latex(plain_signs(text)).strip())
+    sizes = {"%": 0.01, "percent": truth.units.get("%", 0.01)} | dict(truth.units)
+    unit, size, rest = _unit(plain, sizes)
+    if truth.needs_unit and not unit:
+        return None, size
+    numeral = _short_number if len(rest) <= _SHORT else _number
+    return numeral(rest, truth.decimal_comma), size
+
+
+def close(value: Fraction, truth: Quantity) -> bool:
+    """Whether the value is within the tolerance; to a truth that is NaN or infinite none is.
+
+    What the arithmetic of floats may have lost is let pass: four units in the last place, and of a whole
+    number, whose neighbours are other answers, a billionth at most.
+    """
+    if isinstance(truth.value, float) and not math.isfinite(truth.value):
+        return False
+    due = _as_written(truth.value)
+    whole = due.denominator == 1
+    relative = truth.relative if truth.relative is not None else 0.0 if whole else _RELATIVE
+    reach = max(_as_written(truth.absolute), _as_written(relative) * abs(due))
+    lost = abs(due) * _LOST
+    return abs(value - due) <= reach + (min(lost, _LOST_OF_WHOLE) if whole else lost)
+
+
+def is_close(answer: str, truth: Quantity, *, reduced: bool = False) -> bool:
+    """Whether the answer (all boxes of one with several) is the number, within the tolerance.
+
+    With `reduced` it has to be in lowest terms.
+    """
+    values = [read_quantity(one, truth, reduced=reduced) for one in candidates(answer)]
+    return bool(values) and all(value is not None and close(value, truth) for value in values)
+
+
+def number_close(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer is the number of the truth within its tolerance, else 0."""
+    return float(is_close(trajectory.answer, truth_of(task, Quantity)))
+
+
+def _without_latex(text: str) -> str:
+    bare = text.strip().removeprefix("\\(").removesuffix("\\)").removeprefix("\\[").removesuffix("\\]")
+    if len(bare) > 1 and bare[0] == bare[-1] == "$":
+        bare = bare.strip("$")
+    bare = re.sub(r"\\(?:text|mathrm|mbox)\s*\{([^{}]*)\}", r" \1 ", bare)
+    bare = re.sub(r"\\[,;:! ]|\{,\}", lambda m: "," if m[0] == "{,}" else " ", bare)
+    return bare.replace("\\%", "%").replace("\\$", "$").replace("\\approx", "≈")
+
+
+def _as_written(number: float) -> Fraction:
+    """The number that stands there: 0.01 is a hundredth, not the float next to it."""
+    return Fraction(str(number)) if isinstance(number, float) else Fraction(number)
+
+
+def _unit(text: str, sizes: Mapping[str, float]) -> tuple[str, float, str]:
+    """The unit before or after the number, its size, and what is left of the text."""
+    for unit in sorted(sizes, key=len, reverse=True):
+        if text.endswith(unit) and not (unit[0].isalpha() and text[: -len(unit)][-1:].isalpha()):
+            return unit, sizes[unit], text.removesuffix(unit).strip()
+        if not unit[0].isalnum() and re.match(rf"-?\s*{re.escape(unit)}", text):
+            return unit, sizes[unit], text.replace(unit, "", 1).strip()
+    return "", 1.0, text
+
+
+def _number(text: str, decimal_comma: bool) -> Node | None:
+    """The numeral that a text is: a number, or a fraction of whole numbers, with or without a sign."""
+    if sum(c.isdigit() for c in text) > MAX_DIGITS:
+        return None
+    if decimal_comma:
+        text = text.translate(str.maketrans(",.", ".,"))
+    try:
+        node = read(re.sub(r"(?<=\d)_(?=\d{3})", ",", text), frozenset())
+    except Unreadable:
+        return None
+    return node if _is_numeral(node) else None
+
+
+_short_number = lru_cache(_number)
+
+
+def _is_numeral(node: Node) -> bool:
+    if node.op == "neg":
+        return node.args[0].op != "neg" and not _is_negative(node.args[0]) and _is_numeral(node.args[0])
+    if node.op != "div":
+        return node.op == "number"
+    return all(arg.op == "number" and arg.name == "whole" for arg in map(_unsigned, node.args))
+
+
+def _is_negative(node: Node) -> bool:
+    return node.op == "div" and any(arg.op == "neg" for arg in node.args)
+
+
+def _unsigned(node: Node) -> Node:
+    return node.args[0] if node.op == "neg" else node

@@ -1,0 +1,276 @@
+r"""How far an expression is worked out: its size, and the operations in it that are left to be done.
+
+`2 + 3`, `6/8`, `\sqrt{16}`, `x + x`, `-(x + 1)` and `5!` leave something to do; `2\sqrt{3}`, `\frac{3}{4}`
+and `5 \cdot 10^3` do not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+
+from ludus.rewards.math.notation import Node
+
+_POLYNOMIAL = frozenset(("number", "name", "constant", "add", "neg", "mul", "div", "pow", "root"))
+_ONE = Fraction(1)
+
+
+def is_worked_out(answer: Node, gold: Node) -> bool:
+    """Whether an answer is no larger than the gold one, and leaves nothing to do that the gold one does not.
+
+    Of an equation that gives a label a value, or that follows a chain, the last side counts.
+    """
+    given, due = answer, gold
+    if gold.op != "relation" or gold.args[0].op == "name" or gold.args[0].name == "applied":
+        given, due = _last_side(answer), _last_side(gold)
+    left = unfinished(given) - unfinished(due)
+    if not _is_expanded(due):
+        del left["product of a sum"]
+    return not left and size(given) <= size(due)
+
+
+def unfinished(node: Node) -> Counter[str]:
+    """The operations that are left to be done, by kind."""
+    return Counter(_unfinished(node))
+
+
+def size(node: Node) -> int:
+    """Names and numbers of an expression: a coefficient is one, the variable of a bound does not count."""
+    match node.op:
+        case "number" | "name" | "based":
+            return 1
+        case "constant":
+            return int(node.name != "infty")
+        case "neg" | "percent" | "degree" | "plusminus":
+            return size(node.args[0])
+        case "mul" | "div":
+            return _product_size(node)
+        case "pow":
+            return 1 if _is_surd(node) else size(node.args[0]) + _exponent_size(node.args[1])
+        case "root":
+            return 1 if _is_surd(node) else size(node.args[0]) + 1
+        case "call" | "abs" | "factorial":
+            return 1 + sum(map(size, node.args))
+        case "relation":
+            bare = [arg.op == "name" for arg in node.args]
+            return sum(size(arg) for arg, name in zip(node.args, bare, strict=True) if not name)
+    return sum(map(size, node.args))
+
+
+def _last_side(node: Node) -> Node:
+    if node.op == "relation" and set(node.name) <= {"=", "≈", "∈"}:
+        return node.args[-1]
+    if node.op in ("list", "set"):
+        return Node("list", tuple(map(_last_side, node.args)))
+    return node
+
+
+def _is_expanded(node: Node) -> bool:
+    """Whether an expression is a sum with names, roots and numbers only."""
+    sums = node.op == "add" or (node.op == "div" and node.args[0].op == "add")
+    return sums and all(one.op in _POLYNOMIAL and not _has_name_above(one) for one in _all(node))
+
+
+def _has_name_above(node: Node) -> bool:
+    return node.op == "pow" and bool(node.args[1].names())
+
+
+def _all(node: Node) -> Iterator[Node]:
+    yield node
+    for arg in node.args:
+        yield from _all(arg)
+
+
+def _unfinished(node: Node) -> Iterator[str]:
+    for arg in node.args:
+        yield from _unfinished(arg)
+    match node.op:
+        case "number" if node.name == "unreduced":
+            yield "fraction"
+        case "neg" if node.args[0].op == "neg" or _starts_negative(node.args[0]):
+            yield "double sign"
+        case "neg" if node.args[0].op == "add":
+            yield "product of a sum"
+        case "add":
+            yield from _of_sum(node.args)
+        case "mul" | "div":
+            yield from _of_product(node)
+        case "pow":
+            yield from _of_power(*node.args)
+        case "root":
+            yield from _of_root(*node.args)
+        case "call" if not any(arg.names() for arg in node.args):
+            yield "function of a number"
+        case "factorial" | "abs":
+            yield node.op
+
+
+def _starts_negative(node: Node) -> bool:
+    return node.op in ("mul", "div") and node.args[0].op == "neg"
+
+
+def _of_sum(terms: Sequence[Node]) -> Iterator[str]:
+    keys = [_term_key(term) for term in terms]
+    for num in Counter(keys).values():
+        if num > 1:
+            yield "like terms"
+    if any(_without_sign(term).op == "add" for term in terms):
+        yield "product of a sum"
+    if any(_rational(_without_sign(term)) == 0 for term in terms):
+        yield "zero term"
+
+
+def _of_product(node: Node) -> Iterator[str]:
+    above, below = _factors(node)
+    numbers = [value for factor in above if (value := _rational(factor)) is not None]
+    divisors = [value for factor in below if (value := _rational(factor)) is not None]
+    if (
+        len(numbers) > 1
+        or len(divisors) > 1
+        or sum(map(_is_surd, above)) > 1
+        or sum(map(_is_surd, below)) > 1
+    ):
+        yield "product of numbers"
+    if divisors:
+        up, down = (math.prod(values, start=_ONE) for values in (numbers, divisors))
+        whole = up.denominator == 1 and down.denominator == 1
+        if not whole or abs(down) == 1 or math.gcd(int(up), int(down)) != 1:
+            yield "fraction"
+    if node.op == "div" and node.name != "frac" and node.args[1].op == "neg":
+        yield "fraction"  # 15 / (-184) is a step, \frac{15}{-184} a number
+    if any(abs(value) == 1 for value in numbers) and len(above) > 1 and not divisors:
+        yield "factor of one"
+    if sum(_is_negative(factor) for factor in (*above, *below)) > 1:
+        yield "double sign"
+    sums = [factor for factor in above if _base(factor).op == "add"]
+    if sums and len(above) > 1:
+        yield "product of a sum"
+
+
+def _of_power(base: Node, exponent: Node) -> Iterator[str]:
+    power = _constant(exponent)
+    if power in (0, 1):
+        yield "power of one"
+    if base.op in ("pow", "root") and power is not None:
+        yield "power of a power"
+    if base.op == "constant" and base.name == "i" and power is not None:
+        yield "power of a number"
+    if base.op == "add" and power is not None and power > 1:
+        yield "product of a sum"
+    value = _rational(base)
+    if (
+        value is not None
+        and power is not None
+        and (power.denominator == 1 or _root(value, power.denominator))
+    ):
+        yield "power of a number"
+
+
+def _of_root(inner: Node, degree: Node) -> Iterator[str]:
+    value, order = _rational(inner), _rational(degree)
+    if value is not None and order is not None and order.denominator == 1 and _root(value, int(order)):
+        yield "root of a number"
+
+
+def _root(value: Fraction, order: int) -> bool:
+    """Whether a number has a rational root of this order."""
+    return order > 0 and all(_is_power(part, order) for part in (abs(value.numerator), value.denominator))
+
+
+def _is_power(number: int, order: int) -> bool:
+    if number.bit_length() > 4_000 or order > 4_000:
+        return False
+    low, high = 0, 1 << (number.bit_length() // order + 1)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (middle + 1, high) if middle**order < number else (low, middle)
+    return bool(low**order == number)
+
+
+def _factors(node: Node) -> tuple[list[Node], list[Node]]:
+    """The factors above and below the line."""
+    if node.op == "mul":
+        found = [_factors(arg) for arg in node.args]
+        return [f for above, _ in found for f in above], [f for _, below in found for f in below]
+    if node.op == "div":
+        (above, below), (under, over) = (_factors(arg) for arg in node.args)
+        return [*above, *over], [*below, *under]
+    if node.op == "neg" and node.args[0].op in ("mul", "div"):
+        return _factors(node.args[0])
+    return [node], []
+
+
+def _rational(node: Node) -> Fraction | None:
+    """The value of a number with or without a sign."""
+    if node.op == "number":
+        return node.value
+    if node.op == "neg" and node.args[0].op == "number" and node.args[0].value is not None:
+        return -node.args[0].value
+    return None
+
+
+def _is_surd(node: Node) -> bool:
+    """Whether it is a root or broken power of a number."""
+    if node.op == "neg":
+        return _is_surd(node.args[0])
+    if node.op == "root":
+        return _rational(node.args[0]) is not None
+    power = _constant(node.args[1]) if node.op == "pow" and _rational(node.args[0]) is not None else None
+    return power is not None and power.denominator != 1
+
+
+def _constant(node: Node) -> Fraction | None:
+    """The value of a number or of a fraction of numbers, with or without a sign."""
+    if node.op == "neg":
+        value = _constant(node.args[0])
+        return None if value is None else -value
+    if node.op != "div":
+        return _rational(node)
+    up, down = map(_rational, node.args)
+    return up / down if up is not None and down else None
+
+
+def _is_negative(node: Node) -> bool:
+    return node.op == "neg"
+
+
+def _product_size(node: Node) -> int:
+    above, below = _factors(node)
+    factors = [*above, *below]
+    others = [factor for factor in factors if _rational(factor) is None and not _is_surd(factor)]
+    units = all(abs(_rational(f) or 0) == 1 for f in factors if f not in others)
+    coefficient = len(others) < len(factors) and not (units and others)
+    return int(coefficient) + sum(map(size, others))
+
+
+def _exponent_size(node: Node) -> int:
+    power = _rational(node)
+    return 0 if power == -1 else size(node)
+
+
+def _without_sign(node: Node) -> Node:
+    return node.args[0] if node.op in ("neg", "plusminus") else node
+
+
+def _base(node: Node) -> Node:
+    if node.op == "neg":
+        return _base(node.args[0])
+    return node.args[0] if node.op in ("pow", "root") else node
+
+
+def _term_key(term: Node) -> str:
+    """What terms have in common that can be added up: all but their coefficients."""
+    above, below = _factors(_without_sign(term))
+    kept = (sorted(_key(factor) for factor in side if _rational(factor) is None) for side in (above, below))
+    return "/".join("*".join(side) for side in kept)
+
+
+def _key(node: Node) -> str:
+    """Equal for factors that are written alike, up to the order of sums and products and a sign before."""
+    node = _without_sign(node)
+    inner = [_key(arg) for arg in node.args]
+    if node.op in ("add", "mul"):
+        inner.sort()
+    return f"{node.op}:{node.name}:{node.value}({','.join(inner)})"

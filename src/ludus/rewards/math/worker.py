@@ -1,0 +1,325 @@
+"""The process in which expressions are compared: sympy behind limits that no answer gets around.
+
+Reads one JSON line `[[kind, gold, answer], cpu_s]` of two trees (`ludus.rewards.math.notation.Node` as lists)
+at a time and writes one line; first of all `ready`.
+
+| kind | 1 | -1 |
+|---|---|---|
+| `equal` | both are equal wherever both are real numbers | |
+| `rounded` | the answer is a decimal and the gold number, rounded to its digits | |
+| `ratio` | the gold expression is a positive multiple of the answer | a negative one |
+
+0 is everything else. Equality is proved, by exact transformations of the difference; numbers only refute it.
+A comparison has `cpu_s` seconds of processor time, after which the kernel ends the process: signals handled
+in Python would wait for a computation inside one big integer, and wall-clock time would make a verdict depend
+on what else the machine does. Memory is limited as well. What compares is a child of a process that has
+imported everything and does nothing else, so that the next child is there at once. `killed` says that
+somebody else ended it.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, TextIO, cast
+
+from ludus.types import JSON
+
+if TYPE_CHECKING:
+    from sympy import Expr
+
+MEMORY_BYTES = 2 << 30
+"""Address space of the process."""
+MAX_BITS = 20_000
+"""Larger powers of numbers are not computed."""
+MAX_FACTORIAL = 500
+DIGITS = 40
+"""Significant digits by which unequal numbers are told apart."""
+_POINTS = ((13, 7), (29, 17), (5, 11))
+"""Of fractions at which expressions with variables are compared before anything is proved."""
+
+Tree = list[JSON]
+
+
+class Refused(ValueError):
+    """An expression that has no finite value, or is beyond the bounds."""
+
+
+def serve() -> None:
+    """Answer lines until the input ends."""
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    replies = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    logging.disable()
+    two: Tree = ["number", "", "2", []]
+    judge("equal", ["root", "", None, [two, two]], two)  # imports are made now, not on somebody's time
+    replies.write("ready\n")
+    while child := os.fork():
+        _, status = os.waitpid(child, 0)
+        if status == 0:
+            return
+        replies.write("killed\n" if os.WTERMSIG(status) == signal.SIGKILL else "0\n")
+    _answer(replies)
+    os._exit(0)
+
+
+def _answer(replies: TextIO) -> None:
+    for line in sys.stdin:
+        (kind, gold, answer), cpu_s = json.loads(line)
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        verdict = judge(kind, gold, answer)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        replies.write(f"{verdict}\n")
+
+
+def judge(kind: str, gold: Tree, answer: Tree) -> int:
+    """The verdict on two trees: 1, -1 or 0."""
+    try:
+        first, second = _expression(gold), _expression(answer)
+        if kind == "ratio":
+            return _ratio(first, second)
+        if kind == "rounded":
+            return int(_is_rounded(first, second))
+        return int(_are_equal(first, second))
+    except Exception:  # boundary: whatever a computer algebra makes of foreign text, it is not the answer
+        return 0
+
+
+def _are_equal(first: Expr, second: Expr) -> bool:
+    if first == second:
+        return True
+    difference = first - second
+    if not difference.free_symbols:
+        return _is_zero(difference)
+    return _agree_at_points(first, second) and _is_identity(difference)
+
+
+def _is_zero(number: Expr) -> bool:
+    """Whether a constant is 0: refuted by its digits, else proved."""
+    import sympy
+
+    value = number.evalf(DIGITS)
+    if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo):
+        return False
+    if value.is_comparable and abs(value) > sympy.Float(10) ** -(DIGITS // 2):
+        return False
+    proofs: tuple[Callable[[Expr], Expr], ...] = (
+        sympy.expand,
+        lambda e: sympy.expand_log(e, force=False),
+        sympy.radsimp,
+        sympy.sqrtdenest,
+        sympy.simplify,
+        lambda e: sympy.expand_log(sympy.simplify(e)),
+    )
+    if any(proof(number) == 0 for proof in proofs):
+        return True
+    if number.is_algebraic:
+        x = sympy.Dummy("x")
+        return bool(sympy.minimal_polynomial(number, x) == x)
+    return number.equals(0) is True
+
+
+def _agree_at_points(first: Expr, second: Expr) -> bool:
+    """Whether two expressions have equal values at points of all signs, wherever both are real."""
+    names = sorted(first.free_symbols | second.free_symbols, key=str)
+    for n, (up, down) in enumerate(_POINTS):
+        for signs in _signs(len(names), n):
+            point = _point(names, signs, up, down)
+            values = [one.subs(point).evalf(DIGITS) for one in (first, second)]
+            if not all(value.is_number and value.is_finite for value in values):
+                continue
+            reals = [value.is_real or abs(value.as_real_imag()[1]) < 1e-20 for value in values]
+            if not all(reals) and min(signs, default=1) < 0:
+                continue  # roots and logarithms of what is negative
+            if abs(values[0] - values[1]) > 1e-15 * (1 + abs(values[0])):
+                return False
+    return True
+
+
+def _signs(num: int, n: int) -> Iterator[tuple[int, ...]]:
+    """All positive, all negative, and for few names each mixture."""
+    if num <= 3:
+        yield from itertools.product((1, -1), repeat=num)
+    else:
+        yield (1,) * num
+        yield (-1,) * num
+        yield tuple(1 if (i + n) % 2 else -1 for i in range(num))
+
+
+def _point(names: Sequence[Expr], signs: Sequence[int], up: int, down: int) -> dict[Expr, Expr]:
+    import sympy
+
+    return {
+        name: sign * sympy.Rational(up + 3 * i, down + i)
+        for i, (name, sign) in enumerate(zip(names, signs, strict=True))
+    }
+
+
+def _is_identity(difference: Expr) -> bool:
+    """Whether a difference is 0 for all positive values of its variables, by exact transformations."""
+    import sympy
+
+    positive = {name: sympy.Dummy(str(name), positive=True) for name in difference.free_symbols}
+    found = difference.subs(positive)
+    proofs: tuple[Callable[[Expr], Expr], ...] = (
+        sympy.expand,
+        sympy.cancel,
+        lambda e: sympy.expand(e, force=True),
+        lambda e: sympy.expand_log(e, force=True),
+        sympy.trigsimp,
+        sympy.simplify,
+        lambda e: sympy.simplify(sympy.expand_trig(e)),
+        lambda e: sympy.simplify(e.rewrite(sympy.exp)),
+    )
+    return any(proof(found) == 0 for proof in proofs)
+
+
+def _is_rounded(number: Expr, decimal: Expr) -> bool:
+    """Whether a decimal is an irrational number rounded to its digits."""
+    import sympy
+
+    if number.is_rational or number.free_symbols or not decimal.is_Rational:
+        return False
+    down, digits = int(decimal.q), 0
+    while 10**digits % down:
+        digits += 1
+    value = number.evalf(digits + DIGITS)
+    return bool(value.is_real) and bool(abs(value - decimal) * 2 * sympy.Integer(10) ** digits <= 1)
+
+
+def _ratio(first: Expr, second: Expr) -> int:
+    """The sign of a constant ratio of two expressions with variables; 0 where it is not constant, or 0."""
+    import sympy
+
+    if not first.free_symbols or first.free_symbols != second.free_symbols:
+        return 0
+    names = sorted(first.free_symbols, key=str)
+    for up, down in _POINTS:
+        point = _point(names, [1] * len(names), up, down)
+        one, other = (side.subs(point).evalf(DIGITS) for side in (first, second))
+        if one.is_comparable and other.is_comparable and abs(one) > 1e-15 and abs(other) > 1e-15:
+            ratio = sympy.nsimplify(first.subs(point) / second.subs(point), rational=False)
+            break
+    else:
+        return 0
+    if not ratio.is_comparable or not _are_equal(first, ratio * second):
+        return 0
+    return 1 if ratio > 0 else -1
+
+
+def _expression(tree: Tree) -> Expr:
+    """The tree in sympy. Raises Refused for infinities, and for powers and factorials beyond the bounds."""
+    import sympy
+
+    op, name, value = str(tree[0]), str(tree[1]), tree[2]
+    if op == "number":
+        return sympy.Rational(value)
+    if op == "name":
+        return sympy.Symbol(name, real=True)
+    if op == "constant":
+        constants = {"pi": sympy.pi, "e": sympy.E, "i": sympy.I}
+        if name not in constants:
+            raise Refused(name)
+        return constants[name]
+    args = [_expression(cast("Tree", arg)) for arg in cast("Tree", tree[3])]
+    found = _combined(op, name, args)
+    if found.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
+        raise Refused("no finite value")
+    return found
+
+
+def _combined(op: str, name: str, args: list[Expr]) -> Expr:
+    import sympy
+
+    simple: dict[str, Callable[..., Expr]] = {
+        "neg": lambda inner: -inner,
+        "add": sympy.Add,
+        "mul": sympy.Mul,
+        "div": _quotient,
+        "pow": _power,
+        "root": _root,
+        "percent": lambda inner: inner / 100,
+        "degree": lambda inner: inner * sympy.pi / 180,
+        "abs": sympy.Abs,
+        "factorial": _factorial,
+    }
+    if op == "call":
+        return _called(name, args)
+    if op not in simple:
+        raise Refused(op)
+    return simple[op](*args)
+
+
+def _quotient(above: Expr, below: Expr) -> Expr:
+    if below.is_zero or below.equals(0):
+        raise Refused("a division by zero")
+    return above / below
+
+
+def _power(base: Expr, exponent: Expr) -> Expr:
+    if base.is_Rational and exponent.is_Rational:
+        bits = max(abs(int(base.p)), int(base.q)).bit_length()
+        if bits * abs(exponent) > MAX_BITS or (base == 0 and exponent <= 0):
+            raise Refused("a power beyond the bounds")
+    elif not exponent.free_symbols and abs(exponent.evalf(15)) > MAX_BITS:
+        raise Refused("a power beyond the bounds")
+    return base**exponent
+
+
+def _root(inner: Expr, degree: Expr) -> Expr:
+    import sympy
+
+    if degree.is_Integer and degree % 2 == 1 and inner.is_negative:
+        return -((-inner) ** (sympy.Integer(1) / degree))
+    if degree == 0:
+        raise Refused("a root of order 0")
+    return inner ** (1 / degree)
+
+
+def _factorial(number: Expr) -> Expr:
+    import sympy
+
+    if number.is_number and not (number.is_Integer and 0 <= number <= MAX_FACTORIAL):
+        raise Refused("a factorial beyond the bounds")
+    return sympy.factorial(number)
+
+
+def _called(name: str, args: list[Expr]) -> Expr:
+    """A function's value. The base of `log` without one is unknown: ratios of logarithms know none."""
+    import sympy
+
+    names = {
+        "arcsin": sympy.asin,
+        "arccos": sympy.acos,
+        "arctan": sympy.atan,
+        "ln": sympy.log,
+        "exp": sympy.exp,
+    }
+    names |= {"floor": sympy.floor, "ceil": sympy.ceiling}
+    names |= {
+        key: vars(sympy)[key] for key in ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh")
+    }
+    if name in names and len(args) == 1:
+        return names[name](args[0])
+    if name in ("log", "lg") and len(args) == 1:
+        base = sympy.Symbol("base of log", positive=True) if name == "log" else sympy.Integer(10)
+        return sympy.log(args[0]) / sympy.log(base)
+    if name == "log_" and len(args) == 2:
+        return sympy.log(args[0]) / sympy.log(args[1])
+    if name in ("max", "min") and len(args) > 1:
+        return (sympy.Max if name == "max" else sympy.Min)(*args)
+    if name in ("gcd", "lcm") and len(args) > 1 and all(arg.is_Integer for arg in args):
+        return sympy.Integer((sympy.igcd if name == "gcd" else sympy.ilcm)(*map(int, args)))
+    if name == "binom" and len(args) == 2:
+        if any(arg.is_number and not (arg.is_Integer and abs(arg) <= MAX_FACTORIAL) for arg in args):
+            raise Refused("a binomial beyond the bounds")
+        return sympy.binomial(*args)
+    raise Refused(name)

@@ -1,0 +1,227 @@
+"""Reward functions and weights of published systems. Each function names its source.
+
+A system's rewards are a list of parts as a world has them; `ludus.rewards.presets` has them by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ludus.rewards.base import Reward, truth_of
+from ludus.rewards.exact_match import exact_match, strict_match, well_formed
+from ludus.rewards.json_match import same_json
+from ludus.types import JSON, StopReason, Task, ToolStatus, Trajectory
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedCall:
+    """A call that solves (a part of) the task."""
+
+    name: str
+    arguments: Mapping[str, JSON]
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectedCalls:
+    """The truth of a task that asks for certain calls, in any order.
+
+    Without any, no call is right. A truth that knows what is to be said then says so in `is_said`.
+    """
+
+    calls: tuple[ExpectedCall, ...]
+
+    def is_said(self, answer: str) -> bool:
+        """Whether a text without calls is right where no call is; here any text that says something is."""
+        return bool(answer.strip())
+
+
+@dataclass(frozen=True, slots=True)
+class CallMatch:
+    """How calls agree with the expected ones: ToolRL's three sums, and their largest values.
+
+    `names` in [0, 1]; `argument_names` in [0, num_calls]; `argument_values` in [0, num_arguments].
+    """
+
+    names: float
+    argument_names: float
+    argument_values: float
+    num_calls: int
+    num_arguments: int
+
+    @property
+    def share(self) -> float:
+        """The sum of the three, as a share of `1 + num_calls + num_arguments`."""
+        total = self.names + self.argument_names + self.argument_values
+        return total / (1 + self.num_calls + self.num_arguments)
+
+
+def match_calls(expected: Sequence[ExpectedCall], made: Sequence[ExpectedCall]) -> CallMatch:
+    """ToolRL's comparison of calls (arXiv:2504.13958, section 3.3).
+
+    `names`: the names of both as multisets, intersection over union. For each expected call the best of the
+    calls made with its name (each is used once; expected calls choose in their order, as in the authors'
+    code): intersection over union of the argument names, and the number of arguments with the right value.
+    """
+    names = _overlap([call.name for call in expected], [call.name for call in made])
+    left = list(made)
+    argument_names = argument_values = 0.0
+    for call in expected:
+        same = [(place, other) for place, other in enumerate(left) if other.name == call.name]
+        scored = [(_arguments(call, other), place) for place, other in same]
+        if not scored:
+            continue
+        (shared, right), place = max(scored, key=lambda found: (sum(found[0]), -found[1]))
+        argument_names += shared
+        argument_values += right
+        del left[place]
+    num_arguments = sum(len(call.arguments) for call in expected)
+    return CallMatch(names, argument_names, argument_values, len(expected), num_arguments)
+
+
+def calls_made(trajectory: Trajectory) -> list[ExpectedCall]:
+    """The calls of the model's messages, in order; one whose arguments are no JSON object is none."""
+    found = []
+    for message in trajectory.messages:
+        if message["role"] != "assistant":
+            continue
+        for call in message.get("tool_calls", []):
+            try:
+                arguments = json.loads(call["function"]["arguments"])
+            except ValueError:
+                continue
+            if isinstance(arguments, dict):
+                found.append(ExpectedCall(call["function"]["name"], arguments))
+    return found
+
+
+def format_kept(task: Task, trajectory: Trajectory) -> float:
+    """1 if the episode ended by itself and nothing that was meant as a call could not be read, else 0.
+
+    ToolRL's format reward (arXiv:2504.13958, section 3.3: 1 if all fields are there in the right order, else
+    0), for whatever rendering the run has.
+    """
+    del task
+    malformed = any(outcome.status is ToolStatus.MALFORMED for outcome in trajectory.call_outcomes)
+    return float(trajectory.stop_reason is StopReason.ANSWERED and not malformed)
+
+
+def tool_correctness(task: Task, trajectory: Trajectory) -> float:
+    """`2 R / S - 1` in [-1, 1]: with weight 3 ToolRL's `6 R / S - 3` (arXiv:2504.13958, section 3.3).
+
+    `R` and `S` are the sum of `match_calls` and its largest value. Where no call is expected, the comparison
+    is full for whoever calls nothing: there it is 1 only for an answer without anything that was meant as a
+    call, which says what the task can tell to be right, and else -1.
+    """
+    truth = truth_of(task, ExpectedCalls)
+    if not truth.calls:
+        quiet = trajectory.stop_reason is StopReason.ANSWERED and not trajectory.call_outcomes
+        right = quiet and not calls_made(trajectory) and truth.is_said(trajectory.answer)
+        return 1.0 if right else -1.0
+    return 2 * _match(task, trajectory).share - 1
+
+
+def valid_calls(task: Task, trajectory: Trajectory) -> float:
+    """The share of the calls that named a tool there is, with arguments that fit it; 0 without a call."""
+    del task
+    bad = (ToolStatus.MALFORMED, ToolStatus.UNKNOWN_TOOL, ToolStatus.BAD_ARGUMENTS)
+    statuses = [outcome.status for outcome in trajectory.call_outcomes]
+    return sum(status not in bad for status in statuses) / len(statuses) if statuses else 0.0
+
+
+def right_names(task: Task, trajectory: Trajectory) -> float:
+    """`names` of `match_calls`, in [0, 1]."""
+    return _match(task, trajectory).names
+
+
+def right_argument_names(task: Task, trajectory: Trajectory) -> float:
+    """`argument_names` of `match_calls` for each expected call, in [0, 1]; 0 where none is expected."""
+    found = _match(task, trajectory)
+    return found.argument_names / found.num_calls if found.num_calls else 0.0
+
+
+def right_argument_values(task: Task, trajectory: Trajectory) -> float:
+    """`argument_values` of `match_calls` for each expected argument, in [0, 1]; 0 where none is expected."""
+    found = _match(task, trajectory)
+    return found.argument_values / found.num_arguments if found.num_arguments else 0.0
+
+
+def wrong_and_ill_formed(task: Task, trajectory: Trajectory) -> float:
+    """1 for an answer that is wrong, in an episode that is not well formed: Search-R1's `final_format_score`.
+
+    An episode that ended without an answer earns nothing here.
+    """
+    is_wrong = strict_match(task, trajectory) < 1 and bool(trajectory.answer)
+    return float(is_wrong and well_formed(task, trajectory) < 1)
+
+
+def accuracy(task: Task, trajectory: Trajectory) -> float:
+    """1 for a right answer and -1 for any other: ReTool's only reward (arXiv:2504.11536)."""
+    return 2 * exact_match(task, trajectory) - 1
+
+
+def calls_of_the_wrong(task: Task, trajectory: Trajectory) -> float:
+    """Calls / 4, at most 1, where the answer is wrong, else 0: what verl's recipe of ReTool adds.
+
+    There a wrong answer earns `min(-0.6, -1 + 0.1 calls)`: this part with the weight 0.4.
+    """
+    return min(1.0, len(trajectory.call_outcomes) / 4) if exact_match(task, trajectory) < 1 else 0.0
+
+
+def toolrl() -> tuple[Reward, ...]:
+    """ToolRL: format in {0, 1} and correctness in [-3, 3], together in [-3, 4] (arXiv:2504.13958).
+
+    The single aspects of the calls are reported and do not train: they are in the correctness already.
+    """
+    return (
+        Reward("tool_correctness", tool_correctness, weight=3.0, outcome=True, low=-1.0),
+        Reward("format", format_kept, weight=1.0),
+        Reward("valid_calls", valid_calls, weight=0.0),
+        Reward("right_names", right_names, weight=0.0),
+        Reward("right_argument_names", right_argument_names, weight=0.0),
+        Reward("right_argument_values", right_argument_values, weight=0.0),
+    )
+
+
+def search_r1() -> tuple[Reward, ...]:
+    """Search-R1 with format reward (arXiv:2505.15117; `qa_em_format.py` of its code).
+
+    Right and well formed 1, right alone 0.8, well formed alone 0.2, a wrong answer that is neither 0.1, no
+    answer 0: `structure_format_score` 0.2, `final_format_score` 0.1 and `retrieval_score` 0 of its scripts.
+    """
+    return (
+        Reward("exact_match", strict_match, weight=0.8, outcome=True),
+        Reward("well_formed", well_formed, weight=0.2),
+        Reward("wrong_and_ill_formed", wrong_and_ill_formed, weight=0.1),
+    )
+
+
+def retool() -> tuple[Reward, ...]:
+    """ReTool: accuracy in {-1, 1} (arXiv:2504.11536); with verl's 0.1 a call for the wrong, at most 0.4."""
+    return (
+        Reward("accuracy", accuracy, weight=1.0, outcome=True, low=-1.0),
+        Reward("calls_of_the_wrong", calls_of_the_wrong, weight=0.4),
+    )
+
+
+def _match(task: Task, trajectory: Trajectory) -> CallMatch:
+    return match_calls(truth_of(task, ExpectedCalls).calls, calls_made(trajectory))
+
+
+def _overlap(first: Sequence[str], second: Sequence[str]) -> float:
+    """Intersection over union of two multisets; 1 where both are empty."""
+    one, other = Counter(first), Counter(second)
+    union = (one | other).total()
+    return (one & other).total() / union if union else 1.0
+
+
+def _arguments(expected: ExpectedCall, made: ExpectedCall) -> tuple[float, float]:
+    """Overlap of the argument names, and how many arguments have the right value."""
+    names = _overlap([*expected.arguments], [*made.arguments])
+    right = sum(
+        name in made.arguments and same_json(made.arguments[name], value)
+        for name, value in expected.arguments.items()
+    )
+    return names, float(right)

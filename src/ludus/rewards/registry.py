@@ -1,0 +1,165 @@
+"""Shaping parts by name, for settings to switch on in any world (`rewards.parts`)."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ludus.config.sections.rewards import PartConfig, RewardsConfig
+from ludus.errors import ConfigError, did_you_mean
+from ludus.rewards.base import Reward, RewardFunction
+from ludus.rewards.code.patches import Patch, patch_similarity
+from ludus.rewards.composite import extra_turns, format_score, think_format, tool_use
+from ludus.rewards.exact_match import Answers, token_f1, well_formed
+from ludus.rewards.extract import final_answer, last_output
+from ludus.rewards.json_match import Schema, State, Value, json_schema, json_value, same_state
+from ludus.rewards.multiple_choice import Choice, multiple_choice
+from ludus.rewards.paper_rewards import format_kept
+from ludus.rewards.presets import PUBLISHED, training_parts
+from ludus.rewards.shaping import (
+    citation_support,
+    extra_calls,
+    invalid_calls,
+    language_consistency,
+    long_answer,
+    repeated_calls,
+)
+from ludus.types import Task
+
+MODEL_PART = "reward_model"
+"""The name of the part that a reward model gives."""
+
+Option = int | str
+
+
+@dataclass(frozen=True, slots=True)
+class Named:
+    """A part: `make` gives its function for its options. It reads the calls of tools (`calls`), or a task's
+    truth of a type (`truth`); a world without them cannot feed it."""
+
+    make: Callable[..., RewardFunction]
+    calls: bool = False
+    truth: type | None = None
+
+    @property
+    def options(self) -> Mapping[str, inspect.Parameter]:
+        """Its options by name."""
+        return inspect.signature(self.make).parameters
+
+
+def _state_of(tool: str = "") -> RewardFunction:
+    """Of `same_state`: the state is the answer, or the last output of a tool or of the environment."""
+    return same_state(last_output(tool) if tool else final_answer)
+
+
+NAMED: Mapping[str, Named] = {
+    "citation_support": Named(lambda: citation_support, calls=True),
+    "extra_calls": Named(extra_calls, calls=True),
+    "extra_turns": Named(extra_turns),
+    "format_kept": Named(lambda: format_kept),
+    "format_score": Named(lambda: format_score),
+    "invalid_calls": Named(invalid_calls, calls=True),
+    "json_schema": Named(lambda: json_schema, truth=Schema),
+    "json_value": Named(lambda: json_value, truth=Value),
+    "language_consistency": Named(language_consistency),
+    "long_answer": Named(long_answer),
+    "multiple_choice": Named(lambda: multiple_choice, truth=Choice),
+    "patch_similarity": Named(lambda: patch_similarity(), truth=Patch),
+    "repeated_calls": Named(repeated_calls, calls=True),
+    "same_state": Named(_state_of, truth=State),
+    "think_format": Named(lambda: think_format),
+    "token_f1": Named(lambda: token_f1, truth=Answers),
+    "tool_use": Named(lambda: tool_use, calls=True),
+    "well_formed": Named(lambda: well_formed),
+}
+
+
+def named_part(name: str, weight: float, options: Mapping[str, Option]) -> Reward:
+    """The part of that name. Raises ConfigError for a name or options that it does not have."""
+    if name not in NAMED:
+        guess = did_you_mean(name, NAMED)
+        raise ConfigError(f"rewards.parts: there is no part {name!r}.", f"{guess}Known: {', '.join(NAMED)}.")
+    known = NAMED[name].options
+    if odd := [option for option in options if option not in known]:
+        takes = f"It takes {', '.join(known)}." if known else "It takes none."
+        raise ConfigError(f"rewards.parts.{name} has no option {odd[0]!r}.", takes)
+    missing = [o for o, p in known.items() if p.default is inspect.Parameter.empty and o not in options]
+    if missing:
+        raise ConfigError(f"rewards.parts.{name} needs {' and '.join(missing)}.", "See docs/rewards.md.")
+    try:
+        return Reward(name, NAMED[name].make(**options), weight)
+    except ValueError as error:
+        raise ConfigError(f"rewards.parts.{name}: {error}.", "See docs/rewards.md.") from error
+
+
+def switched_on(settings: Mapping[str, PartConfig]) -> tuple[Reward, ...]:
+    """The parts of `rewards.parts`. Raises ConfigError, as `named_part` does."""
+    return tuple(named_part(name, part.weight, part.options) for name, part in settings.items())
+
+
+def added_parts(settings: RewardsConfig) -> tuple[Reward, ...]:
+    """What the section `rewards` has scored beside the parts of a world: a preset, and parts by name."""
+    published = PUBLISHED[settings.preset].parts() if settings.preset is not None else ()
+    return (*_not_replaced(settings, published), *switched_on(settings.parts))
+
+
+def _not_replaced(settings: RewardsConfig, parts: Sequence[Reward]) -> Sequence[Reward]:
+    """The parts of a preset that keeps the outcome, without those that `rewards.parts` sets."""
+    if settings.preset is None or not PUBLISHED[settings.preset].keeps_outcome:
+        return parts
+    return [part for part in parts if part.outcome or part.name not in settings.parts]
+
+
+def judges_more(settings: RewardsConfig) -> bool:
+    """Whether the section `rewards` has anything judged beside the rewards of the world."""
+    return bool(added_parts(settings)) or settings.verifies_turns
+
+
+def parts_that_train(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
+    """The parts that train: those of the preset, or else a world's `own`, and those that are switched on.
+
+    Raises ConfigError for a part that is no part or there already.
+    """
+    first = _not_replaced(settings, training_parts(settings.preset, own))
+    added = switched_on(settings.parts)
+    if twice := {part.name for part in first} & {part.name for part in added}:
+        name = min(twice)
+        raise ConfigError(
+            f"rewards.parts.{name}: the rewards have a part of that name.", f"Set rewards.weights.{name}."
+        )
+    return (*first, *added)
+
+
+def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
+    """Raise ConfigError for weights, caps or a gate of what is no part, with the nearest name."""
+    names = [part.name for part in parts] + ([MODEL_PART] if settings.model is not None else [])
+    given = {
+        "weights": [*settings.weights],
+        "weights_end": [*settings.weights_end],
+        "caps": [*settings.caps],
+        "gate": [] if settings.gate == "outcome" else [settings.gate],
+    }
+    for key, used in given.items():
+        for name in used:
+            if name not in names:
+                guess = did_you_mean(name, names)
+                said = f"rewards.{key} names {name!r}, which is no part of the reward."
+                raise ConfigError(said, f"{guess}Parts: {', '.join(names)}.")
+
+
+def check_fed(names: Sequence[str], task: Task, num_tools: int) -> None:
+    """Raise ConfigError for a part that such a task, played with as many tools, says nothing to."""
+    for name in names:
+        truth = NAMED[name].truth
+        if NAMED[name].calls and not num_tools:
+            raise ConfigError(
+                f"rewards.parts.{name} is about calls of tools, and task {task.id} has no tools.",
+                "Leave it out, or give the world its tools.",
+            )
+        if truth is not None and not isinstance(task.truth, truth):
+            raise ConfigError(
+                f"rewards.parts.{name} reads a truth of the type {truth.__name__}, "
+                f"and that of task {task.id} is {type(task.truth).__name__}.",
+                "Leave it out, or take a world with such tasks.",
+            )

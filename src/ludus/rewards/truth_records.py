@@ -1,0 +1,154 @@
+"""Truths that somebody wrote down: a record of JSON has an answer, and a type that names its verifier.
+
+| type | answer | also | verifier |
+|---|---|---|---|
+| number | a number, or a text that is or ends with one | | `number_close` |
+| expression | LaTeX or plain signs | | `mathematics` |
+| text | a short text | | `exact_match`, in what stands for the answer |
+| choice | a letter, or the text of an option | `options`: texts, or texts by letter | `multiple_choice` |
+| json | any value | `tolerance` | `json_value` |
+| schema | a JSON schema | | `json_schema` |
+| state | any value | `ignored` keys, `tolerance` | `same_state`, of the answer |
+"""
+
+from __future__ import annotations
+
+import math
+import string
+from collections.abc import Mapping
+from fractions import Fraction
+from typing import Final
+
+from ludus.rewards import json_match, multiple_choice
+from ludus.rewards.answer_extraction import candidates
+from ludus.rewards.exact_match import Answers, is_answer, normalise
+from ludus.rewards.json_match import Schema, State, Value
+from ludus.rewards.math import math_verify, numeric
+from ludus.rewards.math.math_verify import Expression
+from ludus.rewards.math.numeric import Quantity, read_quantity
+from ludus.rewards.multiple_choice import Choice
+from ludus.types import JSON, Task, Trajectory
+
+Truth = Quantity | Expression | Answers | Choice | Value | Schema | State
+TYPES: Final = ("number", "expression", "text", "choice", "json", "schema", "state")
+_CLOSE: Final = 1e-9
+"""How far off, relatively, a number may be that is not whole."""
+
+
+def read_truth(record: Mapping[str, JSON]) -> Truth:
+    """The truth of a record.
+
+    Without a type an answer that reads as a number is one, and anything else an expression. Raises ValueError
+    with what is wrong, and UserError where the verifier needs an extra that is not installed.
+    """
+    type_, answer = record.get("type"), record.get("answer")
+    if type_ not in (*TYPES, None):
+        raise ValueError(f'"type" is {type_!r}, not one of {", ".join(TYPES)}')
+    match type_:
+        case "choice":
+            return _choice(answer, record.get("options"))
+        case "json":
+            return Value(answer, _tolerance(record))
+        case "schema" if isinstance(answer, dict):
+            json_match.require_schema(answer)
+            return Schema(answer)
+        case "schema":
+            raise ValueError('"answer" is no JSON schema')
+        case "state":
+            return State(answer, _ignored(record), _tolerance(record))
+    if isinstance(answer, bool) or not isinstance(answer, str | int | float):
+        raise ValueError('"answer" is neither a text nor a number')
+    if isinstance(answer, float) and not math.isfinite(answer):
+        raise ValueError('"answer" is no finite number')
+    return _short(str(answer), type_)
+
+
+def is_right(answer: str, truth: Truth) -> bool:
+    """Whether an answer is right, by the verifier that fits the truth."""
+    match truth:
+        case Quantity():
+            return numeric.is_close(answer, truth)
+        case Expression():
+            return math_verify.is_equal(answer, truth)
+        case Answers():
+            return is_answer(answer, truth)
+        case Choice():
+            return multiple_choice.is_right(answer, truth)
+        case Value():
+            return json_match.is_value(answer, truth)
+        case Schema():
+            return json_match.fits_schema(answer, truth)
+        case State():
+            return json_match.is_state(answer, truth)
+
+
+def by_record(task: Task, trajectory: Trajectory) -> float:
+    """A verifier: 1 if the final answer is right by the type of the task's truth, else 0.
+
+    Raises TypeError for a truth that no record has.
+    """
+    if not isinstance(task.truth, Truth):
+        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, which no record has")
+    return float(is_right(trajectory.answer, task.truth))
+
+
+def asked(question: str, truth: Truth) -> str:
+    """The question, with the options of a choice below it, a line each."""
+    if not isinstance(truth, Choice):
+        return question
+    return "\n".join([question, *(f"{letter}) {text}" for letter, text in truth.options.items())])
+
+
+def _short(text: str, type_: JSON) -> Quantity | Expression | Answers:
+    """The truth of an answer that is a number, an expression or a short text."""
+    found = candidates(text)
+    if len(found) != 1:
+        raise ValueError('"answer" holds no single answer')
+    (answer,) = found
+    value = read_quantity(answer, Quantity(0.0))
+    if type_ == "text" and not normalise(answer):
+        raise ValueError(f"{answer[:60]!r} has no words to compare")
+    if type_ == "text":
+        return Answers((answer,))
+    if type_ == "expression" or (type_ is None and value is None):
+        return Expression(answer)
+    if value is None:
+        raise ValueError(f"{answer[:60]!r} is no number")
+    return _quantity(value)
+
+
+def _quantity(value: Fraction) -> Quantity:
+    if value.denominator == 1:
+        return Quantity(int(value), relative=0.0)
+    try:
+        return Quantity(float(value), relative=_CLOSE)
+    except OverflowError as error:
+        raise ValueError("the number is too large") from error
+
+
+def _choice(answer: JSON, options: JSON) -> Choice:
+    if isinstance(options, list):
+        options = dict(zip(string.ascii_uppercase, options, strict=False)) if len(options) <= 26 else None
+    if not isinstance(options, dict) or len(options) < 2:
+        raise ValueError('"options" are not two texts and more, or texts by their letters')
+    texts = {letter: text for letter, text in options.items() if isinstance(text, str)}
+    if texts.keys() != options.keys() or not texts.keys() <= set(string.ascii_uppercase):
+        raise ValueError('"options" are not texts by letters from A to Z')
+    letters = [letter for letter, text in texts.items() if answer in (letter, text)]
+    if len(letters) != 1:
+        raise ValueError(f'"answer" is {answer!r}, not one of the options')
+    return Choice(letters[0], texts)
+
+
+def _tolerance(record: Mapping[str, JSON]) -> float:
+    tolerance = record.get("tolerance", 0.0)
+    if isinstance(tolerance, bool) or not isinstance(tolerance, int | float) or not 0 <= tolerance < 1:
+        raise ValueError(f'"tolerance" is {tolerance!r}, not a number from 0 to 1')
+    return float(tolerance)
+
+
+def _ignored(record: Mapping[str, JSON]) -> frozenset[str]:
+    ignored = record.get("ignored", [])
+    if not isinstance(ignored, list) or not all(isinstance(key, str) for key in ignored):
+        raise ValueError('"ignored" is not a list of names of keys')
+    return frozenset(map(str, ignored))

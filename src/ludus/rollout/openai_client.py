@@ -1,0 +1,568 @@
+"""An agent behind any OpenAI-compatible chat-completions endpoint, in the place of an engine.
+
+Takes messages and tools of an episode. Gives the same `Action`s as a local engine, without token segments:
+such episodes are for evaluation, never for training. Waits for one answer at a time in a dialogue, and for
+at most `concurrency` answers in all.
+
+- A request is sent again, byte for byte the same, after a connection error, a 429 and a 5xx; never after a
+  timeout, for the server may still be at work on it. The waits are fixed by the settings and by Retry-After.
+- What is left is an `EngineError` with the server's own words, or a `UserError` where URL, model or key are
+  wrong. That the context is too long is a stop reason of the episode.
+- A request that is refused for one of its fields is adapted (`accepted_fields`); what a server refuses is
+  learned once and said in `Endpoint.notices`.
+- The history holds the model's messages as the server sent them, reasoning included. Servers
+  refuse a dialogue whose history has tool calls that are not JSON, so that a malformed call stays in the
+  history as text, and the error that answers it goes back as a user message. So does whatever answers a
+  call that a `parser` found in the text: such a server does not know of the call.
+- Nothing is read from the environment, proxies included; pass a client of your own for those.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import TracebackType
+from typing import Self
+
+import httpx
+from pydantic import BaseModel, Field, JsonValue
+
+from ludus.chat.parse import PARSERS, ToolCallParser
+from ludus.chat.parse_draft import Malformed
+from ludus.chat.parse_json import call_of, decode
+from ludus.config.sections.rollout import RolloutConfig
+from ludus.engines.base import seed_for
+from ludus.envs.base import World
+from ludus.errors import ConfigError, EngineError, UserError
+from ludus.rollout.accepted_fields import REASONING, REFUSED, AcceptedFields
+from ludus.rollout.build import Play, rollout_for, sampling_params
+from ludus.rollout.chat_session import Conversation
+from ludus.rollout.scheduler import ConversationFactory, Job
+from ludus.tools.base import Tool, ToolSchema
+from ludus.types import (
+    JSON,
+    Action,
+    CallError,
+    FinishReason,
+    Message,
+    MessageToolCall,
+    SamplingParams,
+    Segment,
+    StopReason,
+    ToolCall,
+)
+from ludus.untrusted.replies import PLAIN, bounded_replies
+
+WireMessage = Mapping[str, object]
+"""A message as it is sent. Unlike `Message`, its content may be null."""
+
+_PATH = "/chat/completions"
+_EXCERPT_CHARS = 300
+_LENGTH_STATUS = (400, 413, 422, 500)
+_TOO_LONG = re.compile(
+    r"context_length_exceeded|exceed_context_size|maximum context length|maximum model length"
+    r"|context (length|size|window)|prompt is too long|max_tokens must be at least 1, got -"
+    r"|input token count .* exceeds",
+    re.IGNORECASE,
+)
+_AROUND_RESULTS = {
+    "hermes": ("<tool_response>\n", "\n</tool_response>"),
+    "search_r1": ("<information>", "</information>"),
+    "retool": ("<interpreter>", "</interpreter>"),
+}
+"""How a tool's output looks in a user message, for the formats that give it a look of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class EndpointSettings:
+    """Where the agent is and how it is asked.
+
+    `url` is the base, usually ending in `/v1`. `timeout_s` bounds one request from connecting to the last
+    byte. Attempt `n` is followed, up to `retries` times, by a wait of `backoff_s * 2**n` seconds or of what
+    the server's Retry-After says, either one at most `max_wait_s`. `extra` is merged into each request body
+    last; a null there takes a field out. Raises UserError for a URL or a key that cannot be used.
+    """
+
+    url: str
+    model: str
+    api_key: str = field(default="", repr=False)
+    timeout_s: float = 120.0
+    concurrency: int = 16
+    retries: int = 4
+    backoff_s: float = 0.5
+    max_wait_s: float = 30.0
+    extra: Mapping[str, JSON] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        try:
+            url = httpx.URL(self.url)
+        except httpx.InvalidURL as error:
+            raise UserError(
+                f"The endpoint {self.url!r} is no URL: {error}.", "Begin it with http://."
+            ) from error
+        if url.userinfo:
+            raise UserError("The endpoint's URL holds a user or password.", "Give the key as the API key.")
+        if url.scheme not in ("http", "https") or not url.host:
+            raise UserError(
+                f"The endpoint {self.url!r} is no web address.", "Begin it with http:// or https://."
+            )
+        if not re.fullmatch(r"[!-~]*", self.api_key):
+            raise UserError("The API key holds blanks or characters beyond ASCII.", "Give the bare key.")
+        if self.concurrency < 1 or self.retries < 0 or self.timeout_s <= 0:
+            raise ConfigError(
+                "An endpoint needs a concurrency of 1 or more, a timeout above 0 and no negative retries.",
+                "See EndpointSettings.",
+            )
+
+    @property
+    def target(self) -> httpx.URL:
+        """The URL that requests go to."""
+        url = httpx.URL(self.url)
+        return url.copy_with(path=url.path.rstrip("/").removesuffix(_PATH) + _PATH)
+
+    def wait_s(self, attempt: int, retry_after: str = "") -> float:
+        """Seconds to wait after attempt `attempt`, counted from 0. A date as Retry-After is ignored."""
+        told = re.fullmatch(r"\d+(\.\d+)?", retry_after.strip())
+        return min(float(told[0]) if told else self.backoff_s * 2**attempt, self.max_wait_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens as the server counted them, over the answers that came. A server that does not count gives 0."""
+
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    num_answers: int = 0
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and completion."""
+        return self.prompt_tokens + self.completion_tokens
+
+    def __add__(self, other: Usage) -> Usage:
+        return Usage(
+            self.prompt_tokens + other.prompt_tokens,
+            self.completion_tokens + other.completion_tokens,
+            self.num_answers + other.num_answers,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """One turn of the agent: the action, the message to send back as history, and its tokens."""
+
+    action: Action
+    history: WireMessage
+    usage: Usage
+
+
+@dataclass
+class Endpoint:
+    """A chat-completions server, asked by many dialogues in one event loop.
+
+    Use it as a context manager, or call `close`. A `client` that is passed in stays open, and only its
+    connections and proxies are used: timeout and retries are the settings'. `sleep` is replaced by tests.
+    """
+
+    settings: EndpointSettings
+    client: httpx.AsyncClient | None = None
+    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
+    usage: Usage = field(init=False, default_factory=Usage)
+    accepted: AcceptedFields = field(init=False, default=AcceptedFields())
+    _owned: httpx.AsyncClient | None = field(init=False, default=None)
+    _slots: asyncio.Semaphore = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._slots = asyncio.Semaphore(self.settings.concurrency)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections, unless the client was passed in."""
+        if self._owned is not None:
+            await self._owned.aclose()
+            self._owned = None
+
+    async def chat(
+        self,
+        messages: Sequence[WireMessage],
+        tools: Sequence[ToolSchema],
+        params: SamplingParams,
+        turn: int,
+        parser: ToolCallParser | None = None,
+    ) -> Answer | None:
+        """Ask for turn `turn`, counted from 0. None means that the context is too long.
+
+        Raises EngineError for a server that fails or answers with nonsense, UserError where the server does
+        not know the model or refuses the key.
+        """
+        body = self._body(messages, tools, params)
+        async with self._slots:
+            response = await self._send_accepted(body)
+        if response.status_code in _LENGTH_STATUS and _TOO_LONG.search(response.text):
+            return None
+        if response.status_code != httpx.codes.OK:
+            raise self._refusal(response)
+        try:
+            answer = read_answer(response.content, turn, parser)
+        except EngineError as error:
+            raise EngineError(f"{self.settings.target} {error.message}", error.hint) from error
+        self.usage += answer.usage
+        return answer
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What was changed in the requests because the server refuses it, in sentences."""
+        return tuple(self.accepted.notices())
+
+    def _body(
+        self, messages: Sequence[WireMessage], tools: Sequence[ToolSchema], params: SamplingParams
+    ) -> dict[str, object]:
+        """The request without what `settings.extra` sets."""
+        body: dict[str, object] = {
+            "model": self.settings.model,
+            "messages": list(messages),
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "max_tokens": params.max_new_tokens,
+            "seed": params.seed,
+        }
+        if tools:
+            body["tools"] = tools
+        if params.top_k > 0:
+            body["top_k"] = params.top_k
+        if params.min_p > 0:
+            body["min_p"] = params.min_p
+        if params.stop:
+            body["stop"] = params.stop
+        return {key: value for key, value in body.items() if key not in self.settings.extra}
+
+    async def _send_accepted(self, body: Mapping[str, object]) -> httpx.Response:
+        """The answer to a request, adapted until the server accepts its fields or names none of them."""
+        fields: AcceptedFields | None = self.accepted
+        while fields is not None:
+            tried = fields
+            response = await self._send(self._encoded(tried.apply(body)))
+            if response.status_code == httpx.codes.OK:
+                self.accepted = self.accepted.merged(tried)
+            refused = response.status_code in REFUSED and not _TOO_LONG.search(response.text)
+            fields = tried.after_refusal(body, response.content) if refused else None
+        return response
+
+    def _encoded(self, body: Mapping[str, object]) -> bytes:
+        """The whole request as ASCII JSON, so that any text can be sent."""
+        whole = {**body, **self.settings.extra}
+        return json.dumps({key: value for key, value in whole.items() if value is not None}).encode()
+
+    async def _send(self, body: bytes) -> httpx.Response:
+        """The answer to a request, after as many attempts as it takes and the settings allow."""
+        attempt = 0
+        while True:
+            last = attempt >= self.settings.retries
+            try:
+                response = await self._post(body)
+            except (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError) as error:
+                if last:
+                    raise self._unreachable(error, attempt + 1) from error
+                wait_s = self.settings.wait_s(attempt)
+            except httpx.HTTPError as error:
+                raise self._unreachable(error, attempt + 1) from error
+            else:
+                if last or not _may_pass(response):
+                    return response
+                wait_s = self.settings.wait_s(attempt, response.headers.get("retry-after", ""))
+            attempt += 1
+            await self.sleep(wait_s)
+
+    async def _post(self, body: bytes) -> httpx.Response:
+        settings = self.settings
+        headers = {"Content-Type": "application/json"}
+        if settings.api_key:
+            headers["Authorization"] = f"Bearer {settings.api_key}"
+        try:
+            async with asyncio.timeout(settings.timeout_s):
+                return await self._client().post(
+                    settings.target, content=body, headers=headers, timeout=None, follow_redirects=False
+                )
+        except TimeoutError as error:
+            raise EngineError(
+                f"{settings.target} gave no answer within {settings.timeout_s:g} s.",
+                "Give it more time or fewer requests at once.",
+            ) from error
+
+    def _client(self) -> httpx.AsyncClient:
+        if self.client is not None:
+            return self.client
+        if self._owned is None:
+            limits = httpx.Limits(max_connections=self.settings.concurrency)
+            self._owned = httpx.AsyncClient(
+                limits=limits, trust_env=False, headers=PLAIN, event_hooks=bounded_replies()
+            )
+        return self._owned
+
+    def _unreachable(self, error: httpx.HTTPError, attempts: int) -> EngineError:
+        times = "attempt" if attempts == 1 else "attempts"
+        return EngineError(
+            f"{self.settings.target} did not answer ({attempts} {times}): {type(error).__name__}: {error}.",
+            "Check that the server runs and that the URL is right.",
+        )
+
+    def _refusal(self, response: httpx.Response) -> EngineError | UserError:
+        """What an answer other than 200 means to the user."""
+        status, target, model = response.status_code, self.settings.target, self.settings.model
+        said = f"{status}: {_words(response)}"
+        if status in (401, 403):
+            key = "the API key" if self.settings.api_key else "requests without an API key"
+            return UserError(
+                f"{target} refuses {key} for the model {model!r} ({said}).", "Give a key that it accepts."
+            )
+        if status == httpx.codes.NOT_FOUND:
+            return UserError(
+                f"{target} does not serve the model {model!r} ({said}).",
+                "Check the model's name and the URL, which usually ends in /v1.",
+            )
+        return EngineError(f"{target} failed for the model {model!r} ({said}).")
+
+
+@dataclass
+class EndpointConversation:
+    """An episode's dialogue with an endpoint. It has no segments.
+
+    `seed` and the turn fix the seed of each request, as far as the server heeds it. `max_tokens`, if given,
+    bounds the whole trajectory by the server's own count; a server that does not count is not bounded.
+    `parser` reads the calls out of the text of an answer that has no structured ones.
+    """
+
+    endpoint: Endpoint
+    params: SamplingParams
+    seed: int
+    max_tokens: int | None = None
+    parser: ToolCallParser | None = None
+    _messages: list[WireMessage] = field(init=False, default_factory=list)
+    _tools: tuple[ToolSchema, ...] = field(init=False, default=())
+    _callable_ids: frozenset[str] = field(init=False, default=frozenset())
+    _used_tokens: int = field(init=False, default=0)
+    _turn: int = field(init=False, default=0)
+
+    @property
+    def segments(self) -> tuple[Segment, ...]:
+        """None: an endpoint shows text."""
+        return ()
+
+    def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
+        """Keep the prompt. Whether it fits is known at the first turn."""
+        self._messages = list(messages)
+        self._tools = tuple(tool.schema for tool in tools)
+        return None
+
+    async def act(self) -> Action | StopReason:
+        """Ask for one action. Raises what `Endpoint.chat` raises."""
+        too_long = StopReason.MAX_TOKENS if self._turn else StopReason.PROMPT_TOO_LONG
+        room = None if self.max_tokens is None else self.max_tokens - self._used_tokens
+        if room is not None and room <= 0:
+            return too_long
+        wanted = self.params.max_new_tokens
+        params = replace(
+            self.params,
+            max_new_tokens=wanted if room is None else min(wanted, room),
+            seed=seed_for(self.seed, self._turn) >> 32,  # 31 bits: every server takes them
+        )
+        answer = await self.endpoint.chat(self._messages, self._tools, params, self._turn, self.parser)
+        if answer is None or (self.max_tokens is not None and answer.usage.prompt_tokens >= self.max_tokens):
+            return too_long
+        self._keep(answer)
+        cut = answer.action.finish_reason == "length" and params.max_new_tokens < wanted
+        if cut or (self.max_tokens is not None and self._used_tokens > self.max_tokens):
+            return StopReason.MAX_TOKENS
+        return answer.action
+
+    def observe(self, messages: Sequence[Message]) -> StopReason | None:
+        """Keep what the environment said, in an order that servers accept: answers to known calls first."""
+        answers = [m for m in messages if m["role"] == "tool" and m.get("tool_call_id") in self._callable_ids]
+        others = [m for m in messages if m["role"] == "tool" and m not in answers]
+        self._messages += answers
+        if others:
+            before, after = _AROUND_RESULTS.get(self.parser.name, ("", "")) if self.parser else ("", "")
+            said = "\n".join(f"{before}{message['content']}{after}" for message in others)
+            self._messages.append(Message(role="user", content=said))
+        self._messages += [message for message in messages if message["role"] != "tool"]
+        return None
+
+    def close(self) -> None:
+        """Nothing to give back: the server keeps no dialogue."""
+
+    def _keep(self, answer: Answer) -> None:
+        self._turn += 1
+        self._used_tokens = answer.usage.total_tokens
+        self._messages.append(answer.history)
+        structured = "tool_calls" in answer.history
+        self._callable_ids = frozenset(call.id for call in answer.action.calls if structured)
+
+
+def endpoint_conversations(
+    endpoint: Endpoint, rollout: RolloutConfig, play: Play, parser: str = "", world: World | None = None
+) -> ConversationFactory:
+    """What a scheduler needs to play against an endpoint, with the seeds that an engine would get.
+
+    `parser` is empty or one of `PARSERS`, for servers that leave tool calls in the text. Raises ConfigError
+    for another name. `world`, where given, may bound episodes by their task.
+    """
+    if parser and parser not in PARSERS:
+        raise ConfigError(f"There is no tool parser {parser!r}.", f"Parsers: {', '.join(PARSERS)}.")
+
+    def converse(job: Job) -> Conversation:
+        key = job.key
+        own = rollout if world is None else rollout_for(world, rollout, job.task)
+        return EndpointConversation(
+            endpoint=endpoint,
+            params=sampling_params(own, play.temperature),
+            seed=seed_for(play.seed, play.purpose, key.step, key.task_id, key.sample),
+            max_tokens=own.max_tokens,
+            parser=PARSERS[parser] if parser else None,
+        )
+
+    return converse
+
+
+class _ReplyCall(BaseModel):
+    id: str | None = None
+    function: dict[str, JsonValue]
+
+
+class _ReplyMessage(BaseModel):
+    content: str | None = None
+    reasoning_content: JsonValue = None
+    reasoning: JsonValue = None
+    tool_calls: list[_ReplyCall] | None = None
+
+
+class _ReplyChoice(BaseModel):
+    message: _ReplyMessage
+    finish_reason: str | None = None
+
+
+class _ReplyUsage(BaseModel):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class _Reply(BaseModel):
+    choices: list[_ReplyChoice] = Field(min_length=1)
+    usage: _ReplyUsage | None = None
+
+
+def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) -> Answer:
+    """Read the body of a chat completion. Raises EngineError where it is none; never for what the model said.
+
+    Content that is null is empty text. Blank arguments mean none. Where an id is missing or stands twice,
+    the calls of the turn are numbered `call_{turn}_{index}`. The finish reason `length` is kept; all others
+    are `stop`, except `abort` and `error`: there the server gave up, and that raises EngineError.
+    """
+    reply = _decode_reply(body)
+    choice = reply.choices[0]
+    finish: FinishReason = "length" if choice.finish_reason == "length" else "stop"
+    if choice.finish_reason in ("abort", "error"):
+        raise EngineError(f"broke off its answer (finish reason {choice.finish_reason!r}): {_excerpt(body)}")
+    action, history = _read_message(choice.message, turn, parser)
+    counted = reply.usage or _ReplyUsage()
+    usage = Usage(counted.prompt_tokens or 0, counted.completion_tokens or 0, 1)
+    return Answer(replace(action, finish_reason=finish), history, usage)
+
+
+def _decode_reply(body: bytes) -> _Reply:
+    try:
+        text = json.dumps(json.loads(body), ensure_ascii=False)
+        return _Reply.model_validate(json.loads(text.encode("utf-8", "replace")))
+    except (ValueError, RecursionError) as error:
+        raise EngineError(
+            f"sent something that is no chat completion: {_excerpt(body)}",
+            "Check that the URL is that of an OpenAI-compatible server.",
+        ) from error
+
+
+def _read_message(
+    message: _ReplyMessage, turn: int, parser: ToolCallParser | None
+) -> tuple[Action, WireMessage]:
+    """The action, and the message as history."""
+    content = message.content or ""
+    if parser is not None and not message.tool_calls:
+        action = parser.parse(content, turn=turn)
+        history: dict[str, object] = {"role": "assistant", "content": content}
+    else:
+        action = _read_calls(content, message.tool_calls or [], turn)
+        shown = action.message["content"] if action.errors else message.content
+        history = {"role": "assistant", "content": shown}
+        if action.calls:
+            history["tool_calls"] = action.message["tool_calls"]
+    for name, thought in zip(REASONING, (message.reasoning_content, message.reasoning), strict=True):
+        if isinstance(thought, str) and thought:
+            action.message.setdefault("reasoning_content", thought)
+            history[name] = thought
+    return action, history
+
+
+def _read_calls(content: str, given: Sequence[_ReplyCall], turn: int) -> Action:
+    """Structured calls. The text of one that is malformed joins the content."""
+    ids = [call.id or "" for call in given]
+    if "" in ids or len(set(ids)) < len(ids):
+        ids = [f"call_{turn}_{i}" for i in range(len(ids))]
+    calls: list[ToolCall] = []
+    errors: list[CallError] = []
+    structured: list[MessageToolCall] = []
+    for name, call in zip(ids, given, strict=True):
+        try:
+            tool, arguments, text = _read_function(call.function)
+        except Malformed as error:
+            errors.append(CallError(name, json.dumps(call.function, ensure_ascii=False), error.reason))
+            continue
+        calls.append(ToolCall(name, tool, arguments))
+        structured.append({"id": name, "type": "function", "function": {"name": tool, "arguments": text}})
+    said = "\n".join(filter(None, [content.strip(), *(error.text for error in errors)]))
+    message = Message(role="assistant", content=said)
+    if structured:
+        message["tool_calls"] = structured
+    return Action(message, tuple(calls), tuple(errors))
+
+
+def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JSON], str]:
+    """Name, arguments and their JSON text, as given where that is an object. Raises Malformed."""
+    given = function.get("arguments")
+    text = given.strip() if isinstance(given, str) else ""
+    value: object = decode(text) if text else {} if given is None or isinstance(given, str) else given
+    tool, arguments = call_of({**function, "arguments": value}, "arguments")
+    as_given = text and isinstance(value, dict)
+    return tool, arguments, text if as_given else json.dumps(arguments, ensure_ascii=False)
+
+
+def _may_pass(response: httpx.Response) -> bool:
+    """Whether the same request may succeed later."""
+    if response.status_code == httpx.codes.TOO_MANY_REQUESTS:
+        return True
+    return response.is_server_error and not _TOO_LONG.search(response.text)
+
+
+def _words(response: httpx.Response) -> str:
+    """The server's own words: the error's message where the body has one, else the beginning of the body."""
+    try:
+        body = response.json()
+    except (ValueError, RecursionError):
+        return _excerpt(response.content)
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message") if isinstance(error, dict) else error
+    return _excerpt(message.encode("utf-8", "replace") if isinstance(message, str) else response.content)
+
+
+def _excerpt(body: bytes) -> str:
+    """The beginning of a body as one line."""
+    text = " ".join(body.decode("utf-8", "replace").split())
+    cut = text[:_EXCERPT_CHARS] + (" ..." if len(text) > _EXCERPT_CHARS else "")
+    return cut or "an empty body"

@@ -1,0 +1,1 @@
+"""Asynchronous rollouts: the group queue, staleness control, partial rollouts."""

@@ -1,0 +1,332 @@
+"""Groups of episodes as a stream: they start as there is room, and batches of whole groups come out.
+
+Takes a source of groups and something that plays a job. Gives batches: `take` waits until the admission lets
+one go. Waits with at most `in_flight` episodes; the next one starts when one ends, oldest group first. Never
+gives a part of a group, never drops one silently: a group that does not count (a member failed for good, or
+a filter takes it out) comes out beside the batch, and another one is admitted in its place. Raises in `take`
+what an episode raised. `close` ends all that is in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ludus.errors import LudusError
+from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.streaming.concurrency_control import Flow
+from ludus.rollout.streaming.staleness_control import Admission
+from ludus.types import Segment
+
+REST = 1.0
+"""Times the length of a pass that the engine waits after it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """An episode that has begun and waits: the key of its attempt, and its segments so far."""
+
+    key: RolloutKey
+    segments: tuple[Segment, ...]
+
+
+@dataclass
+class StreamedGroup:
+    """A group on its way: its jobs in order, and the episodes of those that have ended, by their place.
+
+    Once it has ended without counting, `counts` is False. `begun` are members that wait for the next step.
+    """
+
+    number: int
+    jobs: Sequence[Job]
+    version: int
+    done: dict[int, Episode] = field(default_factory=dict)
+    counts: bool = True
+    begun: dict[int, Begun] = field(default_factory=dict)
+
+    @property
+    def episodes(self) -> list[Episode]:
+        """Those that have ended, in the order of their places."""
+        return [self.done[place] for place in sorted(self.done)]
+
+
+class Source(Protocol):
+    """Where groups come from, and which of them count."""
+
+    def jobs(self, number: int) -> Sequence[Job]:
+        """The jobs of a group that starts."""
+        ...
+
+    def counts(self, group: Sequence[Episode]) -> bool:
+        """Whether a group is one of those that a batch needs."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step learns from: whole groups, the oldest first, and those that ended without counting."""
+
+    groups: tuple[StreamedGroup, ...]
+    others: tuple[StreamedGroup, ...]
+
+
+@dataclass
+class Stream:
+    """Plays groups. `needed` members of a group are enough (0: all); the others are then cancelled.
+
+    `next_number` is that of the next group; `kept` are groups from before the run was resumed. One of them
+    that came too late is played anew, as soon as there is room.
+    """
+
+    admission: Admission
+    source: Source
+    play: Callable[[Job], Awaitable[Episode]]
+    in_flight: int
+    needed: int = 0
+    next_number: int = 0
+    kept: Sequence[StreamedGroup] = ()
+    on_done: Callable[[Episode], None] | None = None
+    late: list[Episode] = field(default_factory=list, init=False)
+    """Episodes from before the run was resumed that had ended well, and whose groups are played anew."""
+    ended: list[Episode] = field(default_factory=list, init=False)
+    """Episodes that have ended since `forget_ended`."""
+    held: bool = field(default=False, init=False)
+    """Whether the last batch waited for a group that was due, though enough others were complete."""
+    _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
+    _anew: deque[StreamedGroup] = field(default_factory=deque, init=False)
+    _others: list[StreamedGroup] = field(default_factory=list, init=False)
+    _pending: deque[tuple[StreamedGroup, int]] = field(default_factory=deque, init=False)
+    _running: dict[asyncio.Task[None], tuple[StreamedGroup, int]] = field(default_factory=dict, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    _rest: Callable[[float], None] | None = field(default=None, init=False)
+    _draining: bool = field(default=False, init=False)
+    _num_ready: int = field(default=0, init=False)
+    _flown_s: float = field(default=0.0, init=False)
+    _since: float = field(default=0.0, init=False)
+
+    def start(self) -> list[Episode]:
+        """Go on with the groups of before, and start as many as there is room for.
+
+        Gives the episodes that had ended and go on with their groups.
+        """
+        for group in self.kept:
+            if not group.counts:
+                self._others.append(group)
+            elif self.admission.admit_again(group.number, group.version):
+                self._enter(group)
+            else:
+                self.late += [e for e in group.episodes if e.trajectory.failure is None]
+                self._anew.append(_to_play_anew(group))
+        going = (*self._groups.values(), *self._others)
+        going_on = [episode for group in going for episode in group.episodes]
+        for group in tuple(self._groups.values()):
+            self._end_group(group)
+        self._num_ready = 0  # of those nothing has flown
+        self._fill()
+        return going_on
+
+    async def take(self) -> Batch:
+        """The next batch, as soon as the admission lets it go."""
+        self.held = False
+        self._fill()  # more may be in flight than before
+        while True:
+            if self._failure is not None:
+                raise self._failure
+            numbers = self.admission.take()
+            if numbers is not None:
+                break
+            if not self._running and not self.admission.is_behind:
+                raise LudusError("No episode is in flight, and no batch is complete: a fault of Ludus.")
+            self.held = self.held or self.admission.is_held
+            self._changed.clear()
+            await self._changed.wait()
+        others, self._others = tuple(self._others), []
+        groups = tuple(self._groups.pop(number) for number in numbers)
+        self._fill()
+        return Batch(groups, others)
+
+    @contextmanager
+    def unhurried(self, rest: Callable[[float], None]) -> Iterator[None]:
+        """In the block, in which the learner computes, let the engine rest while the next batch is there.
+
+        Not where the last one waited for a group that was due: then episodes are in a hurry. `rest` takes
+        how many times the length of a pass the engine is to wait after it; 0 at the end.
+        """
+        self._rest = rest
+        self._tell_rest()
+        try:
+            yield
+        finally:
+            self._rest = None
+            rest(0.0)
+
+    def published(self, version: int, *, everywhere: bool = True) -> None:
+        """The engine has the weights of the batch that was taken; of several engines not yet all need to."""
+        self.admission.published(version, everywhere=everywhere)
+        self._draining = False
+        self._fill()
+
+    def serves(self, version: int) -> None:
+        """No episode begins on a version older than this from now on."""
+        self.admission.serves(version)
+        self._fill()
+        self._changed.set()
+
+    def fail(self, error: BaseException) -> None:
+        """Start nothing more, and raise this in `take`."""
+        self._failure = self._failure or error
+        self._changed.set()
+
+    async def drain(self) -> None:
+        """Start nothing more until `published`, and wait until nothing runs."""
+        self._draining = True
+        while self._running and self._failure is None:
+            self._changed.clear()
+            await self._changed.wait()
+
+    async def close(self) -> None:
+        """Cancel what is in flight, and wait for its end."""
+        self._draining = True
+        tasks = tuple(self._running)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Episodes being played."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Episodes of admitted groups that have not started."""
+        return len(self._pending)
+
+    @property
+    def is_limited(self) -> bool:
+        """Whether more episodes would start if more might be in flight."""
+        return bool(self._pending) or self.admission.room > 0
+
+    def on_their_way(self) -> list[StreamedGroup]:
+        """Copies of the groups that no batch has had yet, by number, with what has ended of them."""
+        every = (*self._groups.values(), *self._others)
+        going = [replace(group, done=dict(group.done)) for group in every]
+        return sorted([*going, *self._anew], key=lambda group: group.number)
+
+    def forget_ended(self) -> list[Episode]:
+        """The episodes that have ended since the last call."""
+        ended, self.ended = self.ended, []
+        return ended
+
+    def flow(self) -> Flow:
+        """What went through since the last call."""
+        self._count()
+        found = Flow(self._flown_s, self._num_ready / self.admission.pace.groups_per_step)
+        self._flown_s, self._num_ready = 0.0, 0
+        return found
+
+    def _count(self) -> None:
+        """The number in flight is about to change, or is asked for."""
+        now = asyncio.get_running_loop().time()
+        self._flown_s += len(self._running) * (now - self._since)
+        self._since = now
+
+    def _tell_rest(self) -> None:
+        if self._rest is not None:
+            self._rest(REST if self.admission.batches_ready and not self.held else 0.0)
+
+    def _fill(self) -> None:
+        """Start what there is room for; the oldest groups first."""
+        while not self._draining and self._failure is None and len(self._running) < self.in_flight:
+            if not self._pending and self.admission.room:
+                self._admit()
+            if not self._pending:
+                return
+            group, place = self._pending.popleft()
+            self._count()
+            task = asyncio.get_running_loop().create_task(self._play(group, place))
+            self._running[task] = (group, place)
+            task.add_done_callback(self._after)
+
+    def _admit(self) -> None:
+        """Let the next group in."""
+        if self._anew:
+            number, jobs = self._anew[0].number, self._anew.popleft().jobs
+        else:
+            number, self.next_number = self.next_number, self.next_number + 1
+            jobs = self.source.jobs(number)
+        self._enter(StreamedGroup(number, jobs, self.admission.admit(number).version))
+
+    def _enter(self, group: StreamedGroup) -> None:
+        self._groups[group.number] = group
+        places = (place for place in range(len(group.jobs)) if place not in group.done)
+        self._pending.extend((group, place) for place in places)
+
+    async def _play(self, group: StreamedGroup, place: int) -> None:
+        episode = group.done[place] = await self.play(group.jobs[place])
+        self.ended.append(episode)
+        if self.on_done is not None:
+            self.on_done(episode)
+        self._end_group(group)
+
+    def _end_group(self, group: StreamedGroup) -> None:
+        """If a group has what it needs, stop the rest of it, and say whether it counts."""
+        if not self._is_complete(group) or group.number not in self._groups:
+            return
+        if len(group.done) < len(group.jobs):
+            self._stop_rest(group)
+        if self._has_needed(group):  # what failed has been replaced, and the ledger has it
+            group.done = {i: e for i, e in group.done.items() if e.trajectory.failure is None}
+        if self.source.counts(group.episodes):
+            self.admission.ready(group.number)
+            self._num_ready += 1
+            self._tell_rest()
+        else:
+            self.admission.discard(group.number)
+            group.counts = False
+            self._others.append(self._groups.pop(group.number))
+
+    def _stop_rest(self, group: StreamedGroup) -> None:
+        """Members that have not ended are not needed any more."""
+        self._pending = deque((g, place) for g, place in self._pending if g is not group)
+        for task, (of, place) in self._running.items():
+            if of is group and place not in group.done:
+                task.cancel()
+
+    def _is_complete(self, group: StreamedGroup) -> bool:
+        return len(group.done) == len(group.jobs) or self._has_needed(group)
+
+    def _has_needed(self, group: StreamedGroup) -> bool:
+        """Whether enough members have ended well, and what they are compared with as well."""
+        whole = [episode for episode in group.done.values() if episode.trajectory.failure is None]
+        baselines = sum(job.greedy for job in group.jobs)
+        if not self.needed or sum(episode.greedy for episode in whole) < baselines:
+            return False
+        return len(whole) - baselines >= self.needed
+
+    def _after(self, task: asyncio.Task[None]) -> None:
+        """An episode is over: keep what it raised, and start others."""
+        self._count()
+        self._running.pop(task, None)
+        error = None if task.cancelled() else task.exception()
+        self._failure = self._failure or error
+        try:
+            self._fill()
+        except Exception as fault:  # boundary: a callback of the loop; `take` raises it
+            self._failure = fault
+        self._changed.set()
+
+
+def _to_play_anew(group: StreamedGroup) -> StreamedGroup:
+    """A group with nothing done; the members that had ended are other attempts now than those."""
+    jobs = [
+        replace(job, key=replace(job.key, attempt=group.done[i].key.attempt + 1)) if i in group.done else job
+        for i, job in enumerate(group.jobs)
+    ]
+    return replace(group, jobs=jobs, done={})

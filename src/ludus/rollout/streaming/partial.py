@@ -1,0 +1,290 @@
+"""Partial rollouts: what has not ended when a step's budget is spent waits, and goes on in the next step.
+
+Takes groups of jobs, step by step. Gives the groups all of whose episodes have ended, the oldest first.
+Waits until each episode has ended or has used what it was granted. A budget of tokens is shared equally among
+the unfinished episodes; what those leave that end early is shared again, until too little is left: so what
+is sampled depends on numbers of tokens alone, and not on the clock. A group that has waited as long as
+staleness allows is due: its episodes are played to their end, whatever the budget. An episode that waits
+keeps its environment, its task of the event loop and its tokens; it holds a place of those in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ludus.rollout.chat_session import Conversation, EngineConversation, Grant
+from ludus.rollout.ledger import RolloutKey
+from ludus.rollout.scheduler import Episode, FailureBudget, Job, Scheduler, episode_name
+from ludus.rollout.streaming.group_queue import Begun, StreamedGroup
+from ludus.sandbox.local.pausable_timeout import episode_waits
+
+NOTHING = Grant(0)
+UNBOUNDED = Grant()
+
+
+@dataclass(frozen=True, slots=True)
+class StepBudget:
+    """Tokens and seconds of a step (None: no bound); a group that began `max_waits` steps ago is due."""
+
+    tokens: int | None = None
+    seconds: float | None = None
+    max_waits: int = 0
+
+
+@dataclass
+class _Member:
+    """An episode that has begun: its allowance, and the conversation of its present attempt.
+
+    `on_change` is told when it begins to wait (True) and when it goes on (False).
+    """
+
+    job: Job
+    begun: Begun | None
+    grant: Grant
+    on_change: Callable[[_Member, bool], None]
+    spent: int = 0
+    waits: bool = False
+    task: asyncio.Task[None] | None = None
+    conversation: EngineConversation | None = None
+    _granted: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def granted(self) -> Grant:
+        """What may be sampled now; waits while that is nothing."""
+        while self._is_used_up:
+            self.waits = True
+            self._granted.clear()
+            self.on_change(self, True)
+            with episode_waits():
+                await self._granted.wait()
+        tokens = self.grant.tokens
+        return replace(self.grant, tokens=None if tokens is None else tokens - self.spent)
+
+    def spend(self, tokens: int) -> None:
+        """So many tokens have been sampled."""
+        self.spent += tokens
+
+    def settle(self) -> int:
+        """The tokens sampled under the grant, which is used up."""
+        spent, self.spent, self.grant = self.spent, 0, NOTHING
+        return spent
+
+    def allow(self, grant: Grant) -> None:
+        """What may be sampled from now on; where that is something, the episode goes on."""
+        self.grant = grant
+        if self.waits and not self._is_used_up:
+            self.waits = False
+            self.on_change(self, False)
+            self._granted.set()
+
+    def state(self) -> Begun | None:
+        """The attempt so far, None before its first token."""
+        told = () if self.conversation is None else self.conversation.so_far
+        return Begun(self.job.key, told) if told else self.begun
+
+    @property
+    def _is_used_up(self) -> bool:
+        tokens = self.grant.tokens
+        return self.grant.is_over or (tokens is not None and self.spent >= tokens)
+
+
+@dataclass
+class PartialRollouts:
+    """The unfinished episodes of a run. `scheduler` plays them; `kept` are groups from before a resume."""
+
+    scheduler: Scheduler
+    budget: StepBudget
+    kept: Sequence[StreamedGroup] = ()
+    on_done: Callable[[Episode], None] | None = None
+    num_sampled: int = field(default=0, init=False)
+    """Tokens sampled in this step."""
+    num_continued: int = field(default=0, init=False)
+    """Episodes of earlier steps that were unfinished as this one began."""
+    _groups: dict[int, StreamedGroup] = field(default_factory=dict, init=False)
+    _pending: deque[tuple[int, int]] = field(default_factory=deque, init=False)
+    _open: dict[tuple[int, int], _Member] = field(default_factory=dict, init=False)
+    _next_number: int = field(default=0, init=False)
+    _share: Grant = field(default=NOTHING, init=False)
+    _left: int | None = field(default=None, init=False)
+    _until: float | None = field(default=None, init=False)
+    _step: int = field(default=0, init=False)
+    _last: bool = field(default=False, init=False)
+    _failures: FailureBudget = field(default_factory=lambda: FailureBudget(0), init=False)
+    _failure: BaseException | None = field(default=None, init=False)
+    _changed: asyncio.Event = field(default_factory=asyncio.Event, init=False)
+
+    def __post_init__(self) -> None:
+        converse = self.scheduler.converse
+        self.scheduler.converse = lambda job: self._converse(job, converse(job))
+        for group in self.kept:
+            self._enter(group.jobs, dict(group.done), dict(group.begun))
+            for episode in group.episodes:
+                self.scheduler.ledger.start(episode.key)
+
+    @property
+    def num_unfinished(self) -> int:
+        """Episodes that have begun, or are to begin, and have not ended."""
+        return len(self._open) + len(self._pending)
+
+    @property
+    def num_open(self) -> int:
+        """Episodes that have begun and not ended; each has an environment."""
+        return len(self._open)
+
+    @property
+    def is_spent(self) -> bool:
+        """Whether the budget of the step leaves nothing for another round."""
+        return self._is_late or (self._left is not None and self._left < max(1, self.num_unfinished))
+
+    def begin_step(self, step: int, *, last: bool) -> None:
+        """A step with a budget of its own; in the `last` one every episode is played to its end."""
+        self._step, self._last, self._left = step, last, self.budget.tokens
+        self.num_sampled, self.num_continued = 0, self.num_unfinished
+        seconds = self.budget.seconds
+        self._until = None if seconds is None else time.monotonic() + seconds
+
+    async def play(self, groups: Sequence[Sequence[Job]]) -> list[list[Episode]]:
+        """Begin these groups and go on with the others; gives all that are complete."""
+        for jobs in groups:
+            self._enter(jobs, {}, {})
+        self._failures = FailureBudget(self.num_unfinished)
+        try:
+            while self._may_go_on():
+                self._grant_shares()
+                await self._settled()
+        except BaseException:
+            await self.close()
+            raise
+        complete = [n for n, group in sorted(self._groups.items()) if len(group.done) == len(group.jobs)]
+        return [self._groups.pop(number).episodes for number in complete]
+
+    def waiting(self) -> tuple[StreamedGroup, ...]:
+        """Copies of the groups that are not complete, with what has ended and what has begun of them."""
+        found = []
+        for number, group in sorted(self._groups.items()):
+            open_ = {place: one.state() for (n, place), one in self._open.items() if n == number}
+            begun = group.begun | {place: state for place, state in open_.items() if state is not None}
+            found.append(replace(group, done=dict(group.done), begun=begun))
+        return tuple(found)
+
+    def metrics(self) -> dict[str, float]:
+        """What waits and what went on, of the step that has just been sampled."""
+        return {
+            "partial/tokens": float(self.num_sampled),
+            "partial/continued": float(self.num_continued),
+            "partial/waiting": float(self.num_unfinished),
+            "partial/groups_waiting": float(len(self._groups)),
+        }
+
+    async def close(self) -> None:
+        """End every episode that waits; the ledger has them as cancelled."""
+        tasks = [one.task for one in self._open.values() if one.task is not None]
+        self._pending.clear()
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def _is_late(self) -> bool:
+        return self._until is not None and time.monotonic() >= self._until
+
+    def _is_due(self, number: int) -> bool:
+        return self._last or self._step - self._groups[number].jobs[0].key.step >= self.budget.max_waits
+
+    def _may_go_on(self) -> bool:
+        """Whether there is more to play in this step. Raises what an episode met."""
+        if self._failure is not None:
+            raise self._failure
+        if self._is_late and self.num_unfinished:
+            self.scheduler.ledger.note_clock_limit(self._step)
+        if any(map(self._is_due, {number for number, _ in (*self._open, *self._pending)})):
+            return True
+        return self.num_unfinished > 0 and not self.is_spent
+
+    def _grant_shares(self) -> None:
+        """Grant every unfinished episode an equal part of what is left, and begin those that have a place."""
+        tokens = None if self._left is None else max(0, self._left) // max(1, self.num_unfinished)
+        self._share = Grant(tokens, self._until)
+        for (number, _), one in sorted(self._open.items()):
+            one.allow(self._grant_of(number))
+        self._begin()
+
+    def _grant_of(self, number: int) -> Grant:
+        return UNBOUNDED if self._is_due(number) else self._share
+
+    async def _settled(self) -> None:
+        """Wait until every open episode waits, and take what they have sampled off the budget."""
+        while self._failure is None and any(not one.waits for one in self._open.values()):
+            self._changed.clear()
+            await self._changed.wait()
+        for one in self._open.values():
+            self._count(one.settle())
+
+    def _count(self, tokens: int) -> None:
+        self.num_sampled += tokens
+        if self._left is not None:
+            self._left -= tokens
+
+    def _enter(self, jobs: Sequence[Job], done: dict[int, Episode], begun: dict[int, Begun]) -> None:
+        number, self._next_number = self._next_number, self._next_number + 1
+        self._groups[number] = StreamedGroup(number, jobs, jobs[0].key.step - 1, done, begun=begun)
+        self._pending.extend((number, place) for place in range(len(jobs)) if place not in done)
+
+    def _begin(self) -> None:
+        """Begin episodes, the oldest first, while places are free and they may sample."""
+        while self._pending and len(self._open) < self.scheduler.limits.concurrency:
+            number, place = self._pending[0]
+            grant = self._grant_of(number)
+            if grant.tokens == 0 or grant.is_over:
+                return
+            self._pending.popleft()
+            group = self._groups[number]
+            begun = group.begun.pop(place, None)
+            job = group.jobs[place] if begun is None else replace(group.jobs[place], key=begun.key)
+            one = self._open[number, place] = _Member(job, begun, grant, self._moved)
+            self._swap(None, episode_name(job.key))
+            one.task = asyncio.get_running_loop().create_task(self._play(number, place, job))
+
+    async def _play(self, number: int, place: int, job: Job) -> None:
+        """Play an episode to its end, over as many steps as that takes, and begin the next one."""
+        one = self._open[number, place]
+        try:
+            episode = await self.scheduler.play(job, self._failures, self._swap)
+            self._groups[number].done[place] = episode
+            if self.on_done is not None:
+                self.on_done(episode)
+        except Exception as error:  # boundary: `play` raises it
+            self._failure = self._failure or error
+        finally:
+            self._count(one.settle())
+            del self._open[number, place]
+            if self._failure is None:
+                self._begin()
+            self._swap(episode_name(one.job.key), None)
+            self._changed.set()
+
+    def _converse(self, job: Job, conversation: Conversation) -> Conversation:
+        """The conversation of an attempt, with the allowance of its episode and what it said before."""
+        assert isinstance(conversation, EngineConversation)
+        one = next(o for o in self._open.values() if _same_episode(o.job.key, job.key))
+        told = one.begun.segments if one.begun is not None and one.begun.key == job.key else ()
+        one.job, one.conversation = job, replace(conversation, allowance=one, told=told)
+        return one.conversation
+
+    def _moved(self, one: _Member, waits: bool) -> None:
+        """An episode that waits leaves the lock-step, and one that goes on joins it."""
+        name = episode_name(one.job.key)
+        self._swap(name if waits else None, None if waits else name)
+        self._changed.set()
+
+    def _swap(self, leaving: str | None, joining: str | None) -> None:
+        if self.scheduler.lockstep is not None:
+            self.scheduler.lockstep.swap(leaving, joining)
+
+
+def _same_episode(one: RolloutKey, other: RolloutKey) -> bool:
+    """Whether two keys are of attempts at the same episode."""
+    return (one.step, one.task_id, one.sample) == (other.step, other.task_id, other.sample)

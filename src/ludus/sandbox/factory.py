@@ -1,0 +1,57 @@
+"""A backend by its name. Nothing else is ever taken instead of the one that was asked for."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ludus.errors import UserError
+from ludus.sandbox.base import Sandbox
+from ludus.sandbox.local.container import ContainerSandbox, ContainerSettings
+from ludus.sandbox.local.namespaces import NamespaceSettings, NamespacesSandbox
+from ludus.sandbox.local.unsafe_process import ProcessSandbox
+
+SERVICES = ("sandbox_fusion", "piston")
+BACKENDS = ("namespaces", "docker", "podman", "remote", *SERVICES, "process")
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxSettings:
+    """Which backend, and what it needs: `concurrency`, `python`, `binds` and `paths` are for namespaces,
+    `sessions` for it and for docker and podman, `image` and `runtime` for these two, `url` and `token` for
+    remote and for public services, `unsafe` for process."""
+
+    backend: str = "namespaces"
+    concurrency: int = 0
+    sessions: int = 0
+    python: str = ""
+    binds: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    image: str = "python:3.12-slim"
+    runtime: str = ""
+    url: str = ""
+    token: str = ""
+    unsafe: bool = False
+
+
+def open_sandbox(settings: SandboxSettings | None = None) -> Sandbox:
+    """The backend of the settings. Raises UserError where it cannot run here."""
+    given = settings or SandboxSettings()
+    match given.backend:
+        case "namespaces":
+            own = NamespaceSettings(given.concurrency, given.sessions, given.python, given.binds, given.paths)
+            return NamespacesSandbox(own)
+        case "docker" | "podman":
+            own_engine = ContainerSettings(given.backend, given.image, given.runtime, given.sessions)
+            return ContainerSandbox(own_engine)
+        case "remote":
+            from ludus.sandbox.remote.client import RemoteSandbox, RemoteSettings
+
+            return RemoteSandbox(RemoteSettings(given.url, given.token))
+        case "sandbox_fusion" | "piston":
+            from ludus.sandbox.remote.services import FusionSandbox, PistonSandbox, ServiceSettings
+
+            service = FusionSandbox if given.backend == "sandbox_fusion" else PistonSandbox
+            return service(ServiceSettings(given.url, given.token))
+        case "process":
+            return ProcessSandbox(unsafe=given.unsafe)
+    raise UserError(f"There is no sandbox backend {given.backend!r}.", f"Backends: {', '.join(BACKENDS)}.")

@@ -1,0 +1,1 @@
+"""Backends on this machine: namespaces, containers, plain processes."""

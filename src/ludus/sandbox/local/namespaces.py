@@ -1,0 +1,291 @@
+"""The default backend on Linux: namespaces by bubblewrap, with a pool of warm cells.
+
+Takes runs from any number of tasks; `concurrency` of them are under way at once, each in a cell of its own.
+Waits for a free cell; gives each run namespaces, processes and files that no other run had. Never falls back
+to a weaker way of running: what is missing raises UserError.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import shutil
+import stat
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from weakref import WeakKeyDictionary
+
+from ludus.errors import UserError
+from ludus.sandbox.base import (
+    Limits,
+    Order,
+    Outcome,
+    Session,
+    SessionKind,
+    checked_files,
+    make_order,
+    room_in_memory,
+)
+from ludus.sandbox.local.cell import INSIDE_ID, Cell, CellPlan, start_cell
+from ludus.sandbox.local.guard_session import GuardSession, run_order
+from ludus.sandbox.local.pausable_timeout import waiting
+from ludus.sandbox.local.seccomp import system_call_filter
+
+PRELOAD = (
+    *("ast", "bisect", "collections", "contextlib", "copy", "dataclasses", "datetime", "decimal", "enum"),
+    *(
+        "fractions",
+        "functools",
+        "heapq",
+        "inspect",
+        "io",
+        "itertools",
+        "json",
+        "linecache",
+        "math",
+        "operator",
+        "random",
+    ),
+    *(
+        "re",
+        "site",
+        "statistics",
+        "string",
+        "subprocess",
+        "tempfile",
+        "textwrap",
+        "threading",
+        "time",
+        "typing",
+    ),
+)
+"""Modules that a program finds imported already; each program has its own copy of them."""
+
+_INSTALL = "Install it: on Debian or Ubuntu `apt-get install bubblewrap`, on Fedora `dnf install bubblewrap`."
+_FIRST_UID, _NUM_UIDS = 1_900_000_000, 100_000_000
+"""Where root starts a cell, it becomes one of these users, to whom no file belongs."""
+_RUNS_PER_CELL = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class NamespaceSettings:
+    """`concurrency` is how many runs are under way at once (0: one for each processor, at least 2), and
+    `sessions` how many sessions should be open at once (0: those that half of the memory has room for).
+
+    `python` is the interpreter inside (empty: this one, else the system's). `binds` are folders of the host
+    that programs may read, at the same place or, written `folder:place`, at another. `paths` are added to
+    the interpreter's `sys.path`; `preload` are modules imported beforehand.
+    """
+
+    concurrency: int = 0
+    sessions: int = 0
+    python: str = ""
+    binds: tuple[str, ...] = ()
+    paths: tuple[str, ...] = ()
+    preload: tuple[str, ...] = PRELOAD
+
+
+@dataclass(eq=False)
+class NamespacesSandbox:
+    """See the module. Use it on one event loop at a time, and `close` it there."""
+
+    settings: NamespaceSettings = field(default_factory=NamespaceSettings)
+    name: str = field(default="namespaces", init=False)
+    _idle: list[Cell] = field(default_factory=list, init=False)
+    _open: set[Cell] = field(default_factory=set, init=False)
+    _places: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = field(
+        default_factory=WeakKeyDictionary, init=False
+    )
+    _python: str = field(default="", init=False)
+
+    @property
+    def concurrency(self) -> int:
+        """How many runs are under way at once."""
+        return self.settings.concurrency or max(2, os.cpu_count() or 2)
+
+    @property
+    def most_sessions(self) -> int:
+        """Those of the settings."""
+        return self.settings.sessions or room_in_memory()
+
+    async def run(
+        self,
+        program: str | Sequence[str],
+        *,
+        files: Mapping[str, bytes] | None = None,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+    ) -> Outcome:
+        """One run from a clean start. Raises UserError and WorldError as the protocol says."""
+        order = make_order(program, files, stdin, limits)
+        loop = asyncio.get_running_loop()
+        places = self._places.setdefault(loop, asyncio.Semaphore(self.concurrency))
+        with waiting():
+            await places.acquire()
+        try:
+            return await self._run(order)
+        finally:
+            places.release()
+
+    async def _run(self, order: Order) -> Outcome:
+        cell = await self._take()
+        try:
+            outcome = await run_order(cell, order)
+        except BaseException:
+            await asyncio.shield(self._end(cell))
+            raise
+        if cell.runs >= _RUNS_PER_CELL or not cell.is_alive:
+            await self._end(cell)
+        else:
+            self._idle.append(cell)
+        return outcome
+
+    async def session(
+        self,
+        kind: SessionKind = "python",
+        *,
+        files: Mapping[str, bytes] | None = None,
+        limits: Limits | None = None,
+    ) -> Session:
+        """A session in a cell of its own, beside the runs. Raises UserError and WorldError."""
+        given = checked_files(files or {})
+        cell = await self._take()
+        try:
+            return await GuardSession.start(cell, kind, given, limits or Limits(), self._end)
+        except BaseException:
+            await asyncio.shield(self._end(cell))
+            raise
+
+    async def warm(self, count: int = 0) -> None:
+        """Start cells beforehand (0: as many as may run at once). Raises UserError."""
+        cells = [await self._start() for _ in range((count or self.concurrency) - len(self._idle))]
+        self._idle += cells
+
+    async def close(self) -> None:
+        """End all cells, those of sessions too."""
+        self._idle.clear()
+        await asyncio.gather(*(self._end(cell) for cell in list(self._open)))
+
+    async def _take(self) -> Cell:
+        """An idle cell, or a new one."""
+        while self._idle:
+            cell = self._idle.pop(0)
+            if cell.is_alive:
+                return cell
+            await self._end(cell)
+        return await self._start()
+
+    async def _start(self) -> Cell:
+        self._python = self._python or find_python(self.settings.python)
+        cell = await start_cell(make_plan(self.settings, self._python))
+        self._open.add(cell)
+        return cell
+
+    async def _end(self, cell: Cell) -> None:
+        self._open.discard(cell)
+        await cell.end()
+
+
+def make_plan(settings: NamespaceSettings, python: str) -> CellPlan:
+    """The command of a cell. Raises UserError for what is missing."""
+    if sys.platform != "linux":
+        raise UserError(
+            f"The namespaces backend needs Linux, and this is {sys.platform}.", "Use docker or remote."
+        )
+    bwrap = shutil.which("bwrap")
+    if bwrap is None:
+        raise UserError("The namespaces backend needs bubblewrap, and there is no bwrap.", _INSTALL)
+    code = system_call_filter()
+    binds = _folders(settings, python)
+    words = [*_other_user(), bwrap]
+    words += [f"--unshare-{kind}" for kind in ("user", "pid", "net", "ipc", "uts")]
+    words += ["--unshare-cgroup-try", "--uid", str(INSIDE_ID), "--gid", str(INSIDE_ID), "--hostname", "box"]
+    words += ["--die-with-parent", "--new-session", "--as-pid-1", "--cap-drop", "ALL", "--clearenv"]
+    for name, value in (("PATH", "/usr/local/bin:/usr/bin:/bin"), ("HOME", "/box"), ("LANG", "C.UTF-8")):
+        words += ["--setenv", name, value]
+    words += ["--setenv", "PYTHONHASHSEED", "0", "--setenv", "PYTHONDONTWRITEBYTECODE", "1"]
+    words += [word for folder, place in binds for word in ("--ro-bind", folder, place)]
+    words += _loose_ends()
+    words += ["--proc", "/proc", "--tmpfs", "/dev"]
+    for device in ("null", "zero", "full", "random", "urandom"):
+        words += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        words += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
+    words += ["--symlink", "/proc/self/fd", "/dev/fd"]
+    words += [word for folder in ("/dev/shm", "/box", "/tmp", "/store") for word in ("--dir", folder)]
+    words += ["--remount-ro", "/dev", "--chdir", "/"]
+    same = Path(python).name == f"python{sys.version_info.major}.{sys.version_info.minor}"
+    return CellPlan(tuple(words), python, same, settings.paths, settings.preload, code)
+
+
+def _other_user() -> list[str]:
+    """The words that make root somebody else before anything is started."""
+    if os.geteuid() != 0:
+        return []
+    setpriv = shutil.which("setpriv")
+    if setpriv is None:
+        raise UserError(
+            "The namespaces backend started by root needs setpriv.",
+            "Install util-linux, or start as another user.",
+        )
+    uid = str(_FIRST_UID + random.SystemRandom().randrange(_NUM_UIDS))
+    return [setpriv, "--reuid", uid, "--regid", uid, "--clear-groups", "--"]
+
+
+def _folders(settings: NamespaceSettings, python: str) -> list[tuple[str, str]]:
+    """What of the host is readable, and where: /usr, the interpreter's own folder, the settings' folders."""
+    folders = [("/usr", "/usr")]
+    prefix = str(Path(python).resolve().parent.parent)
+    if not Path(prefix).is_relative_to("/usr"):
+        folders.append((prefix, prefix))
+    for bind in settings.binds:
+        folder, _, place = bind.partition(":")
+        place = place or folder
+        if not Path(folder).is_absolute() or not Path(folder).is_dir() or not Path(place).is_absolute():
+            raise UserError(
+                f"{bind!r} is no folder that a sandbox can show.", "Give absolute paths of folders."
+            )
+        if any(Path(place).is_relative_to(own) for own in ("/box", "/tmp", "/dev", "/proc", "/store")):
+            raise UserError(
+                f"{bind!r} would lie under what each run has of its own.",
+                f"Show it elsewhere: {folder}:/shown",
+            )
+        folders.append((folder, place))
+    return folders
+
+
+def _loose_ends() -> list[str]:
+    """/bin and its like as the host has them, and the few files of /etc that commands need."""
+    words: list[str] = []
+    for name in ("bin", "sbin", "lib", "lib32", "lib64"):
+        place = Path("/", name)
+        if place.is_symlink():
+            words += ["--symlink", str(place.readlink()), str(place)]
+        elif place.is_dir():
+            words += ["--ro-bind", str(place), str(place)]
+    for name in ("/etc/ld.so.cache", "/etc/alternatives", "/etc/localtime"):
+        words += ["--ro-bind-try", name, name]
+    return words
+
+
+def find_python(wanted: str) -> str:
+    """The interpreter for inside: one that the sandbox's user may read. Raises UserError."""
+    candidates = [wanted] if wanted else [sys.executable, "/usr/bin/python3", "/usr/local/bin/python3"]
+    for candidate in candidates:
+        real = Path(candidate).resolve()
+        if real.is_file() and _is_open(real):
+            return str(real)
+    raise UserError(
+        f"No Python interpreter that a sandbox can read (looked at {', '.join(candidates)}).",
+        "Install the system's python3, or name one that every user may read.",
+    )
+
+
+def _is_open(path: Path) -> bool:
+    """Whether the user of a cell may reach a file: for root, everybody must be allowed to."""
+    if os.geteuid() != 0:
+        return os.access(path, os.X_OK)
+    return all(part.stat().st_mode & stat.S_IXOTH for part in (path, *path.parents))

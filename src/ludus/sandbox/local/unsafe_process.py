@@ -1,0 +1,111 @@
+"""The backend without isolation: a child process with resource limits.
+
+It protects from accidents, not from anybody: programs read and write all that this user may, use the network,
+and may leave processes behind. Refused unless the settings call it unsafe by name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from ludus.errors import UserError, WorldError
+from ludus.sandbox.base import Limits, Outcome, RunsOnly, make_order
+from ludus.sandbox.guest.files import collect, put
+from ludus.sandbox.guest.kernel import Bounds
+from ludus.sandbox.local.run_process import Done, Job
+
+_LAUNCH = """
+import json, os, resource, sys
+for kind, value in json.loads(sys.argv[1]):
+    hard = resource.getrlimit(kind)[1]
+    value = value if hard == resource.RLIM_INFINITY else min(value, hard)
+    resource.setrlimit(kind, (value, value))
+try:
+    os.execvp(sys.argv[2], sys.argv[2:])
+except OSError as error:
+    print(f"{sys.argv[2]}: {error}", file=sys.stderr)
+    os._exit(127)
+"""
+
+
+@dataclass(eq=False)
+class ProcessSandbox(RunsOnly):
+    """See the module. `unsafe` says that the caller knows it."""
+
+    unsafe: bool = False
+    name: str = field(default="process", init=False)
+
+    def __post_init__(self) -> None:
+        if not self.unsafe:
+            raise UserError(
+                "The process backend isolates nothing: programs could read, change and send what you can.",
+                "Use the namespaces backend, or set sandbox.unsafe = true where every program is trusted.",
+            )
+
+    async def run(
+        self,
+        program: str | Sequence[str],
+        *,
+        files: Mapping[str, bytes] | None = None,
+        stdin: bytes = b"",
+        limits: Limits | None = None,
+    ) -> Outcome:
+        """One run in a folder of its own. Raises UserError and WorldError as the protocol says."""
+        order = make_order(program, files, stdin, limits)
+        with tempfile.TemporaryDirectory(prefix="ludus-process-") as name:
+            box, given = Path(name, "box"), dict(order.files)
+            box.mkdir()
+            put(given, set(), str(box))
+            argv = order.argv
+            if order.source is not None:
+                main = Path(name, "main.py")
+                main.write_bytes(order.source.encode("utf-8", "surrogatepass"))
+                argv = (sys.executable, "-s", str(main))
+            words = [sys.executable, "-I", "-S", "-c", _LAUNCH, json.dumps(_resources(order.limits)), *argv]
+            environment = {"PATH": os.defpath, "HOME": str(box), "LANG": "C.UTF-8", "PYTHONPATH": str(box)}
+            job = Job(words, str(box), environment, order.limits.wall_s, order.limits.output_bytes)
+            try:
+                done = await job.run(order.stdin)
+            except OSError as error:
+                raise WorldError(f"A process cannot be started: {error}.") from error
+            made = collect(Bounds(asdict(order.limits)), given, str(box))
+        return outcome_of_child(done, made.files, made.cut or made.left_out > 0, order.source is not None)
+
+
+def _resources(limits: Limits) -> list[tuple[int, int]]:
+    """What each process may use. Their number is not bounded: the kernel counts all of a user's."""
+    return [
+        (resource.RLIMIT_AS, limits.memory_bytes),
+        (resource.RLIMIT_CPU, int(limits.cpu_s) + 1),
+        (resource.RLIMIT_NOFILE, limits.open_files),
+        (resource.RLIMIT_FSIZE, limits.file_bytes),
+        (resource.RLIMIT_CORE, 0),
+    ]
+
+
+def outcome_of_child(done: Done, files: Mapping[str, bytes], cut: bool, is_python: bool) -> Outcome:
+    """How a child ended, as an outcome."""
+    ended_by = os.WTERMSIG(done.status) if os.WIFSIGNALED(done.status) else None
+    code = os.WEXITSTATUS(done.status) if ended_by is None else None
+    return Outcome(
+        stdout=done.stdout,
+        stderr=done.stderr,
+        exit=code,
+        signal=ended_by,
+        timed_out=done.timed_out or ended_by == signal.SIGXCPU,
+        memory_exceeded=is_python and code == 1 and b"MemoryError" in done.stderr[-200:],
+        truncated=done.left_out_bytes > 0 or cut,
+        left_out_bytes=done.left_out_bytes,
+        files=files,
+        cpu_s=done.cpu_s,
+        wall_s=done.wall_s,
+        peak_memory_bytes=done.peak_memory_bytes,
+    )

@@ -1,0 +1,1 @@
+"""The sandbox over HTTP: server, clients of hosted services."""

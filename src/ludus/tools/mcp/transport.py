@@ -1,0 +1,188 @@
+"""Transports to MCP servers whose messages pass a `Screen`: standard streams of a program, and HTTP.
+
+Those of the package `mcp` hold lines and bodies of any length.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import IO, TYPE_CHECKING, Final, cast
+
+import anyio
+
+from ludus.tools.mcp.messages import Screen
+from ludus.untrusted.replies import PLAIN
+
+if TYPE_CHECKING:
+    import httpx2
+    from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+    from mcp.client._transport import TransportStreams
+    from mcp.shared.message import SessionMessage
+
+_PART: Final = 2**16
+_WAIT_S: Final = 2.0
+"""What a program may take to end after its input was closed, and again after SIGTERM."""
+_POLL_S: Final = 0.01
+_BEGIN: Final = """setpriv --pdeathsig KILL true 2>/dev/null && exec setpriv --pdeathsig KILL "$@"
+exec "$@"
+"""
+"""For the shell that becomes the server: it asks to be killed when this process ends, however it does, where
+there is util-linux: a server that hangs does not see its input close."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerProgram:
+    """A program that serves over its standard streams. `errors` takes what it prints as errors."""
+
+    command: Sequence[str]
+    env: Mapping[str, str]
+    cwd: str | None
+    errors: IO[str]
+
+
+@asynccontextmanager
+async def program_transport(program: ServerProgram, screen: Screen) -> AsyncIterator[TransportStreams]:
+    """Start the program; at the end, close its input, then end it and what it has started and left behind."""
+    from mcp.client.stdio import get_default_environment
+    from mcp.shared.message import SessionMessage
+
+    process = await asyncio.create_subprocess_exec(
+        *("/bin/sh", "-c", _BEGIN, "sh", *program.command),
+        env=get_default_environment() | dict(program.env),
+        cwd=program.cwd,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=program.errors,
+        start_new_session=True,
+    )
+    answers, reader = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+    writer, requests = anyio.create_memory_object_stream[SessionMessage](0)
+    async with anyio.create_task_group() as group:
+        group.start_soon(_read, process, screen, answers)
+        group.start_soon(_write, process, requests)
+        try:
+            yield reader, writer
+        finally:
+            with anyio.CancelScope(shield=True):
+                reader.close()
+                writer.close()
+                await _end(process)
+            group.cancel_scope.cancel()
+
+
+async def _read(
+    process: asyncio.subprocess.Process,
+    screen: Screen,
+    answers: MemoryObjectSendStream[SessionMessage | Exception],
+) -> None:
+    """Pass the program's messages on; when nobody takes them, read on, so that it can end."""
+    from mcp.shared.message import SessionMessage
+    from mcp_types import jsonrpc_message_adapter
+
+    parts = _parts(process)
+    async with answers:
+        async for line in screen.lines(parts):
+            try:
+                message = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
+            except ValueError as error:
+                taken: SessionMessage | Exception = error
+            else:
+                taken = message
+            try:
+                await answers.send(taken)
+            except (anyio.ClosedResourceError, anyio.BrokenResourceError):
+                break
+    async for _ in parts:
+        pass
+
+
+async def _parts(process: asyncio.subprocess.Process) -> AsyncIterator[bytes]:
+    assert process.stdout is not None
+    while part := await process.stdout.read(_PART):
+        yield part
+
+
+async def _write(
+    process: asyncio.subprocess.Process, requests: MemoryObjectReceiveStream[SessionMessage]
+) -> None:
+    assert process.stdin is not None
+    with suppress(OSError):  # its output ends as well, which is what the session hears
+        async with requests:
+            async for request in requests:
+                line = request.message.model_dump_json(by_alias=True, exclude_unset=True)
+                process.stdin.write(f"{line}\n".encode())
+                await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _end(process: asyncio.subprocess.Process) -> None:
+    assert process.stdin is not None
+    process.stdin.close()
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        if await _has_ended(process):
+            break
+        _kill_group(process, number)
+    _kill_group(process, signal.SIGKILL)
+    await _has_ended(process)
+
+
+async def _has_ended(process: asyncio.subprocess.Process) -> bool:
+    """Whether it ends in time. `Process.wait` waits for those as well to whom it has left its output."""
+    for _ in range(round(_WAIT_S / _POLL_S)):
+        if process.returncode is not None:
+            return True
+        await asyncio.sleep(_POLL_S)
+    return False
+
+
+def _kill_group(process: asyncio.subprocess.Process, number: int) -> None:
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, number)
+
+
+def screened_client(headers: Mapping[str, str], screen: Screen) -> httpx2.AsyncClient:
+    """An HTTP client for the package, whose responses pass the screen."""
+    import httpx2
+    from mcp.shared._httpx_utils import create_mcp_http_client
+
+    class Screened(httpx2.AsyncByteStream):
+        """The body of a response as the package may read it."""
+
+        def __init__(self, response: httpx2.Response) -> None:
+            self.inner = cast(httpx2.AsyncByteStream, response.stream)
+            self.kind = response.headers.get("Content-Type", "").lower()
+            self.call = _call_of(response.request.content) if response.is_success else None
+
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            read = None
+            if self.kind.startswith("text/event-stream"):
+                read = screen.events
+            elif self.kind.startswith("application/json"):
+                read = screen.body
+            if read is not None:
+                async for part in read(aiter(self.inner), self.call):
+                    yield part
+
+        async def aclose(self) -> None:
+            await self.inner.aclose()
+
+    async def take(response: httpx2.Response) -> None:
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            raise httpx2.DecodingError("the response is compressed, which the request did not accept")
+        response.stream = Screened(response)
+
+    client = create_mcp_http_client(headers={**headers, **PLAIN})
+    client.event_hooks = {"response": [take]}
+    return client
+
+
+def _call_of(request: bytes) -> bytes | None:
+    """The JSON of the id of a request that has one."""
+    number = json.loads(request).get("id") if request else None
+    return None if number is None else json.dumps(number).encode()

@@ -1,0 +1,114 @@
+"""Parts of an algorithm that cannot act under the settings of a run, or in its world: a sentence for each.
+
+Each part says what it needs (`ludus.algorithms.spec.algorithm`: a ratio other than 1, rewards of turns,
+states that recur); this compares that with what the run has.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ludus.algorithms.spec.algorithm import (
+    BEHAVIOUR_ADVANTAGES,
+    BEHAVIOUR_LOSSES,
+    BRANCH_ADVANTAGES,
+    RATIO_PARTS,
+    STATE_ADVANTAGES,
+    TURN_ADVANTAGES,
+    Algorithm,
+)
+from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
+from ludus.config.schema import Config
+from ludus.envs.base import Anchored, EmitsTurnRewards, World, turn_verifier_of
+
+_MORE_UPDATES = "Set training.minibatches = 4, or training.epochs = 2"
+
+
+def inactive_parts(config: Config, world: World) -> list[str]:
+    """A sentence for each part of the algorithm that cannot act: which, why, and what to set."""
+    algorithm = algorithm_of(config)
+    return [
+        *_of_ratios(config, algorithm),
+        *_of_corrections(config, algorithm),
+        *_of_turns(config, algorithm, world),
+        *_of_branches(config, algorithm),
+        *_of_length(config, algorithm),
+    ]
+
+
+def updates_of(config: Config) -> int:
+    """Optimiser steps on one batch."""
+    return config.training.epochs * minibatches_of(config)
+
+
+def _of_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    part = RATIO_PARTS.get(algorithm.loss)
+    if part is None or updates_of(config) > 1:
+        return
+    to_engine = algorithm.loss in BEHAVIOUR_LOSSES or config.training.learner.old_logprobs == "engine"
+    if to_engine and config.training.mode != "sync":
+        return
+    yield (
+        f"{part} of the loss {algorithm.loss} cannot act: with one update a batch every ratio is 1. "
+        f"{_MORE_UPDATES}."
+    )
+
+
+def _of_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    """In step with an engine of its own, what samples is what learns, up to rounding."""
+    if config.training.mode != "sync" or config.engine.url is not None:
+        return
+    remedy = "Set training.mode = 'async' or 'one_step' for rollouts of older weights."
+    why = "with training.mode = 'sync' and the embedded engine, engine and learner hold the same weights"
+    if algorithm.correction != "none":
+        yield f"The correction {algorithm.correction} cannot act: {why}. {remedy}"
+    if algorithm.opsm_delta is not None and updates_of(config) == 1:
+        yield f"The mask of algorithm.opsm_delta cannot act: {why}, and there is one update a batch. {remedy}"
+    if algorithm.advantage in BEHAVIOUR_ADVANTAGES:
+        yield f"The weights of the advantage {algorithm.advantage} are 1: {why}. {remedy}"
+
+
+def _of_turns(config: Config, algorithm: Algorithm, world: World) -> Iterator[str]:
+    emits = isinstance(world, EmitsTurnRewards) and world.emits_turn_rewards
+    given = config.rewards.rewards_turns or config.rewards.model is not None
+    if algorithm.advantage in TURN_ADVANTAGES and not emits and not given:
+        yield (
+            f"The turn term of the advantage {algorithm.advantage} cannot act: the world {world.name} "
+            f"declares no rewards of turns. Set {_remedy(world)}rewards.turns, or algorithm.preset = 'grpo'."
+        )
+    if algorithm.advantage in STATE_ADVANTAGES:
+        environment = world.environment(world.tasks("train")[0])
+        if not isinstance(environment, Anchored):
+            yield (
+                f"The comparison of equal states of the advantage {algorithm.advantage} cannot act: the "
+                f"world {world.name} names no states (`Anchored`). Set algorithm.preset = 'grpo'."
+            )
+
+
+def _remedy(world: World) -> str:
+    return "rewards.turn_verifier_weight, " if turn_verifier_of(world) is not None else ""
+
+
+def _of_branches(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    if algorithm.advantage in BRANCH_ADVANTAGES and not config.rollout.branch.branches:
+        yield (
+            f"The comparison of branches of the advantage {algorithm.advantage} cannot act: no episode "
+            "branches. Set rollout.branch.branches and rollout.branch.turns, or algorithm.preset = 'grpo'."
+        )
+
+
+def _of_length(config: Config, algorithm: Algorithm) -> Iterator[str]:
+    if not algorithm.overlong_cache:
+        return
+    if algorithm.overlong_mask:
+        yield (
+            "The soft overlong punishment cannot act on episodes that a limit cut: algorithm.overlong_mask "
+            "keeps them from training. Set algorithm.overlong_mask = false, or algorithm.overlong_cache = 0."
+        )
+    longest, limit = algorithm.overlong_length or 0, config.rollout.max_tokens
+    begins = longest - max(1, round(algorithm.overlong_cache * longest))
+    if begins >= limit:
+        yield (
+            f"The soft overlong punishment begins at {begins} tokens (algorithm.overlong_length, "
+            f"overlong_cache), and episodes are cut at {limit}. Set a smaller algorithm.overlong_length."
+        )

@@ -1,0 +1,110 @@
+"""Settings that are given and that nothing reads, by what else is set."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Final
+
+from ludus.algorithms.spec.algorithm import EXPERT_LOSSES
+from ludus.algorithms.spec.resolve import resolve
+from ludus.config.schema import Config
+from ludus.config.sections.cluster import ClusterConfig
+from ludus.config.sections.section import Section, changed
+from ludus.rewards.registry import judges_more
+
+_OF_ENGINES: Final = ("engines", "engine_cpus", "engine_gpus", "engine_resources")
+_OF_REWARD_WORKERS: Final = (
+    "scorings_per_worker",
+    "scoring_timeout_s",
+    "reward_cpus",
+    "reward_gpus",
+    "reward_resources",
+)
+_OF_RAY: Final = (
+    "address",
+    "engine_cpus",
+    "engine_gpus",
+    "engine_resources",
+    "worker_cpus",
+    "worker_resources",
+    "reward_cpus",
+    "reward_gpus",
+    "reward_resources",
+)
+_OF_SERVERS: Final = ("dialect", "timeout_s", "patience_s", "weights_folder", "broadcast_host", "delta")
+_OF_SCORING: Final = ("reward_timeout_s", "reward_processes")
+
+
+def unread_settings(config: Config) -> list[str]:
+    """A sentence for each setting of the cluster, of engines and of streams that has no effect."""
+    return [
+        *_said("cluster", config.cluster, _of_cluster(config)),
+        *_said("engine", config.engine, _of_engine(config)),
+        *_said("rollout", config.rollout, _of_scoring(config)),
+        *(_of_streams(config) if config.training.mode == "async" else ()),
+        *(_of_partial(config) if config.training.mode == "async" else ()),
+    ]
+
+
+def _said(section: str, given: Section, reasons: Mapping[str, str]) -> list[str]:
+    return [
+        f"{section}.{name} = {value} has no effect: {reasons[name]}."
+        for name, value in changed(given).items()
+        if name in reasons
+    ]
+
+
+def _of_cluster(config: Config) -> dict[str, str]:
+    """Why a setting of the cluster is not read, by its name."""
+    own, reasons = config.cluster, dict[str, str]()
+    if own.kind == "none":
+        return dict.fromkeys(ClusterConfig.model_fields, "cluster.kind is none")
+    if own.kind == "local":
+        reasons |= dict.fromkeys(_OF_RAY, "cluster.kind is local, and it is of ray")
+    if not own.reward_workers:
+        reasons |= dict.fromkeys(_OF_REWARD_WORKERS, "cluster.reward_workers is 0")
+    if config.engine.url:
+        reasons |= dict.fromkeys(_OF_ENGINES, "the engines are those at engine.url")
+    return reasons
+
+
+def _of_engine(config: Config) -> dict[str, str]:
+    if config.engine.url:
+        return {"cache_tokens": "it is of embedded engines, and engine.url is set"}
+    if config.cluster.kind == "none":
+        return dict.fromkeys(_OF_SERVERS, "this process samples, with neither engine.url nor a cluster")
+    return {}
+
+
+def _of_scoring(config: Config) -> dict[str, str]:
+    """Reward workers score in the place of processes, but for experts and the parts that the settings add."""
+    own, experts = config.cluster, resolve(config.algorithm).loss in EXPERT_LOSSES
+    if own.kind == "none" or not own.reward_workers or experts or judges_more(config.rewards):
+        return {}
+    why = "the episodes of training are scored by cluster.reward_workers, within cluster.scoring_timeout_s"
+    return dict.fromkeys(_OF_SCORING, why)
+
+
+def _of_partial(config: Config) -> list[str]:
+    own = config.rollout.partial
+    why = "training.mode is async, where no episode waits for a step to end"
+    return _said("rollout.partial", own, dict.fromkeys(type(own).model_fields, why))
+
+
+def _of_streams(config: Config) -> list[str]:
+    own, most = config.staleness, config.rollout.concurrency
+    if not own.replay.share:
+        reasons = dict.fromkeys(type(own.replay).model_fields, "staleness.replay.share is 0")
+    else:
+        reasons = {}
+    found = _said("staleness.replay", own.replay, reasons)
+    if own.interruptible:
+        found += _said("staleness", own, {"moves": "new weights take effect in the middle of episodes"})
+    elif config.engine.url is None or config.cluster.kind != "none":
+        found += _said("staleness", own, {"moves": "no servers at engine.url sample for this process"})
+    if own.oversample >= most:
+        found.append(
+            f"staleness.oversample = {own.oversample} has no effect beyond {most - 1}: no more of a group "
+            f"begin before those that train have ended (rollout.concurrency = {most})."
+        )
+    return found

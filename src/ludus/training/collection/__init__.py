@@ -1,0 +1,1 @@
+"""What a step trains on: prompts, rollouts, filters, demonstrations, the replay buffer."""

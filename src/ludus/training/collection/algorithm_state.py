@@ -1,0 +1,47 @@
+"""What an algorithm remembers from step to step, besides weights: a part of every checkpoint."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+
+from ludus.algorithms.advantages import RoleBaselines
+from ludus.algorithms.greso import GresoState
+from ludus.algorithms.spec.algorithm import Algorithm, number
+
+
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """`averages`: the moving average of rewards of each role (`rae`).
+
+    `greso` is the state of skipping, and `position` the place in the order of tasks that goes with it.
+    `initial_entropy` is the policy's mean entropy on the first batch, nats per token (`gtpo`). `owed` are
+    tasks of steps that are over whose groups did not train, since the run has left asynchronous training.
+    """
+
+    averages: RoleBaselines = field(default_factory=RoleBaselines)
+    greso: GresoState = field(default_factory=GresoState)
+    position: int = 0
+    initial_entropy: float | None = None
+    owed: tuple[str, ...] = ()
+
+    @classmethod
+    def start(cls, algorithm: Algorithm, text: str = "") -> Memory:
+        """The memory that `to_json` wrote, or an empty one; `decay` is the algorithm's."""
+        saved = json.loads(text) if text else {}
+        averages = RoleBaselines.from_json(saved["averages"]) if "averages" in saved else RoleBaselines()
+        decay = number(algorithm.options.advantage, "decay", 0.95) if algorithm.advantage == "rae" else 0.95
+        greso = GresoState(**saved.get("greso", {}))
+        entropy = saved.get("initial_entropy")
+        owed = tuple(map(str, saved.get("owed", ())))
+        return cls(replace(averages, decay=decay), greso, saved.get("position", 0), entropy, owed)
+
+    def to_json(self) -> str:
+        """One line that `start` reads back."""
+        greso = asdict(self.greso)
+        parts = {"averages": self.averages.to_json(), "greso": greso, "position": self.position}
+        if self.initial_entropy is not None:
+            parts["initial_entropy"] = self.initial_entropy
+        if self.owed:
+            parts["owed"] = list(self.owed)
+        return json.dumps(parts, sort_keys=True)

@@ -1,0 +1,90 @@
+"""What is decided over all groups of a step at once, however many rounds sampled them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ludus.algorithms.advantages import RoleBaselines
+from ludus.algorithms.filters import variance_top, variance_top_p
+from ludus.algorithms.spec.algorithm import Algorithm
+from ludus.rollout.ledger import Outcome
+from ludus.training.credit.advantages import Credit, compared_rewards, with_estimates
+from ludus.training.credit.estimates import Estimates
+from ludus.training.credit.self_play_roles import role_of
+from ludus.types import WORLD_TAG
+
+
+def as_one_batch(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -> list[Credit]:
+    """The credits of a step without the groups that vary least, their advantages taken anew over the rest."""
+    kept = keep_most_varied(credits, algorithm)
+    if not any(credit.advantages is not None for credit in kept):
+        return kept
+    return with_estimates(kept, algorithm, max_length, Estimates())
+
+
+def keep_most_varied(credits: Sequence[Credit], algorithm: Algorithm) -> list[Credit]:
+    """Drop the groups that vary least: StarPO-S keeps a share of them, RAGEN-2 a share of their deviation.
+
+    What is dropped takes part in no comparison, also not over the batch; a group that another filter has
+    dropped keeps that filter's word.
+    """
+    compared = [credit for credit in credits if credit.advantages is not None]
+    if not algorithm.filters_groups or not compared:
+        return list(credits)
+    rewards, groups = compared_rewards(compared, algorithm)
+    keeps = variance_top_p if algorithm.variance_filter == "top_p" else variance_top
+    keep = keeps(rewards=rewards, group=groups, p=algorithm.variance_top).tolist()
+    doomed = {group for group, kept in zip(groups, keep, strict=True) if not kept}
+    return [_dropped(c) if c.advantages is not None and c.group in doomed else c for c in credits]
+
+
+EMPTY_BATCHES = 5
+"""Steps in a row without a group that end a run with the filter top_p (RAGEN-2)."""
+
+
+@dataclass
+class EmptyBatchGuard:
+    """Counts the steps in a row that the filter top_p left without a group; five are the reason to stop."""
+
+    algorithm: Algorithm
+    _empty: int = field(default=0, init=False)
+
+    def verdict(self, metrics: Mapping[str, float]) -> str:
+        """The reason to stop after a step, empty if there is none."""
+        if self.algorithm.variance_filter != "top_p":
+            return ""
+        self._empty = 0 if metrics.get("ledger/trained", 0.0) else self._empty + 1
+        if self._empty < EMPTY_BATCHES:
+            return ""
+        return f"algorithm.variance_filter = top_p kept no group in {self._empty} steps in a row."
+
+    def recall(self, history: Sequence[Mapping[str, float]]) -> None:
+        """Count on from the steps before a resume; from a stop among them, from 0."""
+        for metrics in history:
+            if self.verdict(metrics):
+                self._empty = 0
+
+
+def with_role_baselines(
+    credits: Sequence[Credit], environment: str, averages: RoleBaselines
+) -> tuple[list[Credit], RoleBaselines]:
+    """The credits with the average of their role as baseline, and the averages after them.
+
+    Each trajectory that was compared reads the average before its own reward enters, in their order.
+    """
+    compared = [credit for credit in credits if credit.advantages is not None]
+    tasks = [credit.episode.task for credit in compared]
+    roles = [(task.tags.get(WORLD_TAG, environment), role_of(task)) for task in tasks]
+    rewards = torch.tensor([c.episode.trajectory.reward for c in compared], dtype=torch.float64)
+    read = iter(averages.read(roles, rewards).tolist())
+    found = [c if c.advantages is None else replace(c, baseline=next(read)) for c in credits]
+    return found, averages.updated(roles, rewards)
+
+
+def _dropped(credit: Credit) -> Credit:
+    if credit.outcome is Outcome.DROPPED:
+        return replace(credit, advantages=None)
+    return replace(credit, outcome=Outcome.DROPPED, reason="variance_top", advantages=None)

@@ -1,0 +1,95 @@
+"""Where streamed groups come from: the order of tasks, one group after the other."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ludus.rollout.scheduler import Episode, Job
+from ludus.rollout.streaming.group_queue import StreamedGroup
+from ludus.tasks.order import Order
+from ludus.training.collection.rollout_collector import Sampler
+from ludus.training.credit.advantages import varies
+from ludus.types import Task
+
+
+@dataclass
+class TaskStream:
+    """Group `n` plays the task at place `n` of the order, `per_step` of them for each step.
+
+    With GRESO it is the next task that is not skipped, nor among the last ones; `before` are those of a run
+    that is resumed. `spare` members of a group come on top of its size.
+    """
+
+    sampler: Sampler
+    order: Order
+    per_step: int
+    spare: int = 0
+    before: Sequence[str] = ()
+    _recent: deque[str] = field(init=False)
+    _uncounted: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        wanted = min(2 * self.per_step, len(self.order.tasks) // 2)
+        self._recent = deque(self.before, max(wanted, self.per_step - 1))  # no step meets a task twice
+
+    def jobs(self, number: int) -> Sequence[Job]:
+        """The jobs of a group that starts."""
+        if self.sampler.algorithm.greso:
+            step = self._step(number)
+            (task,) = self.sampler.choose(step, self.order, 1, set(self._recent))
+        else:
+            (task,) = self.order.take(number, 1)
+        self._recent.append(task.id)
+        return self.jobs_of(number, task)
+
+    def jobs_of(self, number: int, task: Task, members: int | None = None) -> list[Job]:
+        """The jobs of a group by its number and task; `members` where it does not have as many as others."""
+        spare = self.spare if members is None else members - self.sampler.algorithm.group_size
+        return self.sampler.jobs(self._step(number), task, spare)
+
+    def free(self, number: int, groups: Sequence[StreamedGroup]) -> int:
+        """The first number from this one on whose episodes have no names of these groups: steps may have had
+        fewer groups, and the order other laps, when they began."""
+        first = [group.jobs[0] for group in groups]
+        if all(self._would_play(job, group.number) for job, group in zip(first, groups, strict=True)):
+            return number
+        return max(number, *(job.key.step * self.per_step for job in first))
+
+    def _would_play(self, job: Job, number: int) -> bool:
+        """Whether a group of that number would have this job; with GRESO the order alone does not say."""
+        same = self.sampler.algorithm.greso or self.order.take(number, 1)[0].id == job.key.task_id
+        return same and job.key.step == self._step(number)
+
+    def counts(self, group: Sequence[Episode]) -> bool:
+        """Whether a group fills a place of a batch: not where a member failed for good.
+
+        Where groups of equal rewards are replaced (`resample_rounds`), not one of those either, as long as
+        there are rounds left.
+        """
+        algorithm = self.sampler.algorithm
+        if any(episode.trajectory.failure is not None for episode in group):
+            return False
+        replaces = self._uncounted < algorithm.resample_rounds * self.per_step
+        if not (algorithm.zero_variance and replaces) or self._varies(group):
+            return True
+        self._uncounted += 1
+        return False
+
+    def _varies(self, group: Sequence[Episode]) -> bool:
+        """Whether the advantage can tell the members apart, or may once their rewards are combined."""
+        sampler = self.sampler
+        if varies(group, sampler.algorithm):
+            return True
+        members = [one.trajectory for one in group if not one.greedy]
+        return sampler.combiner is not None and sampler.combiner.tells_apart(members)
+
+    def begin_step(self) -> None:
+        """A batch has been taken: the next one has all its rounds."""
+        self._uncounted = 0
+        self.sampler.skipped = 0
+
+    def _step(self, number: int) -> int:
+        """The step that would train a group if none were dropped: it names the group's randomness."""
+        return number // self.per_step + 1

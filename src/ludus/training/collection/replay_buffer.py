@@ -1,0 +1,232 @@
+"""Groups that train once more: a bounded buffer of what has trained, for runs whose episodes stream.
+
+Takes the credits of a step. Gives groups of earlier steps, the first in or the most varied first. What is too
+old, replayed often enough, or beyond the size goes, and is counted. A replayed episode stays out of the
+ledger, which has it already, and out of the metrics of sampling. A checkpoint keeps the buffer.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.resolve import OFF_POLICY
+from ludus.config.schema import Config
+from ludus.config.sections.staleness import ReplayConfig
+from ludus.errors import ConfigError, StorageError
+from ludus.rollout.ledger import Outcome
+from ludus.rollout.scheduler import Episode
+from ludus.rollout.trees import leaf_rewards
+from ludus.training.collection.stream_checkpoint import episode_line, read_episode
+from ludus.training.credit.advantages import Credit, assign_credit
+from ludus.types import Task
+
+TO_REPLAY: Final = "to_replay"
+"""Why an episode past the bound did not train with its batch."""
+REPLAY_FILE: Final = "replay.jsonl"
+"""The buffer's name in a checkpoint's folder of the trainer."""
+
+
+def check_replay(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError where tokens beyond the bound would train without a correction."""
+    bound, replays = config.staleness.max_staleness, config.staleness.replay
+    corrects = algorithm.correction != "none" or algorithm.loss in OFF_POLICY
+    mode = config.training.mode
+    why = f" (with training.mode = {mode!r}, none is the default)" if mode == "sync" else ""
+    if replays.share and replays.sources and not corrects:
+        raise ConfigError(
+            "staleness.replay.sources are rollouts of other weights, and algorithm.correction is "
+            f"'none'{why}.",
+            "Set algorithm.correction (tis).",
+        )
+    if replays.share and replays.max_age > bound and not corrects:
+        raise ConfigError(
+            f"staleness.replay.max_age ({replays.max_age}) replays tokens beyond staleness.max_staleness "
+            f"({bound}), and algorithm.correction is 'none'{why}.",
+            "Set algorithm.correction (tis), or a max_age within the bound.",
+        )
+
+
+@dataclass
+class _Kept:
+    """A group that has trained, or came too late for that; `version` is that of its oldest token. One of
+    another run has a `source`: it has no age here, and is taken for as old as may be."""
+
+    episodes: list[Episode]
+    version: int
+    replayed: int = 0
+    source: str = ""
+
+    @property
+    def spread(self) -> float:
+        members = [episode.trajectory for episode in self.episodes if not episode.greedy]
+        return statistics.pstdev(reward for one in members for reward in leaf_rewards(one))
+
+
+@dataclass
+class ReplayBuffer:
+    """The groups of a run that may train again; `groups_per_step` is the number of fresh ones."""
+
+    config: ReplayConfig
+    groups_per_step: int
+    expired: int = field(default=0, init=False)
+    """Groups that went because of their age or the size, or as they lack a baseline that the algorithm now
+    has, since the run began or was resumed."""
+    late: int = field(default=0, init=False)
+    """Groups that came in past the bound, instead of training at once, since then."""
+    refused: int = field(default=0, init=False)
+    """Groups of other runs whose effective sample share was too low, since then."""
+    used: int = field(default=0, init=False)
+    """Groups that went because they had been replayed `times` times, since then."""
+    _kept: list[_Kept] = field(default_factory=list, init=False)
+
+    def num_at(self, step: int) -> int:
+        """Groups that a step replays: over the steps they add up to the share, rounded down."""
+        share = self.config.share
+        rate = self.groups_per_step * share / (1 - share) + 1e-9
+        return int(step * rate) - int((step - 1) * rate)
+
+    def add(self, credits: Sequence[Credit]) -> None:
+        """Keep the groups of a step of which something has trained."""
+        if not self.config.share:
+            return
+        groups: dict[int, list[Episode]] = {}
+        trained = {c.group for c in credits if c.outcome is Outcome.TRAINED and not c.replayed}
+        for credit in credits:
+            if credit.group in trained and not credit.replayed and not credit.expert:
+                groups.setdefault(credit.group, []).append(credit.episode)
+        self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
+        self._drop_beyond()
+
+    def take_late(self, credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
+        """Keep the groups that would train with a token older than `bound`; gives the credits, in which those
+        are dropped: they train from here, and are in the ledger no more."""
+        old = {c.group for c in credits if step - 1 - _oldest([c.episode], step) > bound and not c.expert}
+        late = {c.group for c in credits if c.group in old and c.outcome is Outcome.TRAINED}
+
+        def goes(credit: Credit) -> bool:
+            return credit.group in late and credit.outcome is not Outcome.FAILED and not credit.expert
+
+        groups: dict[int, list[Episode]] = {}
+        for credit in filter(goes, credits):
+            groups.setdefault(credit.group, []).append(credit.episode)
+        self.late += len(groups)
+        self._kept += [_Kept(episodes, _oldest(episodes)) for episodes in groups.values()]
+        self._drop_beyond()
+        return [
+            replace(credit, outcome=Outcome.DROPPED, reason=TO_REPLAY) if goes(credit) else credit
+            for credit in credits
+        ]
+
+    def add_source(self, source: str, groups: Sequence[list[Episode]]) -> None:
+        """Keep groups of another run."""
+        self._kept += [_Kept(episodes, 0, source=source) for episodes in groups]
+        self._drop_beyond()
+
+    def foreign(self, step: int, algorithm: Algorithm) -> list[list[Episode]]:
+        """The groups of other runs that `step` would train."""
+        return [kept.episodes for kept in self._chosen(step, algorithm) if kept.source]
+
+    def refuse(self, episodes: list[Episode]) -> None:
+        """Leave out a group whose effective sample share is too low."""
+        left = [kept for kept in self._kept if kept.episodes is not episodes]
+        self.refused, self._kept = self.refused + len(self._kept) - len(left), left
+
+    def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[Credit]:
+        """The credits of the groups that `step` trains again, numbered from `first_group`, each group by
+        itself: `Sampler.again` makes a batch of them."""
+        chosen = self._chosen(step, algorithm)
+        fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
+        self.expired += len(self._kept) - len(fit)
+        for kept in chosen:
+            kept.replayed += 1
+        self._kept = fit
+        self._drop_used()
+        oldest = step - 1 - self.config.max_age
+        groups = [
+            [_as_of(one, oldest) for one in kept.episodes] if kept.source else kept.episodes
+            for kept in chosen
+        ]
+        credits = assign_credit(groups, algorithm, max_length, first_group)
+        return [replace(credit, replayed=True) for credit in credits]
+
+    def metrics(self, credits: Sequence[Credit]) -> dict[str, float]:
+        """What a step replayed; nothing where nothing ever is."""
+        if not self.config.share:
+            return {}
+        again = [credit for credit in credits if credit.replayed]
+        return {
+            "replay/groups": float(len({credit.group for credit in again})),
+            "replay/trained": float(sum(credit.outcome is Outcome.TRAINED for credit in again)),
+            "replay/kept": float(len(self._kept)),
+            "replay/expired": float(self.expired),
+            "replay/late": float(self.late),
+            "replay/refused": float(self.refused),
+            "replay/used": float(self.used),
+        }
+
+    def to_text(self) -> str:
+        """JSON lines: each group before its episodes, the first in first."""
+        lines = []
+        for kept in self._kept:
+            greedy = [episode.greedy for episode in kept.episodes]
+            task = kept.episodes[0].task.id
+            head = {"task": task, "replayed": kept.replayed, "greedy": greedy, "source": kept.source}
+            lines.append(json.dumps(head))
+            lines += [episode_line(episode) for episode in kept.episodes]
+        return "".join(f"{line}\n" for line in lines)
+
+    def restore(self, text: str, tasks: Mapping[str, Task]) -> None:
+        """Take what `to_text` wrote. Raises StorageError where it is no such text, or a task is not known."""
+        found = []
+        try:
+            lines = iter([json.loads(line) for line in text.splitlines()])
+            for head in lines:
+                task = tasks[head["task"]]
+                episodes = [read_episode(next(lines), task, greedy) for greedy in head["greedy"]]
+                source = str(head.get("source", ""))
+                found.append(_Kept(episodes, _oldest(episodes), int(head["replayed"]), source))
+        except (ValueError, TypeError, KeyError, StopIteration) as error:
+            raise StorageError(
+                f"The checkpoint's groups to replay cannot be read: {error!r}.",
+                "Remove this checkpoint and resume from the one before.",
+            ) from error
+        self._kept = found
+        self._drop_used()
+        self._drop_beyond()
+
+    def _fits(self, kept: _Kept, step: int, algorithm: Algorithm) -> bool:
+        """Whether a group is young enough, and has the baseline that it would be compared with: one from
+        before the run was resumed with another algorithm may have none."""
+        whole = algorithm.advantage not in GREEDY_ADVANTAGES or any(one.greedy for one in kept.episodes)
+        return whole and (bool(kept.source) or step - 1 - kept.version <= self.config.max_age)
+
+    def _chosen(self, step: int, algorithm: Algorithm) -> list[_Kept]:
+        """What a step would train again."""
+        fit = [kept for kept in self._kept if self._fits(kept, step, algorithm)]
+        by_spread = sorted(fit, key=lambda kept: -kept.spread)  # a stable sort: the first in of equal ones
+        return (by_spread if self.config.order == "priority" else fit)[: self.num_at(step)]
+
+    def _drop_beyond(self) -> None:
+        beyond = max(0, len(self._kept) - self.config.size)
+        self._kept, self.expired = self._kept[beyond:], self.expired + beyond
+
+    def _drop_used(self) -> None:
+        left = [kept for kept in self._kept if kept.replayed < self.config.times]
+        self.used, self._kept = self.used + len(self._kept) - len(left), left
+
+
+def _as_of(episode: Episode, version: int) -> Episode:
+    """An episode whose tokens are all labelled with one version."""
+    trajectory = episode.trajectory
+    segments = tuple(replace(s, versions=(version,) * len(s.versions)) for s in trajectory.segments)
+    return replace(episode, trajectory=replace(trajectory, segments=segments))
+
+
+def _oldest(episodes: Sequence[Episode], default: int = 0) -> int:
+    versions = (v for e in episodes for s in e.trajectory.segments for v in s.versions)
+    return min(versions, default=default)

@@ -1,0 +1,547 @@
+"""From the parts of a reward to the one number that trains: weights over steps, gates, ranks, scales.
+
+Takes the episodes of a step as they were scored, those parts included that the settings add (`with_added`).
+Gives the same episodes with another `reward` (and, with a process model, `turn_rewards`). The parts stay on
+record under their names. With the settings' defaults there is no combiner and nothing changes. Evaluations
+never pass through here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.advantages.running_baselines import DomainMoments, domain_normalised
+from ludus.algorithms.shaping import (
+    ShapingRange,
+    check_shaping,
+    dominance_violations,
+    gated,
+    pareto,
+    weighted_sum,
+)
+from ludus.algorithms.spec.algorithm import TURN_READING_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.compatibility import check_binary_rewards
+from ludus.algorithms.spec.resolve import resolve
+from ludus.algorithms.spec.schedules import Schedule
+from ludus.config.schema import Config
+from ludus.config.sections.rewards import RewardsConfig
+from ludus.engines.models.loading import load_tokenizer
+from ludus.envs.base import World, turn_verifier_of
+from ludus.errors import ConfigError, LearnerError, UserError, WorldError
+from ludus.rewards.base import Reward
+from ludus.rewards.presets import PUBLISHED
+from ludus.rewards.registry import MODEL_PART, check_fed, check_names, judges_more, parts_that_train
+from ludus.rollout.reward_executor import ProcessScoring, waited
+from ludus.rollout.scheduler import Episode
+from ludus.rollout.trees import attempts, of_each_path, with_chains
+from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
+from ludus.training.reward_model.data import Judged, action_ends
+from ludus.training.reward_model.train import (
+    Judgement,
+    RewardEnsemble,
+    check_ensemble,
+    find_reward_model,
+    load_ensemble,
+)
+from ludus.training.run.session import Session
+from ludus.types import WORLD_TAG, Failure, Group, StopReason, Task, Trajectory
+
+COMBINED_PART = "combined"
+"""The combined reward before it is normalised, on record as a part."""
+MODEL_STD = f"{MODEL_PART}_std"
+"""The disagreement of an ensemble of reward models, on record as a part."""
+FULL = 1 - 1e-9
+"""A gate is open above this."""
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One part of the reward: its weight over the steps, and the range that its value is held in.
+
+    `world`: of a mixture the one whose tasks it judges.
+    """
+
+    name: str
+    outcome: bool
+    weight: Schedule
+    low: float
+    high: float
+    world: str = ""
+
+
+def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[Part, ...]:
+    """The parts of the world and of the reward model as the settings have them.
+
+    Raises ConfigError for names that are no parts, caps of outcomes, and shaping that could outweigh the
+    outcome (unless that is allowed).
+    """
+    settings = config.rewards
+    names = [part.name for part in rewards]
+    has_model = settings.model is not None
+    if has_model and MODEL_PART in names:
+        raise ConfigError(f"The world has a reward of its own called {MODEL_PART}.", "Give it another name.")
+    check_names(settings, rewards)
+    _check_caps(settings)
+    _check_terms(settings, names)
+    found = [_planned(config, part) for part in rewards]
+    if has_model:
+        high = min(1.0, settings.caps.get(MODEL_PART, 1.0))
+        found.append(Part(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high))
+    parts = tuple(found)
+    if any(part.name in settings.caps for part in parts if part.outcome):
+        raise ConfigError("rewards.caps names an outcome, which has no cap.", "Cap the other parts.")
+    if any(0 in (p.weight.start, p.weight.end) for p in parts if p.outcome and p.weight.kind != "constant"):
+        raise ConfigError("The weight of an outcome begins or ends at 0.", "Keep it above 0 throughout.")
+    for step in (0, part_steps(config)):
+        outcomes = [part.weight.at(step) for part in parts if part.outcome]
+        if min(outcomes) < 0 or max(outcomes) == 0:
+            raise ConfigError("No outcome has a weight above 0.", "See rewards.weights and weights_end.")
+        if settings.combination != "pareto" and not settings.allow_outweigh:
+            for world in {part.world for part in parts}:
+                _check_outcome([p for p in parts if p.world in ("", world)], config, step)
+    return parts
+
+
+def part_steps(config: Config) -> int:
+    """The length of the schedule of weights."""
+    return config.rewards.schedule_steps or config.training.steps
+
+
+def parts_of(config: Config, world: World) -> Sequence[Reward]:
+    """The parts that train: those of the preset, or else the world's, and those that are switched on.
+
+    Raises ConfigError for a part that is no part or there already.
+    """
+    return parts_that_train(config.rewards, world.rewards)
+
+
+def check_reward_settings(config: Config, world: World) -> None:
+    """Refuse, before anything is written, rewards that a run would only find out later. Raises UserError."""
+    settings, algorithm = config.rewards, resolve(config.algorithm)
+    check_binary_rewards(algorithm, settings, parts_of(config, world))
+    if settings.is_default:
+        return
+    plan_parts(config, parts_of(config, world))
+    if settings.rewards_turns and not reads_turns(algorithm):
+        name = "turns" if settings.turns else "turn_verifier_weight"
+        raise ConfigError(
+            f"rewards.{name} would have no effect: the advantage {algorithm.advantage} reads no turns.",
+            f"Take one of {', '.join(TURN_READING_ADVANTAGES)}.",
+        )
+    if settings.verifies_turns and turn_verifier_of(world) is None:
+        raise ConfigError(
+            f"The world {world.name} has no turn verifier (rewards.turn_verifier_weight, "
+            "rewards.turns.progress).",
+            "search, sql and functions have one with their tools, code and terminal with "
+            "env.settings.check_turns = true.",
+        )
+    check_ensemble(settings.models)
+    by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
+    for task in by_world.values():
+        _check_task(settings, task)
+        if settings.parts:
+            check_fed([*settings.parts], task, len(world.environment(task).tools))
+
+
+def _check_task(settings: RewardsConfig, task: Task) -> None:
+    """ConfigError for a task that the preset cannot judge, or without the tag that says its scale."""
+    if settings.preset is not None and not isinstance(task.truth, PUBLISHED[settings.preset].truth):
+        wanted, given = PUBLISHED[settings.preset].truth.__name__, type(task.truth).__name__
+        raise ConfigError(
+            f"rewards.preset = {settings.preset} judges tasks whose truth is {wanted}; here it is {given}.",
+            "Take another preset, or a world with such tasks (docs/rewards.md).",
+        )
+    if settings.normalise_by is not None and settings.normalise_by not in task.tags:
+        tags = ", ".join(sorted(task.tags)) or "none"
+        raise ConfigError(
+            f"The tasks have no tag {settings.normalise_by!r} (rewards.normalise_by).", f"They have: {tags}."
+        )
+
+
+def reward_doubts(config: Config) -> list[str]:
+    """What is allowed and may not be what was meant, one sentence each."""
+    settings, found = config.rewards, []
+    if settings.combination == "pareto":
+        found.append(
+            "rewards.combination = pareto ranks without weights: a failure that is best in another part "
+            "earns as much as a success."
+        )
+    if settings.allow_outweigh:
+        found.append("rewards.allow_outweigh is on: a failure may earn more than a success.")
+    if settings.normalise_by is not None and resolve(config.algorithm).advantage == "grpo":
+        found.append(
+            "rewards.normalise_by has hardly an effect with the advantage grpo, which divides by the "
+            "deviation of each group."
+        )
+    return found
+
+
+def make_combiner(session: Session, algorithm: Algorithm) -> Combiner | None:
+    """The combiner of the settings; None where they are the defaults.
+
+    Raises UserError for a reward model that reads another vocabulary.
+    """
+    config = session.config
+    settings = config.rewards
+    if settings.is_default:
+        return None
+    for path in settings.models:
+        theirs = load_tokenizer(str(find_reward_model(Path(path))[0]), needs_template=False).get_vocab()
+        if theirs != session.tokenizer.get_vocab():
+            raise UserError(
+                f"The reward model {path} reads another vocabulary than the policy writes.",
+                "Make one of this policy's model.",
+            )
+    return combiner_of(config, session.world, reads_turns(algorithm))
+
+
+def reads_turns(algorithm: Algorithm) -> bool:
+    """Whether the algorithm reads rewards of turns."""
+    return algorithm.advantage in TURN_READING_ADVANTAGES
+
+
+async def with_added(
+    scoring: ProcessScoring, world: World, groups: Sequence[Sequence[Episode]], most_failures: float
+) -> list[list[Episode]]:
+    """The episodes of groups as `one_with_added` gives them.
+
+    Raises WorldError, with the words of the first, where more than `most_failures` fail.
+    """
+    errors: list[WorldError] = []
+    every = (one_with_added(scoring, world, one, errors.append) for group in groups for one in group)
+    found = await asyncio.gather(*every)
+    if len(errors) > most_failures + 1e-9:
+        raise errors[0]
+    following = iter(found)
+    return [[next(following) for _ in group] for group in groups]
+
+
+async def one_with_added(
+    scoring: ProcessScoring, world: World, episode: Episode, on_error: Callable[[WorldError], None]
+) -> Episode:
+    """An episode with the parts that the settings add; a failed one, of which `on_error` is told, where these
+    fail."""
+    if episode.trajectory.failure is not None:
+        return episode
+    begin = time.perf_counter()
+    try:
+        scored = await of_each_path(
+            episode.trajectory, lambda path: scoring.with_added(world, episode.task, path)
+        )
+        return replace(episode, trajectory=waited(scored, time.perf_counter() - begin))
+    except WorldError as error:
+        on_error(error)
+        failure = Failure(error.part, str(error), episode.key.attempt + 1)
+        failed = replace(episode.trajectory, stop_reason=StopReason.FAILED, failure=failure)
+        return replace(episode, trajectory=failed)
+
+
+def combiner_of(config: Config, world: World, takes_turns: bool) -> Combiner:
+    """The combiner of the settings as they stand. Loads the reward model where they name one."""
+    settings, parts = config.rewards, parts_of(config, world)
+    models = settings.models
+    return Combiner(
+        settings=settings,
+        parts=plan_parts(config, parts),
+        adds=judges_more(settings),
+        microbatch_tokens=config.training.microbatch_tokens,
+        takes_turns=takes_turns,
+        model=load_ensemble(models, settings.model_std_coef, config) if models else None,
+    )
+
+
+@dataclass
+class Combiner:
+    """Combines the parts of a step's episodes. `moments`, of each domain, are all that it remembers.
+
+    `adds`: the settings have parts that are no world's, which episodes must have by then.
+    `takes_turns`: the algorithm reads rewards of turns, and a process model's go there and not into the sum.
+    """
+
+    settings: RewardsConfig
+    parts: tuple[Part, ...]
+    microbatch_tokens: int = 4096
+    takes_turns: bool = False
+    model: RewardEnsemble | None = None
+    adds: bool = False
+    moments: DomainMoments = field(default_factory=DomainMoments)
+
+    def restore(self, moments: str) -> None:
+        """Put back what `moments.to_json()` gave; nothing for an empty text."""
+        if moments:
+            self.moments = DomainMoments.from_json(moments)
+
+    def combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
+        """The episodes of `step` (from 1) with their rewards; failed ones as they are.
+
+        The paths of a tree are combined as episodes of their own. Raises LearnerError for a tree whose
+        leaves have rewards and no parts.
+        """
+        split = [[attempts(one.trajectory) for one in group] for group in groups]
+        apart = [
+            [replace(one, trajectory=path) for one, own in zip(group, members, strict=True) for path in own]
+            for group, members in zip(groups, split, strict=True)
+        ]
+        found = []
+        for group, members, together in zip(groups, split, self._combine(step, apart), strict=True):
+            following = iter(together)
+            taken = [[next(following) for _ in own] for own in members]
+            found.append([_rejoined(one, own) for one, own in zip(group, taken, strict=True)])
+        return found
+
+    def _combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
+        """`combine` of episodes without trees."""
+        places = [
+            (g, i)
+            for g, group in enumerate(groups)
+            for i, episode in enumerate(group)
+            if episode.trajectory.failure is None
+        ]
+        found = [list(group) for group in groups]
+        if not places:
+            return found
+        episodes = [groups[g][i] for g, i in places]
+        _check_leaves(episodes)
+        trajectories = self._judged([episode.trajectory for episode in episodes], step)
+        rewards = self._rewards(trajectories, torch.tensor([g for g, _ in places]), step)
+        trajectories, rewards = with_length(trajectories, rewards, self.settings.length)
+        if self.settings.rewards_turns:
+            trajectories = [self._with_turns(trajectory) for trajectory in trajectories]
+        if self.settings.normalise_by is not None:
+            trajectories = [
+                replace(t, rewards={**t.rewards, COMBINED_PART: reward})
+                for t, reward in zip(trajectories, rewards.tolist(), strict=True)
+            ]
+            if self.settings.normalise_over == "run":
+                domains = [episode.task.tags.get(self.settings.normalise_by, "") for episode in episodes]
+                self.moments = self.moments.updated(domains, rewards)
+                rewards = domain_normalised(rewards=rewards, domains=domains, moments=self.moments)
+        for (g, i), trajectory, reward in zip(places, trajectories, rewards.tolist(), strict=True):
+            found[g][i] = replace(groups[g][i], trajectory=replace(trajectory, reward=reward))
+        return found
+
+    def over_batch(self, episodes: Sequence[Episode]) -> list[Episode]:
+        """The combined episodes of a whole batch on its scale if `normalise_over` is "batch"; failed ones as
+        they are."""
+        tag = self.settings.normalise_by
+        if tag is None or self.settings.normalise_over != "batch":
+            return list(episodes)
+        scored = [episode for episode in episodes if episode.trajectory.failure is None]
+        domains = [episode.task.tags.get(tag, "") for episode in scored]
+        combined = [episode.trajectory.rewards[COMBINED_PART] for episode in scored]
+        rewards = torch.tensor(combined, dtype=torch.float64)
+        moments = DomainMoments().updated(domains, rewards)
+        found = iter(domain_normalised(rewards=rewards, domains=domains, moments=moments).tolist())
+        return [
+            replace(one, trajectory=replace(one.trajectory, reward=next(found)))
+            if one.trajectory.failure is None
+            else one
+            for one in episodes
+        ]
+
+    def tells_apart(self, trajectories: Sequence[Trajectory]) -> bool:
+        """Whether trajectories of equal rewards may earn unlike ones: by their parts, by their lengths, or by
+        what the reward model says of their texts."""
+        trajectories = [path for one in trajectories for path in attempts(one)]
+        parts = {tuple(sorted(one.rewards.items())) for one in trajectories}
+        texts = {tuple(segment.tokens for segment in one.segments) for one in trajectories}
+        if len(parts) > 1 or (self.model is not None and len(texts) > 1):
+            return True
+        turns = {self._with_turns(one).turn_rewards for one in trajectories}
+        if self.settings.rewards_turns and len(turns) > 1:
+            return True
+        rewards = torch.tensor([one.reward for one in trajectories], dtype=torch.float64)
+        return len(set(with_length(trajectories, rewards, self.settings.length)[1].tolist())) > 1
+
+    def _with_turns(self, trajectory: Trajectory) -> Trajectory:
+        return with_turn_rewards(trajectory, self.settings.turns, self.settings.turn_verifier_weight)
+
+    def metrics(self, step: int, groups: Sequence[Group]) -> dict[str, float]:
+        """The weights of the step, and how many pairs of a group the combined reward puts the wrong way
+        round: one of them is as good in every part and better in one, and does not earn more."""
+        every = [(g, t) for g, group in enumerate(groups) for t in group.trajectories if t.failure is None]
+        rows = [(g, path) for g, one in every for path in attempts(one)]
+        trajectories = [trajectory for _, trajectory in rows]
+        weights = {
+            f"reward/weight/{part.name}": part.weight.at(step - 1)
+            for part in self.parts
+            if part.weight.kind != "constant"
+        }
+        if not rows:
+            return weights
+        earned = [t.rewards.get(COMBINED_PART, t.reward) for t in trajectories]
+        bad = dominance_violations(
+            parts=self._signed(trajectories, step),
+            rewards=torch.tensor(earned, dtype=torch.float64),
+            group=torch.tensor([g for g, _ in rows]),
+        )
+        return weights | {"reward/dominance_violations": float(len(bad))}
+
+    def _judged(self, trajectories: Sequence[Trajectory], step: int) -> list[Trajectory]:
+        """With the part of the reward model, and the turn rewards of a process model."""
+        model = self.model
+        if model is None:
+            return list(trajectories)
+        known = [i for i, t in enumerate(trajectories) if t.num_action_tokens and len(t.rows) == 1]
+        ends = [action_ends(trajectories[i]) for i in known]
+        if model.kind != "process":
+            ends = [places[-1:] for places in ends]
+        arms = [
+            Judged(trajectories[i].token_ids, places, (0.0,) * len(places))
+            for i, places in zip(known, ends, strict=True)
+        ]
+        judged = dict(zip(known, model.judge(arms, self.microbatch_tokens), strict=True)) if arms else {}
+        unknown = Judgement((), 0.0)
+        return [self._with_values(t, judged.get(i, unknown), step) for i, t in enumerate(trajectories)]
+
+    def _with_values(self, trajectory: Trajectory, judgement: Judgement, step: int) -> Trajectory:
+        """The part is the mean of the values; as turn rewards they add up to its weight times that mean."""
+        part, values = self.parts[-1], judgement.values
+        rewards = {MODEL_PART: sum(values) / len(values) if values else 0.0}
+        if len(self.settings.models) > 1:
+            rewards[MODEL_STD] = judgement.std
+        found = replace(trajectory, rewards={**trajectory.rewards, **rewards})
+        if not self._gives_turns or not self._is_open(found):
+            return found
+        weight = part.weight.at(step - 1)
+        own = [weight * min(value, part.high) / len(values) for value in values]
+        before = list(trajectory.turn_rewards) + [0.0] * (len(own) - len(trajectory.turn_rewards))
+        own += [0.0] * (len(before) - len(own))
+        return replace(found, turn_rewards=tuple(a + b for a, b in zip(before, own, strict=True)))
+
+    @property
+    def _gives_turns(self) -> bool:
+        is_process = self.model is not None and self.model.kind == "process"
+        return is_process and self.takes_turns and self.settings.combination != "pareto"
+
+    def _is_open(self, trajectory: Trajectory) -> bool:
+        if self.settings.combination != "gated":
+            return True
+        return bool(self._gate([trajectory])[0] > FULL)
+
+    def _gate(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """The value that opens the gate, `[N]`."""
+        gate = self.settings.gate
+        opens = [part for part in self.parts if part.name == gate or (part.outcome and gate == "outcome")]
+        names = [part.name for part in opens]
+        table = [[t.rewards.get(name, 0.0) for name in names] for t in trajectories]
+        return torch.tensor(table, dtype=torch.float64).amin(1)
+
+    def _values(self, trajectories: Sequence[Trajectory]) -> Tensor:
+        """The value of each part, held in its range, `[N, K]` float64."""
+        table = torch.tensor(
+            [[t.rewards.get(part.name, 0.0) for part in self.parts] for t in trajectories],
+            dtype=torch.float64,
+        )
+        low = torch.tensor([part.low for part in self.parts], dtype=torch.float64)
+        high = torch.tensor([part.high for part in self.parts], dtype=torch.float64)
+        return table.clamp(low, high)
+
+    def _weights(self, step: int) -> list[float]:
+        """The weights at `step`; 0 for a model whose values go to the turns."""
+        return [
+            0.0 if part.name == MODEL_PART and self._gives_turns else part.weight.at(step - 1)
+            for part in self.parts
+        ]
+
+    def _signed(self, trajectories: Sequence[Trajectory], step: int) -> Tensor:
+        """The parts that count, the other way round where their weight is negative, `[N, K]`."""
+        weights = torch.tensor(self._weights(step), dtype=torch.float64)
+        return (self._values(trajectories) * weights.sign())[:, weights != 0]
+
+    def _rewards(self, trajectories: Sequence[Trajectory], group: Tensor, step: int) -> Tensor:
+        """The combined rewards, `[N]` float64."""
+        if self.settings.combination == "pareto":
+            return pareto(parts=self._signed(trajectories, step), group=group)
+        values, weights = self._values(trajectories), self._weights(step)
+        if self.settings.combination == "weighted_sum":
+            return weighted_sum(parts=values, weights=weights)
+        pairs = list(zip(self.parts, weights, strict=True))
+        outcome = weighted_sum(parts=values, weights=[w if part.outcome else 0.0 for part, w in pairs])
+        shaping = weighted_sum(parts=values, weights=[0.0 if part.outcome else w for part, w in pairs])
+        return outcome + gated(gate=self._gate(trajectories), rewards=shaping, threshold=FULL)
+
+
+def _rejoined(episode: Episode, paths: Sequence[Episode]) -> Episode:
+    """The episode as its paths, combined, have it."""
+    whole = episode.trajectory
+    if whole.failure is not None:
+        return episode
+    if not whole.leaves:
+        return paths[0]
+    return replace(episode, trajectory=with_chains(whole, [path.trajectory for path in paths]))
+
+
+def _check_leaves(episodes: Sequence[Episode]) -> None:
+    """LearnerError where rewards of leaves would train in place of what is combined: they have no parts."""
+    for one in (episode.trajectory for episode in episodes):
+        if one.leaf_rewards:
+            raise LearnerError(
+                f"{one.name[0].upper()}{one.name[1:]} has rewards of its own for its leaves, which have no"
+                " parts to combine.",
+                "Leave the section rewards at its defaults, or give such trajectories no leaf_rewards.",
+            )
+
+
+def _check_caps(settings: RewardsConfig) -> None:
+    if MODEL_PART in settings.weights:
+        raise ConfigError(f"rewards.weights names {MODEL_PART!r}.", "Its weight is rewards.model_weight.")
+    if odd := [name for name, cap in settings.caps.items() if not 0 <= cap <= 1]:
+        said = f"rewards.caps.{odd[0]} is {settings.caps[odd[0]]:g}."
+        raise ConfigError(said, "Give a number from 0 to 1; no part goes beyond 1 anyway.")
+
+
+def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:
+    """ConfigError for what the length or the turns cannot be added to."""
+    shapes_length = settings.length.kind != "none"
+    if shapes_length and LENGTH_PART in names:
+        raise ConfigError(f"The world has a reward of its own called {LENGTH_PART}.", "Give it another name.")
+    if settings.combination == "pareto" and (shapes_length or settings.rewards_turns):
+        raise ConfigError(
+            "rewards.combination = pareto ranks parts, and nothing is added to a rank.",
+            "Leave out rewards.length, rewards.turns and rewards.turn_verifier_weight.",
+        )
+
+
+def _planned(config: Config, part: Reward) -> Part:
+    weight = config.rewards.weights.get(part.name, part.weight)
+    schedule = _schedule(config, part.name, weight)
+    if part.outcome:
+        return Part(part.name, True, schedule, -torch.inf, torch.inf)
+    cap = config.rewards.caps.get(part.name, 1.0)
+    return Part(part.name, False, schedule, -cap, cap, part.world)
+
+
+def _schedule(config: Config, name: str, weight: float) -> Schedule:
+    settings = config.rewards
+    if name not in settings.weights_end:
+        return Schedule("constant", weight)
+    return Schedule(settings.schedule, weight, settings.weights_end[name], part_steps(config))
+
+
+def _check_outcome(parts: Sequence[Part], config: Config, step: int) -> None:
+    """ConfigError where shaping could outweigh the outcome at `step`.
+
+    Weights move together along one curve, so that what holds at both ends of it holds between them. Behind
+    a gate that the outcome opens, shaping only moves successes, and only what it takes from them counts.
+    """
+    settings = config.rewards
+    outcomes = [part.weight.at(step) for part in parts if part.outcome]
+    behind = settings.combination == "gated" and settings.gate == "outcome"
+    terms = []
+    for part in parts:
+        weight = part.weight.at(step)
+        if not part.outcome and weight != 0:
+            ends = sorted((weight * part.low, weight * part.high))
+            terms.append(ShapingRange(part.name, min(ends[0], 0.0), 0.0 if behind else max(ends[1], 0.0)))
+    gap = min(weight for weight in outcomes if weight > 0)
+    terms += shaping_ranges(settings, config.rollout.max_turns, sum(outcomes))
+    if terms:
+        check_shaping(outcome_gap=gap, terms=terms)

@@ -1,0 +1,403 @@
+"""Sampling: from tasks to groups of episodes, and from groups to the credit of a step.
+
+Takes a session, an engine and the order of tasks. Waits for the episodes that it asked for. Never learns: it
+changes no weights, and what it remembers of earlier steps (`memory`) is the algorithm's alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Protocol
+
+from ludus.algorithms.spec.algorithm import GREEDY_ADVANTAGES, Algorithm
+from ludus.config.schema import Config
+from ludus.config.sections.rollout import RolloutConfig
+from ludus.engines.base import Engine
+from ludus.envs.base import HoldsSessions, World
+from ludus.errors import ConfigError, WorldError
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
+from ludus.rollout.build import Play
+from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
+from ludus.rollout.reward_executor import RewardFault
+from ludus.rollout.scheduler import CANCELLED, Attempt, Episode, FailureBudget, Job, Scheduler
+from ludus.rollout.streaming.group_queue import StreamedGroup
+from ludus.rollout.streaming.partial import PartialRollouts, StepBudget
+from ludus.tasks.order import Order
+from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.demonstrations import Experts
+from ludus.training.collection.greso import Draw, after_visits, choose
+from ludus.training.collection.group_filters import as_one_batch, with_role_baselines
+from ludus.training.collection.reward_mixing import Combiner, one_with_added, with_added
+from ludus.training.credit.advantages import Credit, assign_credit, compared_again, is_experts
+from ludus.training.run.session import Session, session_scheduler
+from ludus.types import Task
+
+log = logging.getLogger("ludus.sampling")
+
+
+class EpisodeReporter(Protocol):
+    """Whoever watches episodes being played."""
+
+    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
+        """A phase of `total` episodes begins, played with `engine`; None where that is unknown."""
+        ...
+
+    def episode(self, episode: Episode) -> None:
+        """One of them has ended."""
+        ...
+
+
+class Elsewhere(Protocol):
+    """Other processes that play episodes."""
+
+    def attempts(self, play: Play) -> Attempt:
+        """What has an attempt played there."""
+        ...
+
+    def engine(self) -> Engine:
+        """What samples there, to send weights to and to ask."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerState:
+    """What a sampler remembers: the algorithm's memory, the tasks just skipped, the moments of rewards; and
+    with `rollout.partial` the groups that wait, with what it reports of them."""
+
+    memory: Memory
+    skipped: int
+    moments: str
+    waiting: tuple[StreamedGroup, ...] = ()
+    partial: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Sampler:
+    """Plays tasks with `engine` and gives credit. `ledger` is the run's."""
+
+    session: Session
+    engine: Engine
+    algorithm: Algorithm
+    reporter: EpisodeReporter
+    ledger: Ledger
+    memory: Memory = field(default_factory=Memory)
+    combiner: Combiner | None = None
+    experts: Experts | None = None
+    elsewhere: Elsewhere | None = None
+    partial: PartialRollouts | None = field(default=None, init=False)
+    """What has not ended, where a step has a budget."""
+    skipped: int = field(default=0, init=False)
+    """Tasks that GRESO has skipped for the step at hand."""
+    _added: set[RolloutKey] = field(default_factory=set, init=False)
+    """Episodes that have the parts which the settings add, and no credit yet."""
+    _said_short: bool = field(default=False, init=False)
+
+    @property
+    def state(self) -> SamplerState:
+        """What it remembers now."""
+        moments = "" if self.combiner is None else self.combiner.moments.to_json()
+        if self.partial is None:
+            return SamplerState(self.memory, self.skipped, moments)
+        waiting, partial = self.partial.waiting(), self.partial.metrics()
+        return SamplerState(self.memory, self.skipped, moments, waiting, partial)
+
+    def go_on_with(self, kept: Sequence[StreamedGroup]) -> None:
+        """Before the first step: have a step end with its budget, and go on with what waits from before."""
+        config = self.session.config
+        if not (config.rollout.partial.is_set or kept):
+            return
+        scheduler = self.scheduler()
+        if (room := room_for_sessions(self.session.world)) is not None:
+            limits = replace(scheduler.limits, concurrency=min(scheduler.limits.concurrency, room // 2))
+            scheduler = replace(scheduler, limits=limits)
+        self.partial = PartialRollouts(scheduler, step_budget(config), kept, self.reporter.episode)
+
+    async def sample(self, step: int, order: Order) -> list[Credit]:
+        """Roll out groups, in rounds until enough of them can train or the rounds are used up."""
+        num_tasks = self.session.config.training.tasks_per_step
+        rounds = self.algorithm.resample_rounds + 1
+        credits: list[Credit] = []
+        self.skipped, first_group = 0, 0
+        if self.partial is not None:
+            self.partial.begin_step(step, last=step == self.session.config.training.steps)
+        for number in range(rounds):
+            wanted = num_tasks - num_training_groups(credits)
+            if self.algorithm.greso:
+                taken = {c.episode.task.id for c in credits} | self.ledger.trained_ahead(step)
+                tasks = self.choose(step, order, wanted, taken)
+            else:
+                tasks = order.take(((step - 1) * rounds + number) * num_tasks, wanted)
+                tasks = self._untrained(step, tasks, order)
+            groups = await self.roll_out(step, tasks)
+            first_group = max(first_group, number * num_tasks)
+            credits += await self.credit(step, groups, first_group)
+            first_group += len(groups)
+            if num_training_groups(credits) >= num_tasks or self._has_spent:
+                return self.as_batch(self.normalised(credits))
+        self._say_short(step, num_training_groups(credits), num_tasks)
+        return self.as_batch(self.normalised(credits))
+
+    def _untrained(self, step: int, tasks: Sequence[Task], order: Order) -> Sequence[Task]:
+        """The tasks of a step, those of groups that trained ahead of it replaced by tasks that are owed.
+
+        Where none is owed, the first task that the step does not have takes the place.
+        """
+        ahead = self.ledger.trained_ahead(step)
+        found = [task for task in tasks if task.id not in ahead]
+        taken = ahead | {task.id for task in tasks}
+        known = {task.id: task for task in order.tasks}
+        owed = [known[name] for name in self.memory.owed if name in known]
+        for _ in range(len(tasks) - len(found)):
+            one = next((task for task in (*owed, *order.tasks) if task.id not in taken), None)
+            if one is None:
+                break
+            found.append(one)
+            taken.add(one.id)
+            if one in owed:
+                owed.remove(one)
+                self.memory = replace(self.memory, owed=tuple(task.id for task in owed))
+        return found
+
+    @property
+    def _has_spent(self) -> bool:
+        return self.partial is not None and self.partial.is_spent
+
+    def _say_short(self, step: int, found: int, wanted: int) -> None:
+        """Log, once a run, that the rounds were used up before the batch was full."""
+        rounds = self.algorithm.resample_rounds
+        if rounds and found < wanted and not self._said_short:
+            self._said_short = True
+            log.warning(
+                "Step %d trains on %d of %d groups: the %d algorithm.resample_rounds are used up. "
+                "This is said once a run; groups/zero_variance has the share of every step.",
+                *(step, found, wanted, rounds),
+            )
+
+    def choose(self, step: int, order: Order, wanted: int, taken: set[str]) -> Sequence[Task]:
+        """The next tasks that GRESO does not skip, none of those in `taken`."""
+        chosen = choose(order, wanted, self.memory, taken, Draw(self.session.config.run.seed, step))
+        self.memory = chosen.memory
+        self.skipped += chosen.skipped
+        return chosen.tasks
+
+    async def roll_out(self, step: int, tasks: Sequence[Task]) -> list[list[Episode]]:
+        """One group of episodes for each task, with a greedy one at its end where that is the baseline."""
+        if self.partial is not None:
+            groups = [self.jobs(step, task) for task in tasks]
+            total = self.partial.num_unfinished + sum(map(len, groups))
+            self.reporter.phase(f"step {step}: episodes", total, self.engine)
+            return await self.partial.play(groups)
+        jobs = [job for task in tasks for job in self.jobs(step, task)]
+        self.reporter.phase(f"step {step}: episodes", len(jobs), self.engine)
+        episodes = await self.scheduler().run(jobs, self.reporter.episode)
+        return [episodes[i : i + self.group_size] for i in range(0, len(episodes), self.group_size)]
+
+    @property
+    def group_size(self) -> int:
+        """Episodes of one task, the greedy one included."""
+        return self.algorithm.group_size + (self.algorithm.advantage in GREEDY_ADVANTAGES)
+
+    @property
+    def overlong_limit(self) -> int:
+        """As `overlong_limit` of this run."""
+        return overlong_limit(self.session.config, self.algorithm)
+
+    def jobs(self, step: int, task: Task, spare: int = 0) -> list[Job]:
+        """The episodes of a group that `step` asks for, with some to spare; a greedy one is the last."""
+        members = self.algorithm.group_size + spare
+        return [Job(RolloutKey(step, task.id, i), task, i >= members) for i in range(self.group_size + spare)]
+
+    def scheduler(self) -> Scheduler:
+        """What plays training episodes; those that stream take their turns as they come."""
+        config, rollout = self.session.config, self.session.config.rollout
+        if config.training.mode == "async":
+            rollout = rollout.model_copy(update={"reproducible": False})
+        play = Play("train", rollout.temperature, config.run.seed, branches=True)
+        return self._scheduler(rollout, play, self.ledger)
+
+    def _scheduler(self, rollout: RolloutConfig, play: Play, ledger: Ledger) -> Scheduler:
+        """One whose episodes are played in this process, or elsewhere: there is no lock-step then."""
+        here = session_scheduler(self.session, self.engine, play, ledger, rollout)
+        if self.elsewhere is None:
+            return here
+        return replace(here, lockstep=None, elsewhere=self.elsewhere.attempts(play))
+
+    async def credit(
+        self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0
+    ) -> list[Credit]:
+        """What each episode of the groups earns, experts included; groups are numbered from `first_group`."""
+        if self.experts is not None:
+            groups = await self.experts.join(step, groups)
+        if self.combiner is not None:
+            groups = self.combiner.combine(step, await self._with_added(groups, self.combiner))
+        return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
+
+    async def _with_added(
+        self, groups: Sequence[Sequence[Episode]], combiner: Combiner
+    ) -> Sequence[Sequence[Episode]]:
+        """With the parts that the settings add; the ledger has those that fail at it as failed."""
+        if not combiner.adds:
+            return groups
+        session, lacking = self.session, [[e for e in group if self._lacks_parts(e)] for group in groups]
+        most = session.config.rollout.max_failure_rate * sum(map(len, groups))
+        following = chain(*await with_added(session.scoring, session.world, lacking, most))
+        found = [[next(following) if self._lacks_parts(one) else one for one in group] for group in groups]
+        for before, after in zip(chain(*groups), chain(*found), strict=True):
+            self._note_failure(before, after)
+            self._added.discard(after.key)
+        return found
+
+    def _lacks_parts(self, episode: Episode) -> bool:
+        return episode.key not in self._added or is_experts(episode)
+
+    def _note_failure(self, before: Episode, after: Episode) -> None:
+        """Tell the ledger of an episode that failed at the parts that the settings add."""
+        failure = after.trajectory.failure
+        if failure is not None and before.trajectory.failure is None and not is_experts(after):
+            self.ledger.finish(after.key, Outcome.FAILED, failure.part)
+            if failure.part == RewardFault.part:  # late, or its process has ended
+                self.ledger.note_clock_limit(after.key.step)
+
+    async def add_parts(self, episode: Episode, budget: FailureBudget) -> Episode:
+        """An episode that streams, with the parts that the settings add: `credit` does not add them again.
+
+        One that fails at them is a failure of `budget`; one that is cancelled ends in the ledger as dropped.
+        """
+        if self.combiner is None or not self.combiner.adds or episode.trajectory.failure is not None:
+            return episode
+        session, errors = self.session, list[WorldError]()
+        try:
+            found = await one_with_added(session.scoring, session.world, episode, errors.append)
+        except asyncio.CancelledError:
+            self.ledger.finish(episode.key, Outcome.DROPPED, CANCELLED)
+            raise
+        self._note_failure(episode, found)
+        for error in errors:
+            budget.add(error, session.config.rollout.max_failure_rate)
+        if not errors:
+            self._added.add(found.key)
+        return found
+
+    def normalised(self, credits: list[Credit]) -> list[Credit]:
+        """The credits of all groups of a step, with rewards on the scale of this batch if
+        `rewards.normalise_over` is "batch"."""
+        if self.combiner is None or self.combiner.settings.normalise_over != "batch":
+            return credits
+        episodes = self.combiner.over_batch([credit.episode for credit in credits])
+        found = [replace(c, episode=one) for c, one in zip(credits, episodes, strict=True)]
+        return compared_again(found, self.algorithm, self.overlong_limit)
+
+    def as_batch(self, credits: list[Credit]) -> list[Credit]:
+        """What is decided and remembered over all groups of a step at once."""
+        if self.algorithm.greso:
+            success = self.session.world.rewards[0].name
+            self.memory = after_visits(self.memory, credits, success, self.algorithm)
+        if self.algorithm.advantage == "rae":
+            credits, averages = with_role_baselines(credits, self.session.world.name, self.memory.averages)
+            self.memory = replace(self.memory, averages=averages)
+        return as_one_batch(credits, self.algorithm, self.overlong_limit)
+
+    def again(self, credits: list[Credit]) -> list[Credit]:
+        """Those of groups that train once more, as a batch of their own; nothing of them is remembered."""
+        if credits and self.algorithm.advantage == "rae":
+            credits, _ = with_role_baselines(credits, self.session.world.name, self.memory.averages)
+        return as_one_batch(credits, self.algorithm, self.overlong_limit)
+
+    async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
+        """Play an evaluation with the engine's present weights."""
+        session, play = self.session, Play("evaluate", plan.temperature, plan.seed)
+        scheduler = self._scheduler(session.config.rollout, play, Ledger())
+        if self.partial is not None and (room := room_for_sessions(session.world)) is not None:
+            left = min(scheduler.limits.concurrency, room - self.partial.num_open)
+            scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=left))
+        tasks = session.world.tasks(plan.split)
+        name = f"step {plan.step}: evaluation episodes, {plan.split}"
+        self.reporter.phase(name, plan.episodes_of(tasks), self.engine)
+        return await evaluate(scheduler, tasks, plan, self.reporter.episode)
+
+
+def room_for_sessions(world: World) -> int | None:
+    """The episodes that the world's sandbox has room for at once; None where there is no such bound."""
+    return world.episodes_at_once if isinstance(world, HoldsSessions) else None
+
+
+def longest_wait(config: Config) -> int:
+    """Steps after its own for which `staleness.max_staleness` lets an episode wait."""
+    return config.staleness.max_staleness - (config.training.mode == "one_step")
+
+
+def step_budget(config: Config) -> StepBudget:
+    """The budget of `rollout.partial`."""
+    partial = config.rollout.partial
+    return StepBudget(partial.tokens or None, partial.seconds or None, longest_wait(config))
+
+
+def check_partial(config: Config, world: World) -> None:
+    """Raise ConfigError where no episode could wait for the next step's budget."""
+    if not config.rollout.partial.is_set or config.training.mode == "async":
+        return
+    if longest_wait(config) < 1:
+        raise ConfigError(
+            f"rollout.partial has episodes wait for the next step, and staleness.max_staleness "
+            f"({config.staleness.max_staleness}) lets none wait (training.mode = {config.training.mode!r}).",
+            f"Set staleness.max_staleness to {2 if config.training.mode == 'one_step' else 1} or more.",
+        )
+    if config.cluster.kind != "none":
+        raise ConfigError(
+            "rollout.partial is for episodes that are played in the learner's process.",
+            "With --cluster set training.mode = 'async': there no episode waits for a step to end.",
+        )
+    if (room := room_for_sessions(world)) is not None and room < 2:
+        raise ConfigError(
+            "rollout.partial needs a sandbox with room for two sessions: one may belong to an episode that "
+            "waits.",
+            "Raise sandbox.sessions, or leave rollout.partial out.",
+        )
+
+
+def check_branch(config: Config) -> None:
+    """Raise ConfigError where training episodes cannot branch."""
+    rollout = config.rollout
+    if not rollout.branch.branches:
+        return
+    if rollout.partial.is_set:
+        raise ConfigError(
+            "rollout.branch cannot be combined with rollout.partial: an episode that waits has no forks yet.",
+            "Leave one of them out.",
+        )
+    if rollout.temperature == 0:
+        raise ConfigError(
+            "rollout.branch needs sampling: at rollout.temperature = 0 every branch is its trunk again.",
+            "Set rollout.temperature above 0, or leave rollout.branch out.",
+        )
+    if late := [turn for turn in rollout.branch.turns if turn >= rollout.max_turns]:
+        raise ConfigError(
+            f"rollout.branch.turns names turn {late[0]}, and episodes have turns 0 to "
+            f"{rollout.max_turns - 1} (rollout.max_turns).",
+            "Choose an earlier turn.",
+        )
+    if config.training.learner.replay_routing:
+        raise ConfigError(
+            "rollout.branch cannot be combined with training.learner.replay_routing: the routing of a tree "
+            "is not recorded.",
+            "Leave one of them out.",
+        )
+
+
+def overlong_limit(config: Config, algorithm: Algorithm) -> int:
+    """The longest episode for the soft overlong punishment, in tokens of `algorithm.overlong_measure`."""
+    rollout = config.rollout
+    if algorithm.overlong_length is not None:
+        return algorithm.overlong_length
+    if algorithm.overlong_measure == "sequence":
+        return rollout.max_tokens
+    return min(rollout.max_tokens, rollout.max_turns * rollout.max_new_tokens)
+
+
+def num_training_groups(credits: Sequence[Credit]) -> int:
+    """Groups of which something trains."""
+    return len({c.group for c in credits if c.outcome is Outcome.TRAINED})

@@ -1,0 +1,167 @@
+"""How old the tokens of a batch are, what that does to training, and what is reported of it.
+
+The age of a token that step `s` trains is `s - 1` less the version that sampled it: the number of updates
+between the weights that wrote it and the weights that it changes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from ludus.config.schema import Config
+from ludus.config.sections.section import changed
+from ludus.config.sections.staleness import StalenessConfig
+from ludus.diagnostics.metrics import MEAN_AGE
+from ludus.rollout.ledger import Outcome
+from ludus.rollout.scheduler import Episode
+from ludus.training.batches.trajectory_tree import new_actions
+from ludus.training.credit.advantages import Credit
+from ludus.types import Trajectory
+
+ESS = "policy/effective_sample_share"
+"""The name under which the learner reports the effective sample share."""
+OF_EVERY_MODE = ("min_ess", "ess_patience")
+"""Settings of `staleness` that every mode of training reads."""
+OVER_AGE = "over_age"
+"""Why an episode is masked of which every token is older than the bound."""
+
+
+def ages(trajectory: Trajectory, step: int) -> list[int]:
+    """The age of each action token when `step` trains it."""
+    return [step - 1 - version for s in trajectory.segments for version in s.versions]
+
+
+def on_policy(credits: Sequence[Credit], step: int) -> list[Credit]:
+    """Those that train and were sampled, every token, from the weights that `step` changes."""
+    trained = (credit for credit in credits if credit.outcome is Outcome.TRAINED and not credit.expert)
+    return [credit for credit in trained if not any(ages(credit.episode.trajectory, step))]
+
+
+def age_metrics(credits: Sequence[Credit], step: int) -> dict[str, float]:
+    """The ages of the tokens that train: their mean, the largest, and the share of each."""
+    counted: Counter[int] = Counter()
+    for credit in credits:
+        if credit.outcome is Outcome.TRAINED and not credit.expert:
+            actions = new_actions(credit.episode.trajectory)
+            own = [step - 1 - version for action in actions for version in action.versions]
+            trains = credit.trains or (True,) * len(own)
+            counted.update(age for age, kept in zip(own, trains, strict=True) if kept)
+    return _histogram(counted, max(counted, default=0))
+
+
+def _histogram(counted: Mapping[int, int], most: int) -> dict[str, float]:
+    """Mean and maximum of ages with their numbers of tokens, and the share of each age up to `most`."""
+    total = sum(counted.values())
+    shares = {f"staleness/age_{age}": counted.get(age, 0) / max(total, 1) for age in range(most + 1)}
+    mean = sum(age * n for age, n in counted.items()) / total if total else 0.0
+    return {MEAN_AGE: mean, "staleness/max": float(max(counted, default=0))} | shares
+
+
+def mask_over_age(credits: Sequence[Credit], step: int, bound: int) -> list[Credit]:
+    """The credits, in which tokens older than `bound` do not train; those with no other token as masked."""
+    return [
+        _without_old(credit, step - 1 - bound) if credit.outcome is Outcome.TRAINED else credit
+        for credit in credits
+    ]
+
+
+def _without_old(credit: Credit, oldest: int) -> Credit:
+    """The credit without tokens of versions before `oldest`; those of an expert have no version."""
+    actions = new_actions(credit.episode.trajectory)
+    versions = (v for action in actions for v in (action.versions or (oldest,) * len(action.tokens)))
+    young = tuple(version >= oldest for version in versions)
+    if credit.trains is not None:
+        young = tuple(a and b for a, b in zip(young, credit.trains, strict=True))
+    if all(young):
+        return credit
+    if not any(young):
+        return replace(credit, outcome=Outcome.MASKED, reason=OVER_AGE)
+    return replace(credit, trains=young)
+
+
+def staleness_doubts(config: Config) -> list[str]:
+    """A sentence for each setting of `staleness` that the mode of training does not read."""
+    if config.training.mode == "async":
+        return []
+    mode = config.training.mode
+    read = OF_EVERY_MODE + (("max_staleness",) if config.rollout.partial.is_set else ())
+    return [
+        f"staleness.{key} = {value} has no effect: training.mode is {mode}, and it is of async."
+        for key, value in changed(config.staleness).items()
+        if key not in read
+    ]
+
+
+def staleness_metrics(
+    credits: Sequence[Credit], step: int, config: StalenessConfig, ended: Sequence[Episode], success: str
+) -> dict[str, float]:
+    """The ages of the tokens that train, and what was sampled beside what is trained.
+
+    `staleness/age_K` is the share of tokens of age K, replayed ones among them. `staleness/over_age_tokens`
+    are those older than the bound: masked, or replayed. `sampled/...` is of the episodes that ended since the
+    step before, `trained/...` of those that train now, so that a starved slow task shows. There are no means
+    of none.
+    """
+    own = [credit for credit in credits if not (credit.replayed or credit.expert)]
+    trained = [credit.episode for credit in own if credit.outcome is Outcome.TRAINED]
+    masked = [credit.episode for credit in own if credit.reason == OVER_AGE]
+    bound, masks = config.max_staleness, config.over_age == "mask"
+    again = [c.episode for c in credits if c.replayed and c.outcome is Outcome.TRAINED]
+    every = Counter(age for one in (*trained, *masked, *again) for age in ages(one.trajectory, step))
+    late = sum(count for age, count in every.items() if age > bound)
+    counted = {age: n for age, n in every.items() if not masks or age <= bound}
+    most = max(bound, config.replay.max_age if config.replay.share else 0)
+    metrics = _histogram(counted, most) | {"staleness/over_age_tokens": float(late)}
+    return metrics | _compared("sampled", ended, success) | _compared("trained", trained, success)
+
+
+def _compared(name: str, episodes: Sequence[Episode], success: str) -> dict[str, float]:
+    whole = [e.trajectory for e in episodes if e.trajectory.failure is None and not e.greedy]
+    count = len(whole)
+    if not count:
+        return {f"{name}/episodes": 0.0}
+    return {
+        f"{name}/episodes": float(count),
+        f"{name}/action_tokens": sum(t.num_action_tokens for t in whole) / count,
+        f"{name}/turns": sum(t.num_turns for t in whole) / count,
+        f"{name}/success": sum(t.rewards.get(success, 0.0) for t in whole) / count,
+    }
+
+
+@dataclass
+class EssGuard:
+    """Says when the effective sample share is too low, and for how long it may be."""
+
+    config: StalenessConfig
+    _low: int = field(default=0, init=False)
+
+    def warning(self, metrics: Mapping[str, float]) -> str:
+        """A sentence where the share of this step is below the bound, empty where it is not."""
+        share = metrics.get(ESS)
+        if share is None:
+            return ""
+        if share >= self.config.min_ess:
+            self._low = 0
+            return ""
+        self._low += 1
+        return (
+            f"the effective sample share is {share:.2f}, below staleness.min_ess = {self.config.min_ess:g}: "
+            "rollouts are too far from the weights that they train"
+        )
+
+    def recall(self, history: Sequence[Mapping[str, float]]) -> None:
+        """Count on from the steps before a resume; from a stop among them, anew."""
+        for metrics in history:
+            self.warning(metrics)
+            if self.verdict:
+                self._low = 0
+
+    @property
+    def verdict(self) -> str:
+        """The reason to stop, empty where there is none."""
+        patience = self.config.ess_patience
+        if not patience or self._low < patience:
+            return ""
+        return f"The effective sample share was below {self.config.min_ess:g} for {self._low} steps in a row."

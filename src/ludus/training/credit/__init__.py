@@ -1,0 +1,1 @@
+"""From rewards to advantages: self-play roles, turn rewards, estimates, calibration."""

@@ -1,0 +1,561 @@
+"""Credit: which episodes of a step train, with what advantage, and what becomes of the others."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.advantages import ADVANTAGES, VALUE_ERRORS
+from ludus.algorithms.batch import Outcomes
+from ludus.algorithms.filters import mean_entropy, overlong_mask, zero_variance
+from ludus.algorithms.kl import penalised_advantages, penalised_rewards
+from ludus.algorithms.losses import conflict_weights
+from ludus.algorithms.shaping import soft_overlong
+from ludus.algorithms.spec.algorithm import (
+    BINARY_ADVANTAGES,
+    BRANCH_ADVANTAGES,
+    DECOUPLED_ADVANTAGES,
+    GRANULARITIES,
+    TOKEN_ADVANTAGES,
+    TURN_READING_ADVANTAGES,
+    WIDER_ADVANTAGES,
+    Algorithm,
+    number,
+    word,
+)
+from ludus.errors import LearnerError
+from ludus.rewards.base import Reward
+from ludus.rollout.ledger import Ledger, Outcome
+from ludus.rollout.rollout_files import RolloutRecord
+from ludus.rollout.scheduler import Episode
+from ludus.rollout.trees import Path, attempts, leaf_rewards, paths
+from ludus.training.batches.finite_checks import check_estimates, check_trajectories
+from ludus.training.batches.rows import Row, row_of_trajectory, transitions_of, without_masked
+from ludus.training.batches.trajectory_tree import new_actions, turn_nodes, where_any
+from ludus.training.credit.estimates import UNKNOWN, Estimates
+from ludus.training.credit.self_play_roles import role_tables
+from ludus.types import StopReason, Trajectory
+
+EXPERT = "expert"
+"""The agent of segments that the policy did not sample."""
+CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
+"""Stop reasons of a trajectory that a token limit ended: what the overlong filter masks."""
+
+BASELINE = "baseline"
+"""Why a greedy episode does not train."""
+
+
+@dataclass(frozen=True)
+class Credit:
+    """What becomes of one episode.
+
+    `advantages` has one number per action token; None unless the episode took part in its group's comparison.
+    `trains` says of each whether it trains with the episode; None: all do.
+    `values` and `targets`, as many, are the critic's where there is one; `reference`, as many, the
+    reference's log-probabilities where a process reward model reads them. `group` numbers a step's groups.
+    `baseline` is what the reward is compared with, where that is not the group. `replayed`: it has trained
+    in an earlier step.
+    """
+
+    episode: Episode
+    outcome: Outcome
+    reason: str
+    group: int = 0
+    advantages: tuple[float, ...] | None = None
+    trains: tuple[bool, ...] | None = None
+    values: tuple[float, ...] | None = None
+    targets: tuple[float, ...] | None = None
+    reference: tuple[float, ...] | None = None
+    baseline: float | None = None
+    replayed: bool = False
+
+    @property
+    def expert(self) -> bool:
+        """Whether an expert made it and not the policy: then no ledger and no metric of episodes has it."""
+        return is_experts(self.episode)
+
+    @property
+    def advantage(self) -> float | None:
+        """The mean over the action tokens: the advantage itself where all carry the same."""
+        if self.advantages is None:
+            return None
+        first = self.advantages[0] if self.advantages else 0.0
+        if all(value == first for value in self.advantages):
+            return first
+        return math.fsum(self.advantages) / len(self.advantages)
+
+    @property
+    def record(self) -> RolloutRecord:
+        """The line that the run keeps of it."""
+        key = self.episode.key
+        return RolloutRecord(
+            step=key.step,
+            group=self.episode.task.id,
+            outcome=self.outcome,
+            reason=self.reason,
+            trajectory=self.episode.trajectory,
+            advantage=self.advantage,
+            attempt=key.attempt,
+        )
+
+
+def is_experts(episode: Episode) -> bool:
+    """Whether an expert made it and not the policy."""
+    return any(segment.agent == EXPERT for segment in episode.trajectory.segments)
+
+
+def assign_credit(
+    groups: Sequence[Sequence[Episode]],
+    algorithm: Algorithm,
+    max_length: int = 0,
+    first_group: int = 0,
+) -> list[Credit]:
+    """One credit for each episode of the groups, in order; groups are numbered from `first_group`.
+
+    A group with a failed member is dropped whole: a partial group is never trained. A greedy episode is the
+    baseline of its group: it is no member, and never trains. Statistics of a group
+    run over all its members, those of the batch over what trains; what a filter takes out keeps its advantage
+    on record and does not train.
+    `max_length` is the longest episode for the soft overlong punishment, 0 for none, in tokens of
+    `algorithm.overlong_measure`.
+    Raises LearnerError where a reward or a recorded log-probability is not finite, and where a reward is
+    none that the advantage takes.
+    """
+    credits: list[Credit] = []
+    compared: list[Credit] = []
+    for place, group in enumerate(groups, start=first_group):
+        if any(episode.trajectory.failure for episode in group):
+            credits += [_of_partial_group(episode, place) for episode in group]
+        else:
+            check_trajectories([episode.trajectory for episode in group])
+            if algorithm.advantage in BINARY_ADVANTAGES:
+                _check_binary([episode.trajectory for episode in group], algorithm)
+            credits += [Credit(one, Outcome.MASKED, BASELINE, place) for one in group if one.greedy]
+            compared += _members(group, algorithm, max_length, place)
+    return credits + _compare(compared, algorithm, max_length)
+
+
+def compared_again(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -> list[Credit]:
+    """The credits of a whole batch whose episodes have other rewards than those that `assign_credit` read.
+
+    Baselines, filters and advantages follow the rewards; groups keep their numbers.
+    """
+    greedy = {
+        c.group: c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length)
+        for c in credits
+        if c.reason == BASELINE
+    }
+    compared = [
+        replace(c, baseline=greedy.get(c.group, c.baseline)) for c in credits if c.advantages is not None
+    ]
+    following = iter(_compare(compared, algorithm, max_length))
+    return [credit if credit.advantages is None else next(following) for credit in credits]
+
+
+def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, place: int) -> list[Credit]:
+    """The credits of the members of a group, before they are compared."""
+    greedy = next((episode.trajectory for episode in group if episode.greedy), None)
+    baseline = None if greedy is None else greedy.reward + _punishment(greedy, algorithm, max_length)
+    if algorithm.advantage == "rae":
+        baseline = 0.0  # until the averages of the roles are read, over the whole step
+    return [
+        Credit(episode, Outcome.TRAINED, "trained", place, baseline=baseline)
+        for episode in group
+        if not episode.greedy
+    ]
+
+
+def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
+    """Whether the advantage can tell the members of a whole group apart, as `varied_groups` says."""
+    plain = replace(algorithm, overlong_cache=0.0)
+    return any(varied_groups(_members(group, plain, 0, 0), plain).values())
+
+
+def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
+    """LearnerError for a reward that is neither 0 nor 1."""
+    for one in trajectories:
+        for reward in leaf_rewards(one):
+            if reward not in (0.0, 1.0):
+                raise LearnerError(
+                    f"The reward of {one.name} is {reward:g}, and the advantage {algorithm.advantage} takes 0"
+                    " and 1.",
+                    "Choose another advantage, or make the outcome all or nothing.",
+                )
+
+
+def with_estimates(
+    credits: Sequence[Credit], algorithm: Algorithm, max_length: int, estimates: Estimates
+) -> list[Credit]:
+    """The same fates, with advantages that count the KL as `algorithm` places it, and the critic's values.
+
+    With values the credits also have `values` and `targets`, what the critic learns; with the reference's
+    log-probabilities those. Raises LearnerError where an estimate is not finite.
+    """
+    compared = [credit for credit in credits if credit.advantages is not None]
+    check_estimates(estimates.named, [credit.episode.trajectory.name for credit in compared])
+    advantages = _advantages(compared, algorithm, max_length, estimates)
+    found = [replace(credit, advantages=a) for credit, a in zip(compared, advantages, strict=True)]
+    if estimates.ref_logprobs is not None:
+        found = [
+            replace(credit, reference=tuple(row.tolist()))
+            for credit, row in zip(found, estimates.ref_logprobs, strict=True)
+        ]
+    if estimates.values is not None:
+        raw = _advantages(compared, _of_critic(algorithm), max_length, estimates)
+        values = [v.double().cpu() for v in estimates.values]
+        targets = [torch.tensor(a, dtype=v.dtype) + v for a, v in zip(raw, values, strict=True)]
+        found = [
+            replace(credit, values=tuple(v.tolist()), targets=tuple(t.tolist()))
+            for credit, v, t in zip(found, values, targets, strict=True)
+        ]
+    following = iter(found)
+    return [credit if credit.advantages is None else next(following) for credit in credits]
+
+
+def _of_critic(algorithm: Algorithm) -> Algorithm:
+    """The algorithm whose advantages plus values are the critic's targets: not whitened, with its own lam.
+
+    A KL in the reward is part of what the critic predicts; one in the advantage is not, and neither are the
+    weights of conflict tokens, which say how strongly a token trains.
+    """
+    own = algorithm.options.advantage | {"whiten": 0.0}
+    if algorithm.advantage in DECOUPLED_ADVANTAGES:
+        own |= {"lam": own.get("lam_critic", 1.0)}
+        algorithm = replace(algorithm, advantage="gae")
+    if algorithm.advantage == "vtrace":
+        algorithm = replace(algorithm, advantage="vtrace_error")
+    if algorithm.kl_placement == "advantage":
+        algorithm = replace(algorithm, kl_coef=0.0)
+    return replace(algorithm, loss="ppo_clip", options=replace(algorithm.options, advantage=own))
+
+
+def _of_partial_group(episode: Episode, place: int) -> Credit:
+    failure = episode.trajectory.failure
+    if failure is not None:
+        return Credit(episode, Outcome.FAILED, failure.part, place)
+    return Credit(episode, Outcome.DROPPED, "partial_group", place)
+
+
+def _compare(credits: Sequence[Credit], algorithm: Algorithm, max_length: int) -> list[Credit]:
+    if not credits:
+        return []
+    kept = varied_groups(credits, algorithm)
+    found = []
+    for credit in credits:
+        ends = [one.stop_reason in CUT_OFF for one in attempts(credit.episode.trajectory)]
+        whole = overlong_mask(truncated=ends)
+        outcome, reason = _fate(credit.episode, kept[credit.group], bool(whole.any()), algorithm)
+        found.append(replace(credit, outcome=outcome, reason=reason))
+        if algorithm.overlong_mask and whole.any() and not whole.all():
+            trains = where_any(paths(credit.episode.trajectory), whole.tolist())
+            found[-1] = replace(found[-1], trains=trains)
+    advantages = _advantages(found, algorithm, max_length)
+    return [replace(credit, advantages=a) for credit, a in zip(found, advantages, strict=True)]
+
+
+def compared_rewards(credits: Sequence[Credit], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
+    """What the groups compare, [P, C] for each path of each trajectory, and the group of each path.
+
+    Column 0 is the reward; the others are the rewards of turns, where the advantage reads them. The
+    punishment of length does not count: DAPO's dynamic sampling looks at what was solved.
+    """
+    chains = [
+        (path.trajectory, credit.group) for credit in credits for path in paths(credit.episode.trajectory)
+    ]
+    reads_turns = algorithm.advantage in TURN_READING_ADVANTAGES
+    turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in chains]
+    most = max(map(len, turns), default=0)
+    rows = [[t.reward, *own, *[0.0] * (most - len(own))] for (t, _), own in zip(chains, turns, strict=True)]
+    return torch.tensor(rows, dtype=torch.float64), [group for _, group in chains]
+
+
+def varied_groups(credits: Sequence[Credit], algorithm: Algorithm) -> dict[int, bool]:
+    """Whether each group's advantage can tell its members apart, by the group's number.
+
+    Rewards that differ do, as the advantage reads them; for advantages that read more than the rewards of
+    the group, so does an advantage other than 0.
+    """
+    table, index = compared_rewards(credits, algorithm)
+    wider = algorithm.advantage in WIDER_ADVANTAGES
+    varied = zero_variance(rewards=table[:, 0] if wider else table, group=index).tolist()
+    found = dict(zip(index, varied, strict=True))
+    if wider:
+        plain = replace(algorithm, loss="reinforce", kl_coef=0.0, overlong_cache=0.0)
+        rows = _advantages(credits, plain, 0)
+        for credit, row in zip(credits, rows, strict=True):
+            found[credit.group] |= any(row)
+    return found
+
+
+def equal_groups(credits: Sequence[Credit], algorithm: Algorithm) -> dict[int, bool]:
+    """Whether the advantage finds the members of a group equal, by its number, as the filter `zero_variance`
+    does; groups that took part in no comparison are absent."""
+    compared = [credit for credit in credits if credit.advantages is not None]
+    varied = varied_groups(compared, algorithm) if compared else {}
+    return {number: not varies for number, varies in varied.items()}
+
+
+def _fate(episode: Episode, varied: bool, whole: bool, algorithm: Algorithm) -> tuple[Outcome, str]:
+    if algorithm.zero_variance and not varied:
+        return Outcome.DROPPED, "zero_variance"
+    if algorithm.overlong_mask and not whole:
+        return Outcome.MASKED, "overlong"
+    if episode.trajectory.num_action_tokens == 0:
+        return Outcome.MASKED, "no_action_tokens"
+    return Outcome.TRAINED, "trained"
+
+
+def _advantages(
+    credits: Sequence[Credit],
+    algorithm: Algorithm,
+    max_length: int,
+    estimates: Estimates = UNKNOWN,
+) -> list[tuple[float, ...]]:
+    """One number per action token of each trajectory.
+
+    The paths of a tree are compared as attempts of their own; a token has the mean of those through it.
+    """
+    split = [paths(credit.episode.trajectory) for credit in credits]
+    if all(len(own) == 1 for own in split):
+        return _of_chains(credits, algorithm, max_length, estimates, split)
+    chains = [_along(credit, path) for credit, own in zip(credits, split, strict=True) for path in own]
+    found = iter(_of_chains(chains, algorithm, max_length, estimates.along(split), split))
+    return [_mean_of_paths(own, [next(found) for _ in own]) for own in split]
+
+
+def _along(credit: Credit, path: Path) -> Credit:
+    trains = None if credit.trains is None else tuple(credit.trains[place] for place in path.places)
+    episode = replace(credit.episode, trajectory=path.trajectory)
+    return replace(credit, episode=episode, trains=trains)
+
+
+def _mean_of_paths(own: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
+    """The mean, at each action token, over the paths through it."""
+    through: dict[int, list[float]] = {}
+    for path, row in zip(own, values, strict=True):
+        for place, value in zip(path.places, row, strict=True):
+            through.setdefault(place, []).append(value)
+    return tuple(math.fsum(through[place]) / len(through[place]) for place in sorted(through))
+
+
+def _of_chains(
+    credits: Sequence[Credit],
+    algorithm: Algorithm,
+    max_length: int,
+    estimates: Estimates,
+    split: Sequence[Sequence[Path]],
+) -> list[tuple[float, ...]]:
+    outcomes = _outcomes(credits, estimates)
+    if algorithm.advantage in BRANCH_ADVANTAGES:
+        outcomes = replace(outcomes, nodes=turn_nodes(split))
+    rewards = outcomes.rewards
+    punished = [_punishment(credit.episode.trajectory, algorithm, max_length) for credit in credits]
+    rewards = rewards + torch.tensor(punished, dtype=torch.float64)
+    penalty = outcomes.kl
+    token_level = algorithm.advantage in (*TOKEN_ADVANTAGES, *VALUE_ERRORS)
+    if penalty is not None and algorithm.kl_placement == "reward" and not token_level:
+        rewards = penalised_rewards(rewards=rewards, kl=penalty, mask=outcomes.mask, coef=algorithm.kl_coef)
+    given = replace(outcomes, rewards=rewards)
+    if algorithm.kl_placement != "reward":
+        given = replace(given, kl=None)
+    found = (ADVANTAGES | VALUE_ERRORS)[algorithm.advantage](given, algorithm)
+    if penalty is not None and algorithm.kl_placement == "advantage":
+        found = penalised_advantages(
+            advantages=found,
+            kl=penalty,
+            mask=outcomes.mask,
+            coef=algorithm.kl_coef,
+            granularity=word(algorithm.options.kl, "granularity", GRANULARITIES),
+            trains=outcomes.trains,
+        )
+    if algorithm.loss == "gtpo":
+        weights = _spared(credits, outcomes, found, algorithm)
+        found = weights * (found - _entropy_penalty(estimates, outcomes.mask, algorithm))
+    rows = found.tolist()
+    return [tuple(row[:n]) for row, n in zip(rows, outcomes.mask.sum(1).tolist(), strict=True)]
+
+
+def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float:
+    """What soft overlong punishment adds to the reward: -1 where a token limit cut the trajectory."""
+    if algorithm.overlong_cache == 0 or max_length == 0:
+        return 0.0
+    if one.stop_reason in CUT_OFF:
+        return -1.0
+    length = len(one.token_ids) if algorithm.overlong_measure == "sequence" else one.num_action_tokens
+    cache = max(1, round(algorithm.overlong_cache * max_length))
+    return float(soft_overlong(lengths=torch.tensor(length), max_length=max_length, cache=cache))
+
+
+def _outcomes(credits: Sequence[Credit], estimates: Estimates) -> Outcomes:
+    """The batch, action tokens alone: column `j` is the j-th action token of a trajectory."""
+    trajectories = [credit.episode.trajectory for credit in credits]
+    lengths = torch.tensor([t.num_action_tokens for t in trajectories])
+    width = max(1, int(lengths.max()))
+    turns = [turns_of_actions(t) for t in trajectories]
+    most = max((max(row, default=0) + 1 for row in turns), default=1)
+    proposer, proposals = role_tables([credit.episode.task for credit in credits])
+    turn = torch.zeros(len(turns), width, dtype=torch.int64)
+    turn_rewards = torch.zeros(len(turns), most, dtype=torch.float64)
+    for i, row in enumerate(turns):
+        turn[i, : len(row)] = torch.tensor(row, dtype=torch.int64)
+        given = trajectories[i].turn_rewards[:most]
+        turn_rewards[i, : len(given)] = torch.tensor(given, dtype=torch.float64)
+    mask = torch.arange(width)[None, :] < lengths[:, None]
+    return Outcomes(
+        rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
+        group=torch.tensor([credit.group for credit in credits]),
+        mask=mask,
+        trains=_training_tokens(credits, mask),
+        turn=turn,
+        turn_rewards=turn_rewards,
+        kl=_table(estimates.kl, width),
+        values=_table(estimates.values, width),
+        bootstrap_values=None if estimates.bootstrap is None else torch.cat(list(estimates.bootstrap)),
+        outcome_probs=_table(estimates.outcome_probs, width),
+        prm_logprobs=_table(estimates.prm_logprobs, width),
+        ref_logprobs=_table(estimates.ref_logprobs, width),
+        old_logprobs=_table(estimates.old_logprobs, width),
+        behavior_logprobs=_behavior(credits, estimates.old_logprobs, width),
+        sum_pi_squared=_table(estimates.sum_pi_squared, width),
+        baselines=_baselines(credits),
+        anchors=_anchors(trajectories, most),
+        proposer=proposer,
+        proposals=proposals,
+    )
+
+
+def _training_tokens(credits: Sequence[Credit], mask: Tensor) -> Tensor | None:
+    """Which of the action tokens in `mask` [N, L] train; None where none does."""
+    found = mask.clone()
+    for i, credit in enumerate(credits):
+        if credit.outcome is not Outcome.TRAINED:
+            found[i] = False
+        elif credit.trains is not None:
+            found[i, : len(credit.trains)] &= torch.tensor(credit.trains, dtype=torch.bool)
+    return found if found.any() else None
+
+
+def _behavior(credits: Sequence[Credit], old: Sequence[Tensor] | None, width: int) -> Tensor | None:
+    """What the engine recorded of the action tokens, `[N, width]`; an expert counts as the policy itself."""
+    if old is None:
+        return None
+    recorded = [
+        row if credit.expert else _recorded(credit.episode.trajectory)
+        for credit, row in zip(credits, old, strict=True)
+    ]
+    return _table(recorded, width)
+
+
+def _recorded(trajectory: Trajectory) -> Tensor:
+    """The engine's log-probabilities of the action tokens, `[n_i]`."""
+    lps = [lp for action in new_actions(trajectory) for lp in action.logprobs]
+    return torch.tensor(lps, dtype=torch.float64)
+
+
+def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
+    """Numbers of the states before turns, `[N, width]`; an unknown state equals no other."""
+    table = -1 - torch.arange(len(trajectories) * width).view(len(trajectories), width)
+    numbers: dict[str, int] = {}
+    for i, trajectory in enumerate(trajectories):
+        actions = [segment for segment in trajectory.segments if segment.kind == "action"]
+        if len(trajectory.anchors) == len(actions):
+            pairs = zip(trajectory.anchors, actions, strict=True)
+            states = [numbers.setdefault(anchor, len(numbers)) for anchor, s in pairs if s.tokens]
+            table[i, : len(states)] = torch.tensor(states, dtype=torch.int64)
+    return table
+
+
+def _baselines(credits: Sequence[Credit]) -> Tensor | None:
+    """`[N]` where all have one."""
+    found = [credit.baseline for credit in credits if credit.baseline is not None]
+    return torch.tensor(found, dtype=torch.float64) if len(found) == len(credits) else None
+
+
+def _table(values: Sequence[Tensor] | None, width: int) -> Tensor | None:
+    """`[N, width]` float64 on the CPU."""
+    if values is None:
+        return None
+    table = torch.zeros(len(values), width, dtype=torch.float64)
+    for i, row in enumerate(values):
+        table[i, : len(row)] = row.double().cpu()
+    return table
+
+
+def turns_of_actions(trajectory: Trajectory) -> list[int]:
+    """The turn of each action token, counted from 0 without gaps."""
+    of_actions = [
+        t for t, action in zip(trajectory.turn_index, trajectory.action_mask, strict=True) if action
+    ]
+    numbers = {turn: number for number, turn in enumerate(dict.fromkeys(of_actions))}
+    return [numbers[turn] for turn in of_actions]
+
+
+def _spared(
+    credits: Sequence[Credit], outcomes: Outcomes, advantages: Tensor, algorithm: Algorithm
+) -> Tensor:
+    """GTPO's weights of conflict tokens."""
+    ids = torch.zeros(outcomes.mask.shape, dtype=torch.int64)
+    for i, credit in enumerate(credits):
+        trajectory = credit.episode.trajectory
+        actions = [
+            token
+            for token, action in zip(trajectory.token_ids, trajectory.action_mask, strict=True)
+            if action
+        ]
+        ids[i, : len(actions)] = torch.tensor(actions, dtype=torch.int64)
+    return conflict_weights(
+        token_ids=ids,
+        group=outcomes.group,
+        advantages=advantages,
+        mask=outcomes.mask,
+        amplify=number(algorithm.options.loss, "amplify", 2.0),
+        contiguous=number(algorithm.options.loss, "contiguous", 1.0) == 1,
+    )
+
+
+def _entropy_penalty(estimates: Estimates, mask: Tensor, algorithm: Algorithm) -> Tensor:
+    """What GTPO subtracts from the advantages, [N, 1]: a multiple of each trajectory's mean entropy.
+
+    0 before the entropies are known.
+    """
+    entropy = _table(estimates.entropies, mask.shape[1])
+    if entropy is None:
+        return torch.zeros(len(mask), 1, dtype=torch.float64)
+    coef = number(algorithm.options.loss, "entropy_penalty", 0.1)
+    return coef * mean_entropy(entropy=entropy, mask=mask)[:, None]
+
+
+def settle(ledger: Ledger, credits: Sequence[Credit]) -> None:
+    """Write the fates into the ledger. Failed attempts and replayed ones are there already, experts never."""
+    for credit in credits:
+        if credit.outcome is not Outcome.FAILED and not (credit.expert or credit.replayed):
+            ledger.finish(credit.episode.key, credit.outcome, credit.reason)
+
+
+def training_rows(
+    credits: Sequence[Credit],
+    *,
+    mask_observations: bool,
+    rewards: Sequence[Reward] = (),
+    transitions: bool = False,
+) -> list[Row]:
+    """The rows of those that train. Positive are those with an outcome among `rewards` above 0.
+
+    Without `rewards` it is the weighted sum that counts. With `transitions` each turn is a row.
+    """
+    found = []
+    for credit in credits:
+        if credit.outcome is Outcome.TRAINED:
+            one = credit.episode.trajectory
+            row = row_of_trajectory(one, credit.advantages or (), mask_observations=mask_observations)
+            row = without_masked(row, credit.trains)
+            parts = [one.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
+            sampled = (False,) * len(row.tokens) if credit.expert else row.sampled
+            positive = max(parts, default=one.reward) > 0
+            row = replace(row, sampled=sampled, positive=positive, expert=credit.expert)
+            found += transitions_of(row, one) if transitions else [row]
+    return found

@@ -1,0 +1,92 @@
+"""Whether the advantage pushes each event of turns the way its reward means, arXiv:2604.02869.
+
+A reward of an event can act against its sign: what counts is its advantage, which depends on the other turns,
+the group and the outcome. `align` measures the mean advantage of the turns of each event on recorded attempts
+(`tier_advantages`), removes the rewards that act against their sign, and repeats.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+
+from ludus.algorithms.advantages import tier_advantages
+from ludus.algorithms.spec.algorithm import TURN_ADVANTAGES, Algorithm
+from ludus.algorithms.spec.presets import PRESETS
+from ludus.rollout.scheduler import Episode
+from ludus.training.credit.advantages import assign_credit, turns_of_actions
+from ludus.training.credit.turn_rewards import events_of, with_turn_rewards
+
+
+@dataclass(frozen=True, slots=True)
+class Alignment:
+    """The rewards of events, and the mean advantage of the turns of every event under these rewards."""
+
+    rewards: Mapping[str, float]
+    advantages: Mapping[str, float]
+
+    @property
+    def misaligned(self) -> list[str]:
+        """The events whose advantage has the other sign than their reward."""
+        return [e for e, reward in self.rewards.items() if reward * self.advantages.get(e, 0.0) < 0]
+
+
+def measure(
+    groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm
+) -> Alignment:
+    """Measure the alignment of rewards on the groups; failed, greedy and branching attempts are left out."""
+    played = [
+        [
+            replace(one, trajectory=with_turn_rewards(one.trajectory, rewards))
+            for one in group
+            if one.trajectory.failure is None
+            and not one.greedy
+            and len(one.trajectory.rows) == 1
+            and one.trajectory.num_action_tokens
+        ]
+        for group in groups
+    ]
+    credits = [credit for credit in assign_credit(played, algorithm) if credit.advantages]
+    if not credits:
+        return Alignment(rewards, {})
+    trajectories = [credit.episode.trajectory for credit in credits]
+    own = [events_of(trajectory) for trajectory in trajectories]
+    names = sorted({event for events in own for event in events})
+    advantages = _table([list(credit.advantages or ()) for credit in credits], 0.0)
+    turn = _table([turns_of_actions(trajectory) for trajectory in trajectories], 0)
+    lengths = torch.tensor([trajectory.num_action_tokens for trajectory in trajectories])
+    found = tier_advantages(
+        advantages=advantages,
+        tiers=_table([[names.index(event) for event in events] for events in own], -1),
+        turn=turn,
+        mask=torch.arange(turn.shape[1])[None, :] < lengths[:, None],
+        num_tiers=len(names),
+    )
+    return Alignment(rewards, dict(zip(names, found.tolist(), strict=True)))
+
+
+def align(
+    groups: Sequence[Sequence[Episode]], rewards: Mapping[str, float], algorithm: Algorithm
+) -> list[Alignment]:
+    """Measure, remove the misaligned rewards, and repeat until none is left; all rounds, the last aligned."""
+    rounds = [measure(groups, rewards, algorithm)]
+    while rounds[-1].misaligned:
+        kept = {e: reward for e, reward in rounds[-1].rewards.items() if e not in rounds[-1].misaligned}
+        rounds.append(measure(groups, kept, algorithm))
+    return rounds
+
+
+def calibration_algorithm(algorithm: Algorithm) -> Algorithm:
+    """The run's algorithm if its advantage compares turns, otherwise the preset `turn_return_hybrid`."""
+    return algorithm if algorithm.advantage in TURN_ADVANTAGES else PRESETS["turn_return_hybrid"]
+
+
+def _table(rows: Sequence[Sequence[float]], fill: float) -> torch.Tensor:
+    """The rows, padded on the right, `[N, K]`: float64, or int64 for whole numbers."""
+    kind = torch.float64 if isinstance(fill, float) else torch.int64
+    table = torch.full((len(rows), max(map(len, rows)) or 1), fill, dtype=kind)
+    for i, row in enumerate(rows):
+        table[i, : len(row)] = torch.tensor(row, dtype=kind)
+    return table

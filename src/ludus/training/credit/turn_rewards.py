@@ -1,0 +1,141 @@
+"""What is added to a combined reward: the length of the episode, and rewards of turns by what happened there.
+
+A turn's event is the way in which the first failed call of it failed (`raised`, `malformed`, ...), else
+`progress` if the world's turn verifier found a new milestone, else the tools that it called, joined by `+` in
+the order of their names, else `answer`.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.advantages import TierCalibration, calibrate_tiers
+from ludus.algorithms.shaping import ShapingRange, length_linear, length_sigmoid
+from ludus.config.sections.rewards import PROGRESS, LengthConfig, RewardsConfig
+from ludus.rewards.code.turns import turn_of_call
+from ludus.types import ToolOutcome, ToolStatus, Trajectory
+
+LENGTH_PART = "length"
+"""On record as a part: what the length took off, or by how much it multiplied."""
+NO_CALL = "answer"
+_SAFE = 0.9
+"""Share of the outcome that calibrated rewards of turns may come to."""
+
+
+def events_of(trajectory: Trajectory) -> list[str]:
+    """The event of each turn."""
+    by_turn: list[list[ToolOutcome]] = [[] for _ in range(trajectory.num_turns)]
+    for outcome in trajectory.outcomes:
+        turn = turn_of_call(outcome.call_id)
+        if turn is not None and turn < len(by_turn):
+            by_turn[turn].append(outcome)
+    progress = _padded(trajectory.turn_progress, len(by_turn))
+    return [_event(outcomes, share > 0) for outcomes, share in zip(by_turn, progress, strict=False)]
+
+
+def _event(outcomes: Sequence[ToolOutcome], progress: bool) -> str:
+    failed = [outcome.status.value for outcome in outcomes if outcome.status is not ToolStatus.OK]
+    if failed or progress:
+        return failed[0] if failed else PROGRESS
+    return "+".join(sorted({o.tool for o in outcomes})) or NO_CALL
+
+
+def _padded(values: Sequence[float], length: int) -> list[float]:
+    return [*values, *[0.0] * (length - len(values))]
+
+
+def with_turn_rewards(
+    trajectory: Trajectory, rewards: Mapping[str, float], weight: float = 0.0
+) -> Trajectory:
+    """The trajectory whose `turn_rewards` have those of its events too, and its progress times `weight`."""
+    events, before = events_of(trajectory), trajectory.turn_rewards
+    most = max(len(events), len(before))
+    own = _padded([rewards.get(event, 0.0) for event in events], most)
+    progress = _padded(trajectory.turn_progress, most)
+    rows = zip(_padded(before, most), own, progress, strict=False)
+    return replace(trajectory, turn_rewards=tuple(a + b + weight * share for a, b, share in rows))
+
+
+def with_length(
+    trajectories: Sequence[Trajectory], rewards: Tensor, settings: LengthConfig
+) -> tuple[list[Trajectory], Tensor]:
+    """The rewards `[N]` as the lengths shape them, and the trajectories with that on record."""
+    if settings.kind == "none":
+        return list(trajectories), rewards
+    lengths = torch.tensor([t.num_action_tokens for t in trajectories])
+    if settings.kind == "linear":
+        part = length_linear(lengths=lengths, target=settings.target, lam=settings.lam, cap=settings.cap)
+        found = rewards + part
+    else:
+        ones = torch.ones_like(rewards)
+        part = length_sigmoid(
+            rewards=ones, lengths=lengths, target=settings.target, tau=settings.tau, floor=settings.floor
+        )
+        found = torch.where(rewards > 0, rewards * part, rewards)
+    named = [
+        replace(t, rewards={**t.rewards, LENGTH_PART: value})
+        for t, value in zip(trajectories, part.tolist(), strict=True)
+    ]
+    return named, found
+
+
+def shaping_ranges(settings: RewardsConfig, max_turns: int, outcome: float) -> list[ShapingRange]:
+    """What both can add to a reward whose outcomes are worth `outcome` together."""
+    found = []
+    if settings.length.kind == "linear":
+        found.append(ShapingRange(LENGTH_PART, -settings.length.cap, 0.0))
+    values = [0.0, *settings.turns.values()]
+    if settings.turns:
+        found.append(ShapingRange("turns", max_turns * min(values), max_turns * max(values)))
+    if settings.turn_verifier_weight:
+        weight = settings.turn_verifier_weight
+        found.append(ShapingRange("rewards.turn_verifier_weight", 0.0, weight))
+    if settings.length.kind == "sigmoid":
+        floor = settings.length.floor
+        found.append(ShapingRange(f"rewards.{LENGTH_PART}", (floor - 1) * outcome, 0.0, floor))
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class EventRewards:
+    """Rewards of turns from recorded attempts: for each event its number of turns, and what was found of it.
+
+    `scale` is what the correlations were multiplied by, so that all turns of an attempt together cannot
+    outweigh the outcome.
+    """
+
+    counts: Mapping[str, int]
+    found: TierCalibration
+    scale: float
+
+    @property
+    def rewards(self) -> dict[str, float]:
+        """The reward of each event that tells success from failure."""
+        named = zip(self.counts, self.found.reward.tolist(), strict=True)
+        return {name: reward for name, reward in named if reward != 0}
+
+
+def calibrate(
+    attempts: Sequence[tuple[Trajectory, bool]], max_turns: int, outcome: float, threshold: float
+) -> EventRewards:
+    """Rewards of events from attempts and their success, arXiv:2604.02869 (`calibrate_tiers`).
+
+    `outcome` is what a success is worth. There has to be an attempt.
+    """
+    events = [events_of(trajectory) for trajectory, _ in attempts]
+    counts = dict(sorted(Counter(event for own in events for event in own).items()))
+    numbers = {event: number for number, event in enumerate(counts)}
+    tiers = torch.full((len(events), max(map(len, events)) or 1), -1)
+    for i, own in enumerate(events):
+        tiers[i, : len(own)] = torch.tensor([numbers[event] for event in own], dtype=torch.int64)
+    won = torch.tensor([float(success) for _, success in attempts])
+    whole = calibrate_tiers(tiers=tiers, success=won, num_tiers=len(counts), threshold=threshold)
+    values = [0.0, *whole.reward.tolist()]
+    spread = max_turns * (max(values) - min(values))
+    scale = min(1.0, _SAFE * outcome / spread) if spread else 1.0
+    return EventRewards(counts, replace(whole, reward=whole.reward * scale), scale)

@@ -1,0 +1,1 @@
+"""Demonstrations and pairs from files and from the Hugging Face hub."""

@@ -1,0 +1,336 @@
+"""Files of dialogues, labelled or not, of preference pairs and of rollouts: read for training, or checked.
+
+JSON lines (`.gz` if need be), or a local folder that Hugging Face `datasets` wrote. docs/data.md has the
+formats. A file holds records of one kind.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+from ludus.errors import UserError
+from ludus.rollout.rollout_files import RolloutRecord, parse_rollout, rollout_line
+from ludus.tools.base import Tool
+from ludus.training.datasets.hf_datasets import read_rows
+from ludus.training.datasets.messages import (
+    as_text,
+    as_words,
+    check_turns,
+    given,
+    parsed,
+    read_messages,
+    read_tools,
+    read_train_flags,
+)
+from ludus.types import DataClass, Message
+
+DataKind = Literal["dialogue", "labelled dialogue", "pair", "rollout"]
+
+DATA_CLASSES: tuple[DataClass, ...] = get_args(DataClass)
+_HOW = "docs/data.md has the formats; `ludus data check {path}` lists what is wrong."
+
+
+@dataclass(frozen=True, slots=True)
+class FileDialogue:
+    """A dialogue with the tools that its prompt offers; `trains` says which messages enter the loss.
+
+    `task` is the id of the task that it solves; empty where it names none. `data_class` is what it teaches,
+    where the file says so.
+    """
+
+    messages: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+    trains: tuple[bool, ...] = ()
+    task: str = ""
+    data_class: DataClass | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FilePair:
+    """A prompt, and two ways to go on from it: `chosen` is better than `rejected`."""
+
+    prompt: tuple[Message, ...]
+    chosen: tuple[Message, ...]
+    rejected: tuple[Message, ...]
+    tools: tuple[Tool, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class FileLabelled:
+    """A dialogue and whether it is desirable; `trains` says which messages the label judges."""
+
+    messages: tuple[Message, ...]
+    trains: tuple[bool, ...]
+    label: bool
+    tools: tuple[Tool, ...] = ()
+
+
+Record = FileDialogue | FileLabelled | FilePair | RolloutRecord
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A record that is none: its number in the file, counted from 1, and why, as the end of a sentence."""
+
+    line: int
+    text: str
+
+
+@dataclass(frozen=True)
+class FileReport:
+    """What a file holds: records of one kind (None where it has no good one), and all that is wrong."""
+
+    path: Path
+    kind: DataKind | None
+    num_records: int
+    problems: tuple[Problem, ...]
+
+
+def check_file(path: Path) -> FileReport:
+    """Read every record of a file. Raises UserError where there is no file or no record at all."""
+    kind: DataKind | None = None
+    num_records = 0
+    problems = []
+    for line, found in _records(path):
+        if isinstance(found, Problem):
+            problems.append(found)
+            continue
+        own = _kind(found)
+        kind = kind or own
+        if own == kind:
+            num_records += 1
+        else:
+            problems.append(Problem(line, f"it is a {own}, and the file began with a {kind}"))
+    if not num_records and not problems:
+        raise UserError(f"{path} is empty.", "It needs one JSON object a line; docs/data.md has the formats.")
+    return FileReport(path, kind, num_records, tuple(problems))
+
+
+def read_dialogues(path: Path) -> list[FileDialogue]:
+    """The dialogues of a file. Raises UserError, with the line, where a record is none."""
+    return [found for found in _good(path, "dialogue") if isinstance(found, FileDialogue)]
+
+
+def read_pairs(path: Path) -> list[FilePair]:
+    """The pairs of a file. Raises UserError, with the line, where a record is none."""
+    return [found for found in _good(path, "pair") if isinstance(found, FilePair)]
+
+
+def read_preferences(path: Path) -> list[FilePair] | list[FileLabelled]:
+    """The pairs of a file, or its labelled dialogues if the first record is one. Raises UserError, with the
+    line, for a record of another kind."""
+    first = next((found for _, found in _records(path) if not isinstance(found, Problem)), None)
+    if not isinstance(first, FileLabelled):
+        return read_pairs(path)
+    return [found for found in _good(path, "labelled dialogue") if isinstance(found, FileLabelled)]
+
+
+def read_rollout_file(path: Path) -> list[RolloutRecord]:
+    """The rollouts of a file. Raises UserError, with the line, where a record is none."""
+    return [found for found in _good(path, "rollout") if isinstance(found, RolloutRecord)]
+
+
+def read_records(path: Path) -> list[Record]:
+    """The records of a file, of whichever kind the first is. Raises UserError, with the line."""
+    first = next((found for _, found in _records(path) if not isinstance(found, Problem)), None)
+    return list(_good(path, "dialogue" if first is None else _kind(first)))
+
+
+def _good(path: Path, kind: DataKind) -> Iterator[Record]:
+    empty = True
+    for line, found in _records(path):
+        fault = found.text if isinstance(found, Problem) else ""
+        if not isinstance(found, Problem) and _kind(found) != kind:
+            fault = f"it is a {_kind(found)}"
+            if isinstance(found, FileLabelled) and kind == "pair":
+                fault += ", which preference.loss = kto or bco takes"
+        if fault or isinstance(found, Problem):
+            raise UserError(f"{path}, line {line}, is not a {kind}: {fault}.", _HOW.format(path=path))
+        empty = False
+        yield found
+    if empty:
+        raise UserError(f"{path} holds no {kind}s.", _HOW.format(path=path))
+
+
+def _kind(record: Record) -> DataKind:
+    match record:
+        case FileDialogue():
+            return "dialogue"
+        case FileLabelled():
+            return "labelled dialogue"
+        case FilePair():
+            return "pair"
+    return "rollout"
+
+
+def _records(path: Path) -> Iterator[tuple[int, Record | Problem]]:
+    for line, data in _lines(path):
+        if isinstance(data, Problem):
+            yield line, data
+            continue
+        try:
+            yield line, parse_record(data)
+        except (ValueError, TypeError, KeyError) as error:
+            yield line, Problem(line, str(error))
+
+
+def parse_record(data: object) -> Record:
+    """One record of any kind. Raises ValueError, TypeError or KeyError that says what is wrong."""
+    found = given(data, "it")
+    if "messages" in found:
+        return _labelled(found) if isinstance(found.get("label"), bool) else _dialogue(found)
+    if "trajectory" in found:
+        trajectory = found["trajectory"]
+        if isinstance(trajectory, str):  # a row of a table, from which `given` took an empty advantage
+            data = {"advantage": None, **found, "trajectory": parsed(trajectory, "trajectory")}
+        return parse_rollout(data)
+    if found.keys() & {"prompt", "completion", "chosen", "rejected"}:
+        return _pair(found) if "completion" not in found else _completed(found)
+    raise ValueError(
+        "it is neither a dialogue (messages), a labelled one (prompt, completion, label), a pair (prompt, "
+        "chosen, rejected) nor a rollout (trajectory)"
+    )
+
+
+def row_of(record: Record) -> dict[str, object]:
+    """A record as a row of a table, of which `parse_record` makes the record again.
+
+    Rows of one kind have the same keys. What has other keys in each row (tools, a trajectory) is JSON text.
+    """
+    match record:
+        case FileDialogue():
+            marked = zip(record.messages, record.trains, strict=True)
+            messages = [{**m, "train": trains} if m["role"] == "assistant" else m for m, trains in marked]
+            said: dict[str, object] = {"messages": messages, "tools": _tools_text(record.tools)}
+            return {**said, "task": record.task or None, "data_class": record.data_class}
+        case FileLabelled():
+            marked = zip(record.messages, record.trains, strict=True)
+            messages = [{**m, "train": trains} if m["role"] == "assistant" else m for m, trains in marked]
+            return {"messages": messages, "label": record.label, "tools": _tools_text(record.tools)}
+        case FilePair():
+            chosen, rejected = list(record.chosen), list(record.rejected)
+            row = {"prompt": list(record.prompt), "chosen": chosen, "rejected": rejected}
+            return {**row, "tools": _tools_text(record.tools)}
+    line = json.loads(rollout_line(record))
+    return {**line, "trajectory": json.dumps(line["trajectory"])}
+
+
+def _tools_text(tools: Sequence[Tool]) -> str | None:
+    return json.dumps([tool.schema for tool in tools]) if tools else None
+
+
+def _dialogue(data: dict[str, object]) -> FileDialogue:
+    messages = read_messages(data["messages"], "messages")
+    trains = read_train_flags(data["messages"], "messages")
+    tools = read_tools(data.get("tools"))
+    check_turns(messages, tools, "messages")
+    if not any(trains):
+        said = any(message["role"] == "assistant" for message in messages)
+        raise ValueError("no assistant message trains" if said else "it has no assistant message")
+    task, named = as_text(data.get("task", ""), "task"), data.get("data_class")
+    return FileDialogue(messages, tools, trains, task, None if named is None else _data_class(named))
+
+
+def _labelled(data: dict[str, object]) -> FileLabelled:
+    found = _dialogue(data)
+    return FileLabelled(found.messages, found.trains, data["label"] is True, found.tools)
+
+
+def _completed(data: dict[str, object]) -> FileLabelled:
+    """TRL's unpaired format; a text instead of messages is the user's or the assistant's."""
+    if odd := sorted(data.keys() & {"chosen", "rejected"}):
+        raise ValueError(f"it has {odd[0]} and completion, and is a pair or a labelled dialogue")
+    label, answer, asked = data.get("label"), data["completion"], data.get("prompt")
+    if not isinstance(label, bool):
+        raise ValueError(f"label is {as_words(label)}, and must be true or false")
+    tools = read_tools(data.get("tools"))
+    prompt = _prompt([{"role": "user", "content": asked}] if isinstance(asked, str) else asked)
+    said = {"role": "assistant", "content": answer} if isinstance(answer, str) else answer
+    completion = _arm(said, "completion", prompt, tools)
+    trains = [False] * len(prompt) + [message["role"] == "assistant" for message in completion]
+    return FileLabelled((*prompt, *completion), tuple(trains), label, tools)
+
+
+def _prompt(data: object) -> tuple[Message, ...]:
+    prompt = read_messages(data, "prompt")
+    if not prompt:
+        raise ValueError("prompt is empty")
+    return prompt
+
+
+def _data_class(name: object) -> DataClass:
+    for known in DATA_CLASSES:
+        if name == known:
+            return known
+    raise ValueError(f"data_class is {name!r}, and must be one of {', '.join(DATA_CLASSES)}")
+
+
+def _pair(data: dict[str, object]) -> FilePair:
+    prompt = _prompt(data.get("prompt"))
+    tools = read_tools(data.get("tools"))
+    if prompt[-1]["role"] == "assistant":
+        raise ValueError("prompt ends with the assistant's message, which belongs into chosen and rejected")
+    arms = [_arm(data.get(name), name, prompt, tools) for name in ("chosen", "rejected")]
+    if arms[0] == arms[1]:
+        raise ValueError("chosen and rejected are the same")
+    return FilePair(prompt, arms[0], arms[1], tools)
+
+
+def _arm(
+    data: object, name: str, prompt: tuple[Message, ...], tools: tuple[Tool, ...]
+) -> tuple[Message, ...]:
+    """One way to go on: a message or a list of them."""
+    given_messages = [data] if isinstance(data, dict) else data
+    messages = read_messages(given_messages, name)
+    for i, trains in enumerate(read_train_flags(given_messages, name)):
+        if messages[i]["role"] == "assistant" and not trains:
+            raise ValueError(f"{name}[{i}].train is false, and what does not train belongs into the prompt")
+    if not messages or messages[0]["role"] != "assistant":
+        raise ValueError(f"{name} does not begin with an assistant message")
+    check_turns((*prompt, *messages), tools, f"prompt + {name}")
+    return messages
+
+
+def _lines(path: Path) -> Iterator[tuple[int, object]]:
+    """The numbered JSON values of a file; a line that holds none is a Problem. Blank lines are skipped."""
+    if path.is_dir():
+        yield from enumerate(read_rows(path), start=1)
+        return
+    number = 0
+    try:
+        with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip() == b"[":  # each further line would be told as a fault of its own
+                    yield (
+                        number,
+                        Problem(number, "a list over several lines begins, and a record has one line"),
+                    )
+                    return
+                if line.strip():
+                    yield number, _value(line, number)
+    except FileNotFoundError:
+        raise UserError(f"There is no file {path}.", "Check the path.") from None
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise UserError(
+            f"{path} is damaged after line {number}: {error}.", "The lines before it can be read."
+        ) from error
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror or error}.", "Check the path.") from error
+
+
+def _value(line: bytes, number: int) -> object:
+    try:
+        value: object = json.loads(line)
+    except UnicodeDecodeError:
+        return Problem(number, "it is not UTF-8 text")
+    except ValueError as error:
+        return Problem(number, f"it is no JSON: {error}")
+    except RecursionError:
+        return Problem(number, "it is nested too deeply")
+    return value

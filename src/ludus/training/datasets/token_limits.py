@@ -1,0 +1,170 @@
+"""Whether a world's prompts and demonstrations fit the token limits of a rollout, before anything trains.
+
+Under a pretrained model's chat template the schemas of the tools alone may take hundreds of tokens, so limits
+that were set for another model leave no room for an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from ludus.chat.render import Renderer
+from ludus.config.sections.rollout import RolloutConfig
+from ludus.engines.models.loading import num_positions
+from ludus.envs.base import Demonstrates, Demonstration, World
+from ludus.errors import UserError
+from ludus.rollout.build import rollout_for
+from ludus.tasks.order import permutation
+from ludus.tools.base import Tool
+from ludus.training.datasets.sources import dialogue_segments, first_dialogues, sources_of, words_of
+from ludus.training.run.session import Session
+from ludus.types import Task
+
+NUM_PROMPTS = 32
+NUM_DIALOGUES = 64
+_STEP = 64
+"""A limit that a message proposes is a multiple of this."""
+
+
+@dataclass(frozen=True, slots=True)
+class DialogueLength:
+    """Tokens of one dialogue: in all, of its prompt, and of its longest action; and its assistant turns."""
+
+    total: int
+    prompt: int
+    longest_action: int
+    num_turns: int
+
+
+def dialogue_length(renderer: Renderer, dialogue: Demonstration) -> DialogueLength:
+    """Return the lengths of a dialogue under the renderer's chat template."""
+    segments = dialogue_segments(renderer, dialogue)
+    actions = [len(segment.tokens) for segment in segments if segment.kind == "action"]
+    total = sum(len(segment.tokens) for segment in segments)
+    return DialogueLength(total, len(segments[0].tokens), max(actions), len(actions))
+
+
+def check_dialogues(session: Session) -> None:
+    """Raise UserError for a source of fine-tuning of which no dialogue fits into `rollout.max_tokens`.
+
+    A file is searched whole, of a world the first dialogues.
+    """
+    config, budget = session.config, session.config.rollout.max_tokens
+    for name in sources_of(config):
+        lengths: list[DialogueLength] = []
+        for dialogue in first_dialogues(config, session.world, name, NUM_DIALOGUES):
+            lengths.append(dialogue_length(session.renderer, dialogue))
+            if lengths[-1].total <= budget:
+                break
+        else:
+            raise _none_fits(lengths, budget, words_of(config, session.world, name))
+
+
+def _none_fits(lengths: Sequence[DialogueLength], budget: int, source: str) -> UserError:
+    totals, prompt = [one.total for one in lengths], min(one.prompt for one in lengths)
+    return UserError(
+        f"No dialogue of {source} fits into rollout.max_tokens ({budget}): under this model's chat template "
+        f"{len(lengths)} of them take {min(totals)} to {max(totals)} tokens, the prompt {prompt} or more.",
+        f"Set --rollout.max_tokens {rounded(max(totals))}.",
+    )
+
+
+def sft_warnings(session: Session) -> list[str]:
+    """What of the first dialogues of fine-tuning does not fit the limits of a rollout, a sentence each."""
+    found = []
+    for name in sources_of(session.config):
+        shown = islice(first_dialogues(session.config, session.world, name, NUM_DIALOGUES), NUM_DIALOGUES)
+        lengths = [dialogue_length(session.renderer, dialogue) for dialogue in shown]
+        found += dialogue_warnings(lengths, session.config.rollout, "they are left out")
+    return found
+
+
+def dialogue_warnings(lengths: Sequence[DialogueLength], rollout: RolloutConfig, effect: str) -> list[str]:
+    """What does not fit the limits of a rollout, a sentence each; `effect` says what becomes of a dialogue
+    that is too long."""
+    found = []
+    long = [one for one in lengths if one.total > rollout.max_tokens]
+    if long:
+        several, long_several = (sum(one.num_turns > 2 for one in some) for some in (lengths, long))
+        shown = f" ({long_several} of the {several} with three turns or more)" if several else ""
+        found.append(
+            f"{len(long)} of {len(lengths)} demonstrations{shown} are longer than rollout.max_tokens "
+            f"({rollout.max_tokens}) under this model's chat template: {effect}. "
+            f"--rollout.max_tokens {rounded(max(one.total for one in long))} fits all of them."
+        )
+    wordy = [one for one in lengths if one.longest_action > rollout.max_new_tokens]
+    if wordy:
+        found.append(
+            f"{len(wordy)} of {len(lengths)} demonstrations have an action that is longer than "
+            f"rollout.max_new_tokens ({rollout.max_new_tokens}), which a rollout would cut off: "
+            f"--rollout.max_new_tokens {rounded(max(one.longest_action for one in wordy))} fits all of them."
+        )
+    return found
+
+
+def check_prompts(session: Session) -> list[str]:
+    """Return warnings about prompts of the training tasks that leave no room for an action of
+    `rollout.max_new_tokens`. Raises UserError if no prompt leaves room for a single token."""
+    rollout, world = session.config.rollout, session.world
+    tasks = world.tasks("train")
+    chosen = [tasks[i] for i in permutation(len(tasks), "prompts", 0)[:NUM_PROMPTS]]
+    context = num_positions(session.model)
+    prompts, crowded, fits = [], 0, False
+    for task in chosen:
+        own = rollout_for(world, rollout, task)
+        limit = min(own.max_tokens, context or own.max_tokens)
+        if (tools := _tools(world, task)) is None:
+            continue
+        prompt = len(session.renderer.prompt(task.prompt, tools))
+        prompts.append(prompt)
+        fits = fits or prompt < limit
+        crowded += prompt + own.max_new_tokens > limit
+    if prompts and not fits:
+        raise UserError(
+            f"No prompt of the world {world.name!r} leaves room for an answer: under this model's chat "
+            f"template prompts with tools take {min(prompts)} to {max(prompts)} tokens, rollout.max_tokens "
+            f"allows {rollout.max_tokens}{f' and the model {context}' if context else ''}.",
+            f"Set --rollout.max_tokens {rounded(max(prompts) + rollout.max_turns * rollout.max_new_tokens)}.",
+        )
+    if not crowded:
+        return []
+    warning = (
+        f"{crowded} of {len(prompts)} prompts leave less room than one action of rollout.max_new_tokens "
+        f"({rollout.max_new_tokens}) within rollout.max_tokens ({rollout.max_tokens}): the longest takes "
+        f"{max(prompts)} tokens with its tools."
+    )
+    return [warning]
+
+
+def _tools(world: World, task: Task) -> Sequence[Tool] | None:
+    """Return the tools of a task, None if its environment raises: a rollout retries and reports it."""
+    try:
+        return world.environment(task).tools
+    except Exception:  # boundary: foreign code; the rollouts say what it raised
+        return None
+
+
+def rollout_warnings(session: Session) -> list[str]:
+    """What of the world's prompts and demonstrations does not fit the limits of a rollout. Raises as
+    `check_prompts`."""
+    found = check_prompts(session)
+    effect = "an episode that solves its task like them is cut off"
+    lengths = [dialogue_length(session.renderer, dialogue) for dialogue in _demonstrations(session)]
+    return found + dialogue_warnings(lengths, session.config.rollout, effect)
+
+
+def _demonstrations(session: Session) -> list[Demonstration]:
+    """Return the first demonstrations of the world; empty if it has none, as RL needs none."""
+    if not isinstance(session.world, Demonstrates):
+        return []
+    try:
+        return list(islice(session.world.demonstrations(session.config.run.seed), NUM_DIALOGUES))
+    except UserError:
+        return []
+
+
+def rounded(tokens: int) -> int:
+    """The next multiple of 64 from `tokens` on."""
+    return -(-tokens // _STEP) * _STEP

@@ -1,0 +1,1 @@
+"""Processes of one learner: start, rendezvous, collectives, FSDP2 sharding."""

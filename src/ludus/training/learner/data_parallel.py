@@ -1,0 +1,44 @@
+"""Microbatches of one process's part of the rows, for the models that train beside the policy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from ludus.training.batches.rows import Microbatch, Row, balanced, blank, microbatches
+from ludus.training.distributed.collectives import Ranks
+from ludus.training.distributed.fsdp import is_sharded
+
+
+@dataclass(frozen=True)
+class Dealer:
+    """Deals rows to the `ranks` that train `model`. Each calls it with all rows.
+
+    `index` of a microbatch tells the places among all rows. Where the weights are split, each process has as
+    many microbatches as the others; some may be of no row.
+    """
+
+    ranks: Ranks
+    model: nn.Module
+    max_tokens: int
+    shared: bool = True
+
+    def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
+        """This process's microbatches."""
+        parameter = next(self.model.parameters())
+        dtype = torch.float64 if parameter.dtype == torch.float64 else torch.float32
+        mine: Sequence[int] = range(len(rows))
+        if self.ranks.count > 1:
+            mine = balanced(rows, self.ranks.count, shared=self.shared)[self.ranks.rank]
+        own = [rows[i] for i in mine]
+        found = [
+            replace(part, index=tuple(mine[i] for i in part.index))
+            for part in microbatches(own, self.max_tokens, parameter.device, dtype, shared=self.shared)
+        ]
+        if is_sharded(self.model):
+            most = max(self.ranks.gather(len(found)))
+            found += [blank(parameter.device, dtype)] * (most - len(found))
+        return found

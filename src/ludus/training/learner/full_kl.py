@@ -1,0 +1,116 @@
+"""The KL of whole distributions at some positions, in chunks: the table of all logits never exists.
+
+Both models bring the states below their output layers, `[A, H]` each. The logits of `rows` states at a time
+are made, used and dropped, and made again in the backward pass; no gradient flows to the second model. With
+`p` the first distribution, `q` the second and `D` the divergence, the gradient of the first logits is
+`p (log p - log q - D)` for `full_reverse`, `p - q` for `full_forward` (`algorithms.kl`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from ludus.algorithms.kl import full_forward, full_reverse
+from ludus.engines.embedded.onednn_linear import apply, outer_sum, product
+from ludus.training.batches.chunked_lm_head import CHUNK_LOGITS, Head
+
+Divergence = Literal["full_reverse", "full_forward"]
+
+
+class States(NamedTuple):
+    """What a model says at some positions: `hidden` `[A, H]` below its output layer `head`."""
+
+    hidden: Tensor
+    head: Head
+
+
+class Against(NamedTuple):
+    """Another model's states at the positions that are asked for, and the divergence from them."""
+
+    states: States
+    which: Divergence
+
+
+@dataclass(frozen=True, slots=True)
+class _How:
+    temperature: float
+    rows: int
+    against: Against
+
+
+class _Context(FunctionCtx):
+    how: _How
+    saved_tensors: tuple[Tensor, ...]
+    needs_input_grad: tuple[bool, ...]
+
+
+def divergence(own: States, against: Against, *, rows: int | None = None) -> Tensor:
+    """`[A]` nats between the tempered distributions, in float32 or better, with gradient to `own`.
+
+    `rows` positions make a chunk; None takes as many as have the logits of a chunk of the output layer.
+    """
+    head = own.head
+    if rows is None:
+        rows = max(1, CHUNK_LOGITS // head.weight.shape[0])
+    how = _How(head.temperature, rows, Against(_plain(against.states), against.which))
+    (found,) = apply(_Divergence, own.hidden, head.weight, head.bias, how)
+    return found
+
+
+def _plain(states: States) -> States:
+    """Without gradient."""
+    head = states.head
+    bias = None if head.bias is None else head.bias.detach()
+    return States(states.hidden.detach(), Head(head.weight.detach(), bias, head.temperature))
+
+
+class _Divergence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: _Context, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _How) -> Tensor:
+        head, other = Head(weight, bias, how.temperature), how.against.states
+        function = full_reverse if how.against.which == "full_reverse" else full_forward
+        parts = [
+            function(logits=head.logits(own), ref_logits=other.head.logits(theirs))
+            for own, theirs in zip(
+                torch.split(hidden, how.rows), torch.split(other.hidden, how.rows), strict=True
+            )
+        ]
+        found = torch.cat(parts)
+        ctx.save_for_backward(hidden, weight, found, *([] if bias is None else [bias]))
+        ctx.how = how
+        return found
+
+    @staticmethod
+    def backward(ctx: _Context, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, found, *rest = ctx.saved_tensors
+        bias, how, other = rest[0] if rest else None, ctx.how, ctx.how.against.states
+        head = Head(weight, bias, how.temperature)
+        to_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
+        to_weight = torch.zeros_like(weight) if ctx.needs_input_grad[1] else None
+        to_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
+        for start in range(0, hidden.shape[0], how.rows):
+            at = slice(start, start + how.rows)
+            tables = (head.logits(hidden[at]), other.head.logits(other.hidden[at]))
+            slope = _slope(how.against.which, tables, found[at])
+            slope = slope.mul_((grads[0][at] / how.temperature)[:, None]).to(hidden.dtype)
+            if to_hidden is not None:
+                to_hidden[at] = product(slope, weight)
+            if to_weight is not None:
+                to_weight += outer_sum(slope, hidden[at])
+            if to_bias is not None:
+                to_bias += slope.sum(0)
+        return to_hidden, to_weight, to_bias, None
+
+
+def _slope(which: Divergence, tables: tuple[Tensor, Tensor], found: Tensor) -> Tensor:
+    """The gradient of the first tempered logits `[A, V]`; a token that the policy forbids has none."""
+    own, theirs = (torch.log_softmax(table, -1) for table in tables)
+    if which == "full_forward":
+        return own.exp() - theirs.exp()
+    gap = torch.where(own == -torch.inf, 0.0, own - theirs)
+    return own.exp() * (gap - found[:, None])

@@ -1,0 +1,486 @@
+"""The learner: from rows with advantages to new weights. It knows no environment and no tokenizer.
+
+The gradient is that of the whole batch, whatever the microbatches: each divides by the counts of the batch,
+once. Other models speak through named scorers (`reference`), so that the algorithm sees tensors only.
+"""
+
+from __future__ import annotations
+
+import functools
+import operator
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.aggregate import Normaliser
+from ludus.algorithms.aux_losses import coefficient
+from ludus.algorithms.batch import TokenBatch
+from ludus.algorithms.kl import KLS
+from ludus.algorithms.losses import CovarianceMeans, choose_between, choose_highest, token_covariance
+from ludus.algorithms.objective import Statistics, objective
+from ludus.algorithms.spec.algorithm import FULL_KL_NAMES, Algorithm, number
+from ludus.diagnostics.metrics import ENTROPY, LOGPROB_GAP
+from ludus.errors import LearnerError
+from ludus.training.batches.chunked_lm_head import Entropy
+from ludus.training.batches.finite_checks import Watch, fault_of_rows
+from ludus.training.batches.rows import Microbatch, Row, balanced, blank, microbatches
+from ludus.training.distributed.collectives import Ranks, current_ranks, merged, raise_together, sum_gradients
+from ludus.training.distributed.fsdp import is_sharded
+from ludus.training.distributed.launcher import Score, Train
+from ludus.training.learner.logprob_cache import Kept
+from ludus.training.learner.logprobs import Scorer, Scores, own_types
+from ludus.training.learner.microbatch_budget import TokenBudget
+from ludus.training.learner.moe_routing_replay import following, recording
+from ludus.training.learner.old_logprobs import OLD_FROM_ENGINE, OldLogprobs, recorded_logprobs
+from ludus.training.learner.optimizer import Optimiser
+from ludus.training.learner.ref_and_teacher import Beside, FullKl, Others, SumPiSquared, TokenScorer, table_of
+
+FULL_KL = "full_kl"
+SUM_PI_SQUARED = "sum_pi_squared"
+"""The name under which `ask` gives the KL of whole distributions to the reference."""
+CHOOSING_LOSSES = ("clip_cov", "kl_cov")
+"""Losses that treat some tokens apart, which are chosen over the whole batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class LearnerSettings:
+    """How a batch is worked through.
+
+    `microbatch_tokens` bounds the tokens of one forward pass. `trajectory_tokens` is the C of the
+    `constant` aggregation. With `old_logprobs` "engine" ratios divide by what the engine recorded. With
+    `halve_on_oom` a pass that runs out of memory is made again in smaller ones.
+    """
+
+    microbatch_tokens: int = 4096
+    epochs: int = 1
+    minibatches: int = 1
+    trajectory_tokens: int = 768
+    old_logprobs: OldLogprobs = "recomputed"
+    halve_on_oom: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """What is known of each row before its gradient, `[T]` each.
+
+    `proximal` are the log-probabilities of the weights at the start of the step; None means that the present
+    weights are those, so that the ratio is exactly 1. `chosen` marks tokens that were chosen over the batch.
+    `experts` are those that each token took then, as `Routing` has them. `others` are the log-probabilities
+    of other scorers, by their names; one that is not there is asked in every pass.
+    """
+
+    proximal: Sequence[Tensor] | None = None
+    chosen: Sequence[Tensor] | None = None
+    experts: Sequence[Tensor] | None = None
+    others: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
+
+    def of(self, index: Sequence[int]) -> Known:
+        """What is known of these rows."""
+        return Known(
+            None if self.proximal is None else [self.proximal[i] for i in index],
+            None if self.chosen is None else [self.chosen[i] for i in index],
+            None if self.experts is None else [self.experts[i] for i in index],
+            {name: [scores[i] for i in index] for name, scores in self.others.items()},
+        )
+
+
+@dataclass
+class Learner:
+    """Takes optimiser steps on `scorer.model` by one algorithm."""
+
+    scorer: Scorer
+    optimiser: Optimiser
+    algorithm: Algorithm
+    settings: LearnerSettings = field(default_factory=LearnerSettings)
+    scorers: Mapping[str, TokenScorer] = field(default_factory=dict)
+    ranks: Ranks = field(default_factory=current_ranks)
+    budget: TokenBudget = field(init=False)
+    _kept: Kept = field(default_factory=Kept, init=False)
+    _watch: Watch = field(default_factory=Watch, init=False)
+
+    def __post_init__(self) -> None:
+        self._sharded = is_sharded(self.scorer.model)
+        halve = self.settings.halve_on_oom and not self._sharded
+        self.budget = TokenBudget(self.settings.microbatch_tokens, halve)
+
+    def score(self, rows: Sequence[Row], *, keep: bool = False) -> list[Tensor]:
+        """Log-probabilities `[T]` of each row's training tokens under the present weights.
+
+        With `keep` the next `train` on the same rows does not compute them again; the weights must not change
+        between the two.
+        """
+        return [scores.logprobs for scores in self.ask("", rows, keep=keep)]
+
+    def entropies(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Entropies `[T]` in nats at each row's training tokens under the present weights."""
+        found = self.ask("", rows, "value")
+        return [scores.logprobs if scores.entropy is None else scores.entropy for scores in found]
+
+    def ask(
+        self, name: str, rows: Sequence[Row], entropy: Entropy = "none", *, keep: bool = False
+    ) -> list[Scores]:
+        """The scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
+        with self.ranks.together(Score(name, rows, entropy, keep)):
+            found = self._score_all(rows, self._scorer_of(name), entropy)[0]
+            if keep:
+                self._kept.keep(name, rows, [scores.logprobs for scores in found])
+            return found
+
+    def _scorer_of(self, name: str) -> TokenScorer:
+        """A scorer by its name. Raises LearnerError for a full KL without a reference."""
+        if name == SUM_PI_SQUARED:
+            return SumPiSquared(self.scorer)
+        if name != FULL_KL:
+            return self.scorers[name] if name else self.scorer
+        if "reference" not in self.scorers:
+            raise LearnerError("There is no reference to compare with.")
+        return FullKl(self.scorer, self._beside)
+
+    def reference(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Log-probabilities `[T]` of each row's training tokens under the reference; kept for `train`.
+
+        Raises LearnerError without one.
+        """
+        if "reference" not in self.scorers:
+            raise LearnerError("There is no reference to compare with.")
+        return [scores.logprobs for scores in self.ask("reference", rows, keep=True)]
+
+    def penalties(self, rows: Sequence[Row], proximal: Sequence[Tensor]) -> list[Tensor]:
+        """The KL estimate to the reference `[T]` of each row, 0 off its training tokens.
+
+        Raises LearnerError without a reference.
+        """
+        if self.algorithm.kl in FULL_KL_NAMES:
+            return [scores.logprobs for scores in self.ask(FULL_KL, rows)]
+        references = self.reference(rows)
+        estimate = KLS[self.algorithm.kl]
+        return [
+            estimate(logprobs=own, ref_logprobs=theirs)
+            for own, theirs in zip(proximal, references, strict=True)
+        ]
+
+    def train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
+        """Work through one batch of rows; gives the metrics over the tokens of all its optimiser steps.
+
+        Losses are means over these steps. `seed` orders the rows where there are several minibatches. Without
+        a row nothing changes. Raises LearnerError where loss or gradient is not finite; the weights are then
+        those of the last good step. With several processes `rows` are all rows or this one's part, which may
+        be empty, as `Ranks.whole` says, and the metrics are of all.
+        """
+        with self.ranks.together(Train(rows, seed, self.algorithm)):
+            try:
+                return self._train(rows, seed)
+            finally:
+                self._kept.clear()
+
+    def _train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
+        if not any(self.ranks.gather(len(rows))):
+            return {}
+        if not self.ranks.whole and self.algorithm.loss in CHOOSING_LOSSES:
+            raise LearnerError(
+                f"The loss {self.algorithm.loss} chooses tokens of all rows, which each process needs."
+            )
+        settings = self.settings
+        known = self._start(rows, seed)
+        shuffled = random.Random(seed)
+        updates = []
+        for _ in range(settings.epochs):
+            order = list(range(len(rows)))
+            if settings.minibatches > 1:
+                shuffled.shuffle(order)
+            for part in range(settings.minibatches):
+                chosen = order[part :: settings.minibatches]
+                if any(self.ranks.gather(len(chosen))):
+                    updates.append(self._update([rows[i] for i in chosen], known.of(chosen)))
+        of_tokens = _metrics([statistics for statistics, _ in updates])
+        of_updates = _mean_metrics([report for _, report in updates])
+        return of_tokens | of_updates | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
+
+    def _start(self, rows: Sequence[Row], seed: int) -> Known:
+        """What the updates of a step have to know of the weights at its start."""
+        settings, experts, others = self.settings, None, self._said_by_others(rows)
+        if settings.old_logprobs == "engine":
+            proximal = recorded_logprobs(rows)
+        elif settings.epochs * settings.minibatches > 1 or self.algorithm.loss in CHOOSING_LOSSES:
+            known = None if self.scorer.routing is not None else self._known("", rows)
+            if known is None:
+                with recording(self.scorer.routing):
+                    found, experts = self._score_all(rows, self.scorer)
+                known = [scores.logprobs for scores in found]
+            proximal = known
+        else:
+            return Known(others=others)
+        chosen = choose_tokens(rows, proximal, self.algorithm, seed) if proximal else None
+        return Known(proximal, chosen, experts, others)
+
+    @property
+    def _beside(self) -> Beside:
+        return Beside(self.algorithm, self.scorers)
+
+    def _known(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
+        """What a scorer said of these rows before, where every process knows it."""
+        found = self._kept.get(name, rows)
+        return found if all(self.ranks.gather(found is not None)) else None
+
+    def _said_by_others(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
+        """What scorers that no update changes say of the rows, where it is known or read several times."""
+        found: dict[str, Sequence[Tensor]] = {}
+        for name in self._beside.by_token:
+            known = self._known(name, rows)
+            if known is None and self.settings.epochs > 1:
+                known = [scores.logprobs for scores in self._score_all(rows, self.scorers[name])[0]]
+            if known is not None:
+                found[name] = known
+        return found
+
+    def gradient(self, rows: Sequence[Row], known: Known | None = None) -> tuple[Statistics, int]:
+        """Put the gradient of a batch into the parameters' `.grad`; gives statistics and the tokens trained.
+
+        With several processes all are those of the batch that they share. Raises LearnerError where memory
+        runs out over one row alone, and where a number of a row is not finite, by its name.
+        """
+        self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
+        mine = self._mine(rows)
+        rows, known = [rows[i] for i in mine], (known or Known()).of(mine)
+        own = Normaliser(
+            sum(sum(row.trains[1:]) for row in rows),
+            sum(any(row.trains[1:]) for row in rows),
+            self.settings.trajectory_tokens,
+            observed=sum(sum(row.observed[1:]) for row in rows),
+            positive=sum(sum(row.trains[1:]) for row in rows if row.positive),
+        )
+        normaliser = functools.reduce(operator.add, self.ranks.gather(own))
+        found: list[Statistics] = []
+
+        def backward(part: Microbatch) -> None:
+            statistics = self._backward(part, normaliser, known)
+            if part.index:
+                found.append(statistics)
+
+        def forget() -> None:
+            found.clear()
+            self._watch.clear()
+            self.optimiser.clear()
+
+        self._watch.clear()
+        self._check_finite(fault_of_rows(rows))
+        with own_types(self.scorer.model):
+            self.budget.each(lambda limit: self._split(rows, limit), backward, forget, self.ranks)
+        self._check_finite(self._watch.fault)
+        self._watch.clear()
+        sum_gradients(self.optimiser.parameters, self.ranks)
+        everything = [statistics for part in self.ranks.gather(found) for statistics in part]
+        if not everything:
+            raise ValueError("a batch needs at least one row")
+        return functools.reduce(operator.add, everything), normaliser.tokens
+
+    def _mine(self, rows: Sequence[Row]) -> Sequence[int]:
+        """The places of the rows that this process works on."""
+        if not self.ranks.whole or self.ranks.count == 1:
+            return range(len(rows))
+        return balanced(rows, self.ranks.count, shared=self.scorer.shares_prefixes)[self.ranks.rank]
+
+    def _split(self, rows: Sequence[Row], limit: int) -> list[Microbatch]:
+        """In as many parts as the others have, where weights are split: each pass is made together."""
+        device = next(self.scorer.model.parameters()).device
+        parts = microbatches(rows, limit, device, self._float, shared=self.scorer.shares_prefixes)
+        if not self._sharded:
+            return parts
+        most = max(self.ranks.gather(len(parts)))
+        return parts + [blank(device, self._float)] * (most - len(parts))
+
+    def _check_finite(self, fault: str) -> None:
+        """Raise LearnerError in all processes where one has a fault; no gradient is left then."""
+        try:
+            raise_together(fault, "Look for extreme rewards or log-probabilities in this step.", self.ranks)
+        except LearnerError:
+            self.optimiser.clear()
+            raise
+
+    @property
+    def _float(self) -> torch.dtype:
+        dtype = next(self.scorer.model.parameters()).dtype
+        return dtype if dtype == torch.float64 else torch.float32
+
+    def _update(self, batch: Sequence[Row], known: Known) -> tuple[Statistics, dict[str, float]]:
+        statistics, tokens = self.gradient(batch, known)
+        rate = self.optimiser.settings.rate(self.optimiser.num_steps)
+        norm = self.optimiser.step()
+        return statistics, {
+            "optim/grad_norm": norm,
+            "optim/learning_rate": rate,
+            "batch/trained_tokens": float(tokens),
+            "batch/trained_rows": float(sum(self.ranks.gather(len(self._mine(batch))))),
+        }
+
+    def _backward(self, part: Microbatch, normaliser: Normaliser, known: Known) -> Statistics:
+        others = self._beside.say(part, known.others, _asked(part, self.algorithm))
+        experts = None if known.experts is None else [known.experts[i] for i in part.index]
+        with following(self.scorer.routing, experts):
+            loss, statistics = self._loss(part, normaliser, known, others)
+            self._watch.loss(loss)
+            if loss.requires_grad:
+                torch.autograd.backward(loss)
+        return statistics
+
+    def _loss(
+        self, part: Microbatch, normaliser: Normaliser, known: Known, others: Others
+    ) -> tuple[Tensor, Statistics]:
+        entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
+        asked, divergences = _asked(part, self.algorithm), dict[str, Tensor]()
+        if others.against:
+            scores, divergences = self.scorer.compare(part.tokens, asked, entropy, others.against)
+        else:
+            scores = self.scorer.score(part.tokens, asked, entropy)
+        old = scores.logprobs.detach()
+        if known.proximal is not None:
+            old = table_of(known.proximal, part, old)
+        batch = TokenBatch(
+            logprobs=scores.logprobs,
+            old_logprobs=old,
+            behavior_logprobs=torch.where(part.sampled, part.behavior, old),
+            advantages=part.advantages,
+            mask=_scored(part.trains),
+            ref_logprobs=others.reference,
+            teacher_logprobs=others.teacher,
+            full_kl=divergences.get("reference"),
+            teacher_kl=divergences.get("teacher"),
+            entropy=scores.entropy,
+            chosen=None if known.chosen is None else table_of(known.chosen, part, part.trains),
+            observed=_scored(part.observed),
+            positive=part.positive,
+            expert=part.expert,
+        )
+        self._watch.numbers(part, _scored(asked), _said(batch))
+        loss, statistics = objective(batch, self.algorithm, normaliser)
+        if self._sharded and not (loss.requires_grad and part.index):
+            loss = 0.0 * scores.logprobs.sum()
+        return loss, statistics
+
+    @torch.no_grad()
+    def _score_all(
+        self, rows: Sequence[Row], scorer: TokenScorer, entropy: Entropy = "none"
+    ) -> tuple[list[Scores], list[Tensor] | None]:
+        """The scores of each row, `[T]`, and the experts of its tokens where these are being recorded."""
+        found: dict[int, Scores] = {}
+        experts: dict[int, Tensor] = {}
+        routing = self.scorer.routing
+        self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
+        mine = self._mine(rows)
+        own = [rows[i] for i in mine]
+
+        def score(part: Microbatch) -> None:
+            scores = scorer.score(part.tokens, part.trains, entropy)
+            for place, i in enumerate(part.index):
+                length = len(own[i].tokens)
+                spread = None if scores.entropy is None else scores.entropy[place, :length]
+                found[mine[i]] = Scores(scores.logprobs[place, :length], spread)
+            if part.index and routing is not None and routing.records:
+                experts.update(zip((mine[i] for i in part.index), routing.taken(), strict=True))
+
+        with own_types(self.scorer.model):
+            self.budget.each(lambda limit: self._split(own, limit), score, found.clear, self.ranks)
+        found, experts = merged(found, self.ranks), merged(experts, self.ranks)
+        every = range(len(rows))
+        return [found[i] for i in every], [experts[i] for i in every] if experts else None
+
+
+def _asked(part: Microbatch, algorithm: Algorithm) -> Tensor:
+    """The tokens that the policy scores, `[B, L]`."""
+    return part.trains | part.observed if coefficient(algorithm, "echo") > 0 else part.trains
+
+
+def _said(batch: TokenBatch) -> dict[str, Tensor | None]:
+    """What models say of the tokens of a batch, `[B, L]` each, by its name in a sentence."""
+    return {
+        "log-probability": batch.logprobs,
+        "log-probability at the start of the step": batch.old_logprobs,
+        "log-probability under the reference": batch.ref_logprobs,
+        "log-probability under the teacher": batch.teacher_logprobs,
+        "KL to the reference": batch.full_kl,
+        "KL to the teacher": batch.teacher_kl,
+        "entropy": batch.entropy,
+    }
+
+
+def _scored(trains: Tensor) -> Tensor:
+    """`trains` without the first column: the first token of a row has no position that predicts it."""
+    scored = trains.clone()
+    scored[:, 0] = False
+    return scored
+
+
+def choose_tokens(
+    rows: Sequence[Row], proximal: Sequence[Tensor], algorithm: Algorithm, seed: int
+) -> list[Tensor] | None:
+    """The tokens `[T]` of each row that a loss of covariances treats apart, chosen over all rows.
+
+    The choice depends on which rows there are and not on their order.
+    """
+    if algorithm.loss not in CHOOSING_LOSSES:
+        return None
+    order = sorted(range(len(rows)), key=lambda i: (rows[i].name, rows[i].tokens, rows[i].advantages))
+    width = max(len(row.tokens) for row in rows)
+    old = torch.zeros(len(rows), width, dtype=torch.float64)
+    advantages = torch.zeros(len(rows), width, dtype=torch.float64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for place, i in enumerate(order):
+        row = rows[i]
+        old[place, : len(row.tokens)] = proximal[i].double().cpu()
+        advantages[place, : len(row.tokens)] = torch.tensor(row.advantages, dtype=torch.float64)
+        mask[place, : len(row.tokens)] = torch.tensor(row.trains)
+    mask = _scored(mask)
+    means = CovarianceMeans.of(old_logprobs=old, advantages=advantages, mask=mask)
+    covariance = token_covariance(old_logprobs=old, advantages=advantages, mask=mask, means=means)
+    share = number(algorithm.options.loss, "share", 2e-4)
+    if algorithm.loss == "kl_cov":
+        chosen = choose_highest(covariance=covariance, mask=mask, share=share)
+    else:
+        low, high = (number(algorithm.options.loss, n, d) for n, d in (("low", 1.0), ("high", 5.0)))
+        chosen = choose_between(covariance=covariance, mask=mask, seed=seed, share=share, low=low, high=high)
+    of_row = {i: chosen[place, : len(rows[i].tokens)] for place, i in enumerate(order)}
+    return [of_row[i] for i in range(len(rows))]
+
+
+def _metrics(updates: Sequence[Statistics]) -> dict[str, float]:
+    """The statistics of a step's updates under their public names; losses are means over the updates."""
+    statistics = functools.reduce(operator.add, updates)
+    clip, mismatch = statistics.clip, statistics.mismatch
+    metrics = {
+        "loss/total": statistics.loss / len(updates),
+        "loss/policy": statistics.policy_loss / len(updates),
+        "policy/clip_fraction": clip.fraction,
+        "policy/ratio_mean": clip.ratio_mean,
+        "policy/ratio_max": clip.ratio_max,
+        LOGPROB_GAP: mismatch.gap_mean,
+        "policy/logprob_gap_max": mismatch.gap_max,
+        "policy/effective_sample_share": mismatch.effective_share,
+        "policy/kl_engine": mismatch.k3,
+        "policy/truncated_share": mismatch.truncated_share,
+        "policy/dropped_share": mismatch.dropped_share,
+    }
+    metrics |= {
+        f"{LOGPROB_GAP}/{label}": bucket.gap_mean
+        for label, bucket in zip(statistics.by_length.labels, statistics.by_length.buckets, strict=True)
+        if bucket.tokens
+    }
+    if statistics.entropy_mean is not None:
+        metrics[ENTROPY] = statistics.entropy_mean
+    if statistics.kl_mean is not None:
+        metrics["policy/kl_reference"] = statistics.kl_mean
+    if statistics.chosen_share is not None:
+        metrics["policy/chosen_share"] = statistics.chosen_share
+    if statistics.teacher_mean is not None:
+        metrics["distill/reverse_kl"] = statistics.teacher_mean
+    return metrics | {f"loss/{name}": value / len(updates) for name, value in statistics.terms.items()}
+
+
+def _mean_metrics(reports: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    found: dict[str, float] = {}
+    for name in dict.fromkeys(name for report in reports for name in report):
+        values = [report[name] for report in reports if name in report]
+        found[name] = sum(values) / len(values)
+    return found

@@ -1,0 +1,294 @@
+"""Log-probabilities of given tokens under a Hugging Face causal language model, with gradient.
+
+Rows are computed as one forest: no padding, and a prefix that several of them share is computed once. Only
+the positions that are asked for pass through the output layer, in chunks: a dialogue is mostly prompt and
+observation, and a row of logits is as wide as the vocabulary. Both are used for a model only if they
+reproduce its own logits on a trial; otherwise padded rows and full logits are computed and selected from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ludus.engines.embedded.onednn_linear import OneDnnLinear, use_onednn
+from ludus.engines.models.lora import is_peft
+from ludus.errors import LearnerError
+from ludus.training.batches import prefix_packing as forests
+from ludus.training.batches.chunked_lm_head import Entropy, Head, TokenScores, logits_to_scores
+from ludus.training.batches.trajectory_tree import BREAK, Positions, apart
+from ludus.training.distributed.fsdp import is_sharded, within
+from ludus.training.learner.activation_checkpointing import recomputable_layers, recomputing
+from ludus.training.learner.float64 import in_float64
+from ludus.training.learner.full_kl import Against, States, divergence
+from ludus.training.learner.moe_routing_replay import Routing
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+_TRIAL_TOKENS = 24
+
+
+class Scores(NamedTuple):
+    """`logprobs` and `entropy`, `[B, L]`, 0 where nothing was asked; column `t` speaks of token `t`."""
+
+    logprobs: Tensor
+    entropy: Tensor | None
+
+
+@dataclass
+class Scorer:
+    """Scores tokens under `model` at `temperature`: what a learner, a reference or a teacher is made of.
+
+    With `recompute` the states inside of a layer are computed again in the backward pass. `routing` is told
+    where the rows stand in each pass.
+    """
+
+    model: PreTrainedModel
+    temperature: float = 1.0
+    recompute: bool = False
+    routing: Routing | None = None
+
+    def __post_init__(self) -> None:
+        self._layers = recomputable_layers(self.model) if self.recompute else []
+        forests.register()
+        use_onednn(self.model)
+        self._body = _body(self.model)
+        self._head = _plain_head(self.model)
+        self._planted = self._body is not None and self._head is not None and self._trial()
+
+    @property
+    def shares_prefixes(self) -> bool:
+        """Whether rows are computed as a forest; otherwise they are padded."""
+        return self._planted
+
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
+        """Log-probability (natural log, float32 or better) of the tokens `[B, L]` marked in `asked`.
+
+        A token is scored from the position before it; the first of a row cannot be and scores 0. What stands
+        after the last token that a row is asked for does not matter. `entropy` adds that of the whole
+        distribution, in nats.
+        """
+        return self.compare(tokens, asked, entropy, {})[0]
+
+    def compare(
+        self, tokens: Tensor, asked: Tensor, entropy: Entropy, against: Mapping[str, Against]
+    ) -> tuple[Scores, dict[str, Tensor]]:
+        """The scores, and by name the divergences `[B, L]` from what other models say at the same positions.
+
+        Raises LearnerError for divergences where states cannot be read.
+        """
+        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        self._check_routing(tokens)
+        if rows.numel() == 0:
+            if self.routing is not None:
+                self.routing.place([rows] * tokens.shape[0], 0)
+            nothing = torch.zeros(tokens.shape, dtype=self._dtype, device=tokens.device)
+            if is_sharded(self.model):
+                nothing = nothing + self._idle(tokens.device)
+            return Scores(nothing, None if entropy == "none" else nothing), dict.fromkeys(against, nothing)
+        at = (rows, columns + 1)
+        if against:
+            scores, found = self._scores_and_divergences(tokens, (rows, columns), entropy, against)
+        else:
+            score = self._planted_scores if self._planted else self._padded_scores
+            scores, found = score(tokens, (rows, columns), entropy), {}
+        spread = None if scores.entropy is None else _placed(scores.entropy, at, tokens)
+        divergences = {name: _placed(values, at, tokens) for name, values in found.items()}
+        return Scores(_placed(scores.logprobs, at, tokens), spread), divergences
+
+    @torch.no_grad()
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+        """What it says before the tokens marked in `asked`, in the order of rows and columns.
+
+        Raises LearnerError where states cannot be read.
+        """
+        head = self._whole_head()
+        rows, columns = torch.nonzero(asked[:, 1:], as_tuple=True)
+        if rows.numel() == 0:
+            return States(head.weight.new_zeros(0, head.weight.shape[1]), head)
+        return States(self.states(tokens, (rows, columns)), head)
+
+    def _scores_and_divergences(
+        self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, Against]
+    ) -> tuple[TokenScores, dict[str, Tensor]]:
+        """Scores and divergences `[A]` after the positions `at`, from one pass."""
+        head, targets = self._whole_head(), tokens[at[0], at[1] + 1]
+        hidden = self.states(tokens, at)
+        found = {name: divergence(States(hidden, head), other) for name, other in against.items()}
+        return head.score(hidden, targets, entropy), found
+
+    def _whole_head(self) -> Head:
+        """The output layer. Raises LearnerError where whole distributions cannot be compared."""
+        if not self._planted or self._head is None or is_sharded(self.model):
+            raise LearnerError(
+                f"Whole distributions of {type(self.model).__name__} cannot be compared here: its states "
+                "cannot be read, or its weights are split.",
+                "Take the algorithm.kl k3 or the loss distill, or training.learner.shard = false.",
+            )
+        return Head(self._head.weight, self._head.bias, self.temperature)
+
+    def _check_routing(self, tokens: Tensor) -> None:
+        """Raise LearnerError for trajectories that branch where experts are replayed, row by row."""
+        if self.routing is not None and bool((tokens == BREAK).any()):
+            raise LearnerError(
+                "The experts of a trajectory that branches cannot be replayed.",
+                "Set training.learner.replay_routing = false.",
+            )
+
+    def _idle(self, device: torch.device) -> Tensor:
+        """0, after a pass of one token: processes that share the weights make their passes together."""
+        nowhere = torch.zeros(1, dtype=torch.int64, device=device)
+        found = self._planted_scores if self._planted else self._padded_scores
+        scores = found(torch.zeros(1, 2, dtype=torch.int64, device=device), (nowhere, nowhere))
+        return 0.0 * scores.logprobs.sum()
+
+    @property
+    def _dtype(self) -> torch.dtype:
+        own = next(self.model.parameters()).dtype
+        return own if own == torch.float64 else torch.float32
+
+    def _planted_scores(
+        self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none"
+    ) -> TokenScores:
+        """Scores `[A]` of the tokens after the positions `at` (rows, columns), shared ones computed once."""
+        rows, columns = at
+        index, forest = self._plant(tokens, at)
+        states, targets = index, tokens[rows, columns + 1]
+        back: Tensor | None = None
+        if forest.branches:
+            pairs = torch.stack([states, targets])
+            (states, targets), back = torch.unique(pairs, dim=1, return_inverse=True)
+
+        def scored() -> TokenScores:
+            assert self._head is not None
+            head = Head(self._head.weight, self._head.bias, self.temperature)
+            found = head.score(self._hidden(forest)[states], targets, entropy)
+            return TokenScores(found.logprobs.clone(), found.entropy)  # a view would do for no hooks
+
+        scores = within(self.model, scored)
+        if back is None:
+            return scores
+        return TokenScores(scores.logprobs[back], None if scores.entropy is None else scores.entropy[back])
+
+    def states(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
+        """The states `[A, H]` below the output layer at positions `at` (rows, columns) of `tokens` `[B, L]`.
+
+        For models that share prefixes.
+        """
+        index, forest = self._plant(tokens, at)
+        return self._hidden(forest)[index]
+
+    @property
+    def body(self) -> nn.Module:
+        """The model below its output layer."""
+        assert self._body is not None
+        return self._body
+
+    def _plant(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> tuple[Tensor, forests.Forest]:
+        """The forest of the rows up to the last position asked for, and where the positions stand in it."""
+        tokens, (rows, columns) = apart(tokens, at)
+        lengths = torch.zeros(tokens.shape[0], dtype=torch.int64, device=tokens.device)
+        lengths.scatter_reduce_(0, rows, columns + 1, "amax")
+        given = [row[:n] for row, n in zip(tokens.tolist(), lengths.tolist(), strict=True)]
+        forest = forests.plant(given, tokens.device)
+        offsets = torch.cat([lengths.new_zeros(1), lengths.cumsum(0)])
+        return torch.cat(forest.places)[offsets[rows] + columns], forest
+
+    def _hidden(self, forest: forests.Forest) -> Tensor:
+        """The states `[T, H]` below the output layer."""
+        assert self._body is not None
+        if self.routing is not None:
+            self.routing.place(forest.places, forest.num_tokens)
+        unused = torch.zeros(1, 1, 1, 1, device=forest.tokens.device)  # four axes: handed on as it is
+        with recomputing(self._layers):
+            states: Tensor = self._body(
+                input_ids=forest.tokens,
+                position_ids=forest.positions,
+                attention_mask=unused,
+                use_cache=False,
+                forest=forest,
+            ).last_hidden_state[0]
+        return states
+
+    def _padded_scores(
+        self, tokens: Tensor, at: tuple[Tensor, Tensor], entropy: Entropy = "none"
+    ) -> TokenScores:
+        targets = tokens[at[0], at[1] + 1]
+        tokens, (rows, columns) = apart(tokens, at)
+        used = int(columns.max()) + 1
+        if self.routing is not None:
+            every = torch.arange(tokens.shape[0] * used, device=tokens.device)
+            self.routing.place(torch.split(every, used), len(every))
+        with recomputing(self._layers):
+            logits = self.model(input_ids=tokens[:, :used], use_cache=False).logits[rows, columns]
+        logits = (logits if logits.dtype == torch.float64 else logits.float()) / self.temperature
+        return logits_to_scores(logits, targets, entropy)
+
+    @torch.no_grad()
+    def _trial(self) -> bool:
+        """Whether the forest of three short sequences gives the model's own log-probabilities.
+
+        From here on the model's attention is the forest's, which without a forest is its own.
+        """
+        before = self.model.config._attn_implementation
+        if before not in ("sdpa", forests.NAME):
+            return False
+        vocabulary = self.model.get_input_embeddings().weight.shape[0]
+        device = next(self.model.parameters()).device
+        line = torch.arange(_TRIAL_TOKENS, device=device) * 7 % vocabulary
+        tokens = torch.stack([line, line, line.flip(0)])
+        tokens[1, forests.LEAST_SHARED + 4 :] = line[: _TRIAL_TOKENS - forests.LEAST_SHARED - 4]
+        rows, columns = torch.nonzero(torch.ones_like(tokens[:, 1:]), as_tuple=True)
+        at = (rows, columns)
+        training = self.model.training
+        self.model.eval()
+        try:
+            plain = self._padded_scores(tokens, at).logprobs
+            self.model.set_attn_implementation(forests.NAME)
+            planted = self._planted_scores(tokens, at).logprobs
+        except (AttributeError, TypeError, ValueError, RuntimeError):
+            planted = plain = torch.full((), torch.nan)
+        finally:
+            self.model.train(training)
+        close = 1e-3 if plain.dtype != torch.float64 else 1e-9
+        coarse = next(self.model.parameters()).dtype not in (torch.float32, torch.float64)
+        holds = bool(((planted - plain).abs() <= (0.5 if coarse else close)).all())
+        if not holds:
+            self.model.set_attn_implementation(before)
+        return holds
+
+
+@contextmanager
+def own_types(model: nn.Module) -> Iterator[None]:
+    """A context in which passes compute in the model's own types, under a caller's autocast too.
+
+    A pass under it and one without would give an unchanged policy a ratio that is not 1. A model in float64
+    computes in float64 throughout.
+    """
+    device = next(model.parameters()).device.type
+    with torch.autocast(device, enabled=False), in_float64(model):
+        yield
+
+
+def _placed(values: Tensor, at: tuple[Tensor, Tensor], like: Tensor) -> Tensor:
+    empty = torch.zeros(like.shape, dtype=values.dtype, device=values.device)
+    return empty.index_put(at, values)
+
+
+def _body(model: PreTrainedModel) -> nn.Module | None:
+    """The model below its output layer; adapters act inside of it."""
+    inner: PreTrainedModel = model.get_base_model() if is_peft(model) else model
+    body: nn.Module = inner.base_model
+    return None if body is inner else body
+
+
+def _plain_head(model: PreTrainedModel) -> nn.Linear | None:
+    """The output layer where it is a matrix and nothing else."""
+    head = model.get_output_embeddings()
+    return head if type(head) in (nn.Linear, OneDnnLinear) else None

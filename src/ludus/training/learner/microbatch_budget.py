@@ -1,0 +1,104 @@
+"""The token budget of a pass, halved where memory runs out.
+
+The gradient does not depend on how a batch is split, so a pass that did not fit is made again in smaller
+ones, from its beginning: only time is lost.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from ludus.errors import LearnerError
+from ludus.training.batches.rows import Microbatch
+from ludus.training.distributed.collectives import ONE_PROCESS, Ranks, raise_together
+
+log = logging.getLogger("ludus.learner")
+
+REMEDY = "Set model.activation_checkpointing, lower rollout.max_tokens, or train adapters (model.lora)."
+
+
+def out_of_memory(error: RuntimeError) -> bool:
+    """Whether an error of torch means that there is no memory left, on a GPU or on the CPU."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+
+
+@contextmanager
+def naming_what_to_change() -> Iterator[None]:
+    """Around a whole stage: memory that runs out where nothing is made again is told with what to change."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not out_of_memory(error):
+            raise
+        raise LearnerError(
+            f"Memory ran out: {str(error).splitlines()[0]}",
+            f"Lower microbatch_tokens in the section of the stage. {REMEDY}",
+        ) from error
+
+
+@dataclass
+class TokenBudget:
+    """At most `tokens` in one forward pass. With `halve` the number falls where memory runs out."""
+
+    tokens: int
+    halve: bool = True
+
+    def each(
+        self,
+        split: Callable[[int], Sequence[Microbatch]],
+        work: Callable[[Microbatch], None],
+        undo: Callable[[], None],
+        ranks: Ranks = ONE_PROCESS,
+    ) -> None:
+        """Do `work` on each part of `split(tokens)`, all of it again after `undo` where memory runs out.
+
+        Raises LearnerError where it runs out over one row alone, in all of `ranks` where it does in one: the
+        others would wait for that one.
+        """
+        fault, hint = "", ""
+        try:
+            self._until_it_fits(split, work, undo)
+        except LearnerError as error:
+            fault, hint = error.message, error.hint
+        raise_together(fault, hint, ranks)
+
+    def _until_it_fits(
+        self,
+        split: Callable[[int], Sequence[Microbatch]],
+        work: Callable[[Microbatch], None],
+        undo: Callable[[], None],
+    ) -> None:
+        while (failed := self._first_that_fails(split(self.tokens), work)) is not None:
+            undo()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            self.tokens = max(1, min(self.tokens, failed) // 2)
+            log.warning(
+                "Out of memory over %d tokens: the pass is made again with at most %d. "
+                "Set training.microbatch_tokens = %d, or model.activation_checkpointing.",
+                failed,
+                self.tokens,
+                self.tokens,
+            )
+
+    def _first_that_fails(
+        self, parts: Sequence[Microbatch], work: Callable[[Microbatch], None]
+    ) -> int | None:
+        """The tokens, padding included, of the part over which memory ran out."""
+        for part in parts:
+            try:
+                work(part)
+            except RuntimeError as error:
+                if not (self.halve and out_of_memory(error)):
+                    raise
+                if len(part.index) == 1:
+                    raise LearnerError(
+                        f"One row of {part.tokens.shape[1]} tokens does not fit into the memory.", REMEDY
+                    ) from error
+                return part.tokens.numel()
+        return None

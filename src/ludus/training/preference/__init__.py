@@ -1,0 +1,1 @@
+"""Preference optimization: pairs, their sources, the training loop."""

@@ -1,0 +1,294 @@
+"""Pairs of a better and a worse trajectory, as token ids, with what the reference model thinks of them.
+
+Pairs of a run are made of the ids that its engine sampled: nothing is turned into tokens again. Observations
+and the prompt never train. The pairs of a run folder are made once and kept in `pairs.jsonl.gz`, with the
+reference's log-probabilities, so that a resumed run trains on exactly the same.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from ludus.chat.render import Renderer, render_dialogue
+from ludus.errors import UserError
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
+from ludus.rollout.trees import paths
+from ludus.training.batches.rows import Row, microbatches
+from ludus.training.datasets.files import FileLabelled, FilePair, read_pairs, read_preferences
+from ludus.training.datasets.jsonl import load_records
+from ludus.training.learner.logprobs import Scorer
+from ludus.types import Message
+
+PAIRS_FILE = "pairs.jsonl.gz"
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """One trajectory: tokens `[T]`, which of them train `[T]`, and the log-probabilities that the reference
+    gives to those that train, in order (nats; empty where there is no reference)."""
+
+    tokens: tuple[int, ...]
+    trains: tuple[bool, ...]
+    reference: tuple[float, ...] = ()
+
+    @property
+    def row(self) -> Row:
+        """The arm as the microbatches take it."""
+        nothing, zeros = (False,) * len(self.tokens), (0.0,) * len(self.tokens)
+        return Row(self.tokens, self.trains, nothing, zeros, zeros)
+
+    @property
+    def prompt_length(self) -> int:
+        """Tokens before the first one that trains."""
+        return self.trains.index(True)
+
+
+NO_ARM = Arm((), ())
+"""The side that a labelled dialogue does not have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two trajectories from one prompt. `source` names where it is from, `gap` is the difference of rewards.
+
+    A labelled dialogue is one side alone: the other has no tokens (`NO_ARM`).
+    `others` are this prompt with the answers to another one: what KTO estimates its baseline on.
+    """
+
+    source: str
+    gap: float
+    chosen: Arm
+    rejected: Arm
+    others: tuple[Arm, ...] = ()
+
+    @property
+    def sides(self) -> tuple[Arm, ...]:
+        """Those of `chosen` and `rejected` that there are."""
+        return tuple(arm for arm in (self.chosen, self.rejected) if arm.tokens)
+
+    @property
+    def arms(self) -> tuple[Arm, ...]:
+        """All its trajectories, `chosen` first."""
+        return (*self.sides, *self.others)
+
+
+PairMaker = Callable[[str, Iterable[RolloutRecord], float, int], list["Pair"]]
+"""Makes pairs of the records of a file: its name, the records, the least gap, the most tokens."""
+
+
+def pairs_of_attempts(
+    name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
+) -> list[Pair]:
+    """The best against the worst of each group of a file, which is called `name`.
+
+    Groups whose rewards are all equal give none, nor do those whose gap is below `min_gap`. Of several that
+    are best (or worst) the first counts. Attempts that the infrastructure failed, that sampled nothing, that
+    branch or that are longer than `max_tokens` stay out of it.
+    """
+    pairs = []
+    for source, group in _groups(name, (r for r in records if is_usable(r, max_tokens))):
+        best = max(group, key=lambda r: r.trajectory.reward)
+        worst = min(group, key=lambda r: r.trajectory.reward)
+        gap = best.trajectory.reward - worst.trajectory.reward
+        if gap > 0 and gap >= min_gap:
+            pairs.append(Pair(source, gap, _sampled(best), _sampled(worst)))
+    return pairs
+
+
+def pairs_of_branches(
+    name: str, records: Iterable[RolloutRecord], min_gap: float, max_tokens: int
+) -> list[Pair]:
+    """At each step of each group's tree where several actions were tried, the best against the worst.
+
+    The paths of a group's trajectories, chains and trees alike, make one tree: two actions are branches of
+    one step where all tokens before them are equal. A branch is worth the mean reward of the leaves below it,
+    each path counted once. Both arms are the shared history and that one action, which alone trains
+    (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_attempts`.
+    """
+    pairs = []
+    for source, group in _groups(name, records):
+        for history, branches in _steps(group, max_tokens).items():
+            worth = {action: math.fsum(rewards) / len(rewards) for action, rewards in branches.items()}
+            best, worst = max(worth, key=lambda a: worth[a]), min(worth, key=lambda a: worth[a])
+            gap = worth[best] - worth[worst]
+            if gap > 0 and gap >= min_gap:
+                where = f"{source}/step of {len(history)} tokens"
+                pairs.append(Pair(where, gap, _step(history, best), _step(history, worst)))
+    return pairs
+
+
+def pairs_of_rollouts(
+    files: Sequence[Path], min_gap: float, max_tokens: int, made: PairMaker = pairs_of_attempts
+) -> list[Pair]:
+    """What `made` makes of each file, in the order of the files."""
+    return [pair for file in files for pair in made(_name(file), read_rollouts(file), min_gap, max_tokens)]
+
+
+Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
+"""The rewards of the leaves below each action, by the tokens before it and by its own."""
+
+
+def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
+    """In the order in which they were met."""
+    steps: Steps = {}
+    for record in records:
+        if record.trajectory.failure is not None:
+            continue
+        for path in paths(record.trajectory):
+            history: tuple[int, ...] = ()
+            for segment in path.trajectory.segments:
+                if segment.kind == "action" and segment.tokens:
+                    if len(history) + len(segment.tokens) > max_tokens:
+                        break
+                    rewards = steps.setdefault(history, {}).setdefault(segment.tokens, [])
+                    rewards.append(path.trajectory.reward)
+                history += segment.tokens
+    return steps
+
+
+def _step(history: tuple[int, ...], action: tuple[int, ...]) -> Arm:
+    return Arm(history + action, (False,) * len(history) + (True,) * len(action))
+
+
+def _groups(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, list[RolloutRecord]]]:
+    """The groups of a file, named by file and task."""
+    groups: dict[str, list[RolloutRecord]] = {}
+    for record in records:
+        groups.setdefault(record.group, []).append(record)
+    for task, group in groups.items():
+        yield f"{name}/{task}", group
+
+
+def _name(file: Path) -> str:
+    return file.name.removesuffix(".jsonl.gz")
+
+
+def pairs_of_file(path: Path, renderer: Renderer, max_tokens: int, labelled: bool = False) -> list[Pair]:
+    """The pairs of a file, rendered as a rollout would be; those longer than `max_tokens` are left out.
+
+    `labelled`: it may be of labelled dialogues instead.
+    """
+    pairs = []
+    records: Sequence[FilePair | FileLabelled] = read_preferences(path) if labelled else read_pairs(path)
+    for number, given in enumerate(records, start=1):
+        if isinstance(given, FileLabelled):
+            arm = _labelled(renderer, given)
+            sides = (arm, NO_ARM) if given.label else (NO_ARM, arm)
+            found = Pair(f"dialogue {number}", 0.0, *sides)
+        else:
+            chosen, rejected = (_rendered(renderer, given, arm) for arm in (given.chosen, given.rejected))
+            found = Pair(f"pair {number}", 0.0, chosen, rejected)
+        if max(len(arm.tokens) for arm in found.sides) <= max_tokens:
+            pairs.append(found)
+    return pairs
+
+
+def with_others(pairs: Sequence[Pair], max_tokens: int) -> list[Pair]:
+    """Each pair with its prompt before the answers of the next pair that has another prompt, if they fit."""
+    prompts = [pair.sides[0].tokens[: pair.sides[0].prompt_length] for pair in pairs]
+    found = []
+    for i, pair in enumerate(pairs):
+        later = (j % len(pairs) for j in range(i + 1, i + len(pairs)))
+        other = next((pairs[j] for j in later if prompts[j] != prompts[i]), None)
+        arms = () if other is None else tuple(_moved(prompts[i], arm) for arm in other.sides)
+        found.append(replace(pair, others=tuple(arm for arm in arms if len(arm.tokens) <= max_tokens)))
+    return found
+
+
+@torch.no_grad()
+def with_reference(pairs: Sequence[Pair], scorer: Scorer, max_tokens: int) -> list[Pair]:
+    """The pairs with the log-probabilities of `scorer`, the reference. `max_tokens`: of one forward pass."""
+    arms = [arm for pair in pairs for arm in pair.arms]
+    device = next(scorer.model.parameters()).device
+    scored: dict[int, Arm] = {}
+    rows = [arm.row for arm in arms]
+    for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
+        logprobs = scorer.score(part.tokens, part.trains).logprobs.cpu()
+        trains = part.trains.cpu()
+        for place, i in enumerate(part.index):
+            scored[i] = replace(arms[i], reference=tuple(logprobs[place][trains[place]].tolist()))
+    in_order = iter([scored[i] for i in range(len(arms))])
+    return [_with_arms(pair, [next(in_order) for _ in pair.arms]) for pair in pairs]
+
+
+def load_pairs(path: Path) -> list[Pair]:
+    """The pairs of a run folder. Raises StorageError for what is no such file."""
+    return load_records(path, _pair)
+
+
+def rollout_files(run: Path) -> list[Path]:
+    """The rollouts of a run's training, oldest first. Raises UserError where there are none."""
+    if not (run / "config.toml").is_file():
+        raise UserError(f"{run} is not a run folder: it has no config.toml.", "Check the path.")
+    files = sorted((run / "rollouts").glob("step-*.jsonl.gz"))
+    if not files:
+        raise UserError(
+            f"The run {run} has no rollouts of training.",
+            "Take one of `ludus train` or `ludus rft` that kept them (run.save_rollouts).",
+        )
+    return files
+
+
+def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
+    """Whether something was sampled, in one chain of at most `max_tokens` tokens, without a failure."""
+    trajectory = record.trajectory
+    return (
+        trajectory.failure is None
+        and trajectory.num_action_tokens > 0
+        and len(trajectory.rows) == 1
+        and len(trajectory.token_ids) <= max_tokens
+    )
+
+
+def _sampled(record: RolloutRecord) -> Arm:
+    return Arm(record.trajectory.token_ids, record.trajectory.action_mask)
+
+
+def _rendered(renderer: Renderer, pair: FilePair, arm: Sequence[Message]) -> Arm:
+    """The prompt and one arm; what the assistant says in the prompt does not train."""
+    told = sum(message["role"] == "assistant" for message in pair.prompt)
+    segments = render_dialogue(renderer, (*pair.prompt, *arm), pair.tools)
+    tokens = tuple(token for segment in segments for token in segment.tokens)
+    return Arm(tokens, tuple(s.kind == "action" and s.turn >= told for s in segments for _ in s.tokens))
+
+
+def _labelled(renderer: Renderer, dialogue: FileLabelled) -> Arm:
+    segments = render_dialogue(renderer, dialogue.messages, dialogue.tools)
+    said = zip(dialogue.messages, dialogue.trains, strict=True)
+    trains = [trained for message, trained in said if message["role"] == "assistant"]
+    tokens = tuple(token for segment in segments for token in segment.tokens)
+    return Arm(tokens, tuple(s.kind == "action" and trains[s.turn] for s in segments for _ in s.tokens))
+
+
+def _moved(prompt: tuple[int, ...], arm: Arm) -> Arm:
+    """What follows an arm's own prompt, after another one."""
+    start = arm.prompt_length
+    return Arm(prompt + arm.tokens[start:], (False,) * len(prompt) + arm.trains[start:])
+
+
+def _with_arms(pair: Pair, arms: Sequence[Arm]) -> Pair:
+    following = iter(arms)
+    chosen, rejected = (next(following) if arm.tokens else arm for arm in (pair.chosen, pair.rejected))
+    return replace(pair, chosen=chosen, rejected=rejected, others=tuple(following))
+
+
+def _pair(line: bytes) -> Pair:
+    data = json.loads(line)
+    others = tuple(_arm(other) for other in data["others"])
+    return Pair(data["source"], data["gap"], _arm(data["chosen"]), _arm(data["rejected"]), others)
+
+
+def _arm(data: dict[str, list[float]]) -> Arm:
+    return Arm(tuple(map(int, data["tokens"])), tuple(map(bool, data["trains"])), tuple(data["reference"]))
+
+
+def arms_of(pairs: Sequence[Pair]) -> Iterator[Arm]:
+    """Every `chosen`, then every `rejected`."""
+    yield from (pair.chosen for pair in pairs if pair.chosen.tokens)
+    yield from (pair.rejected for pair in pairs if pair.rejected.tokens)

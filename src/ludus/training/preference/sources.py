@@ -1,0 +1,93 @@
+"""Where the pairs of preference training come from: a file, rollouts of a run, attempts sampled for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ludus.config.sections.stages import UNPAIRED_LOSSES
+from ludus.errors import UserError
+from ludus.rollout.ledger import Outcome
+from ludus.rollout.rollout_files import RolloutRecord
+from ludus.rollout.scheduler import Episode
+from ludus.rollout.trees import paths
+from ludus.training.collection.rollout_collector import EpisodeReporter
+from ludus.training.credit.advantages import Credit
+from ludus.training.preference.pairs import (
+    Pair,
+    PairMaker,
+    pairs_of_attempts,
+    pairs_of_branches,
+    pairs_of_file,
+    pairs_of_rollouts,
+    rollout_files,
+    with_others,
+)
+from ludus.training.preference.sampling import Attempts, sample_attempts
+from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.session import Session
+from ludus.training.run.tokenizer_check import check_tokenizer, check_vocabulary
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """Pairs to train on, and the attempts that were sampled for them; none where they are from elsewhere."""
+
+    pairs: Sequence[Pair]
+    sampled: Sequence[RolloutRecord] = ()
+
+
+def gather_pairs(session: Session, watch: EpisodeReporter | None = None) -> Gathered:
+    """The pairs that the settings name, before anything is written. Raises UserError where there are none.
+
+    Where they name no file and no run, the session's model samples attempts, which `watch` hears of.
+    """
+    settings, limit = session.config.preference, session.config.rollout.max_tokens
+    sampled: Sequence[RolloutRecord] = ()
+    if settings.data is not None:
+        pairs = pairs_of_file(Path(settings.data), session.renderer, limit, settings.loss in UNPAIRED_LOSSES)
+        where = f"Nothing of {settings.data} fits into rollout.max_tokens = {limit}."
+    elif settings.run is not None:
+        run = RunFolder(Path(settings.run))
+        files = rollout_files(run.path)
+        check_tokenizer(run, session)
+        pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _maker(session))
+        where = f"No group of {settings.run} has two attempts with different rewards that make a pair."
+    else:
+        pairs, sampled = _own_pairs(session, watch)
+        where = "No task has two attempts of the model with different rewards that make a pair."
+    if not pairs:
+        raise UserError(where, "See docs/stages.md, or lower preference.min_reward_gap.")
+    check_vocabulary(max(max(arm.tokens) for pair in pairs for arm in pair.arms), session)
+    return Gathered(with_others(pairs, limit) if settings.loss == "kto" else pairs, sampled)
+
+
+def _own_pairs(session: Session, watch: EpisodeReporter | None) -> tuple[list[Pair], Sequence[RolloutRecord]]:
+    """Pairs of what the session's model samples, and all that it sampled, each with what became of it."""
+    settings, limit = session.config.preference, session.config.rollout.max_tokens
+    episodes = sample_attempts(session, Attempts(settings.tasks, settings.samples), watch)
+    records = [Credit(episode, *_unpaired(episode)).record for episode in episodes]
+    pairs = _maker(session)("step-000000", records, settings.min_reward_gap, limit)
+    arms = {arm.tokens for pair in pairs for arm in pair.arms}
+    return pairs, [
+        replace(record, outcome=Outcome.TRAINED, reason="trained") if _is_in(record, arms) else record
+        for record in records
+    ]
+
+
+def _maker(session: Session) -> PairMaker:
+    return pairs_of_branches if session.config.preference.pairs == "steps" else pairs_of_attempts
+
+
+def _is_in(record: RolloutRecord, arms: Collection[tuple[int, ...]]) -> bool:
+    """Whether what was sampled is an arm of a pair, or goes on from one."""
+    if record.trajectory.failure is not None:
+        return False
+    whole = [path.trajectory.token_ids for path in paths(record.trajectory)]
+    return any(tokens[: len(arm)] == arm for tokens in whole for arm in arms)
+
+
+def _unpaired(episode: Episode) -> tuple[Outcome, str]:
+    failure = episode.trajectory.failure
+    return (Outcome.DROPPED, "no pair") if failure is None else (Outcome.FAILED, failure.part)

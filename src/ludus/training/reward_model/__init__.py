@@ -1,0 +1,1 @@
+"""Reward models: data, Monte Carlo rollouts, the training loop."""

@@ -1,0 +1,195 @@
+"""What a reward model learns from: attempts as token ids, where they are judged, and what should come out.
+
+Made once for a run folder and kept in `examples.jsonl.gz`, so that a resumed run trains on exactly the same.
+Attempts of a run are the ids that its engine sampled: nothing is turned into tokens again.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ludus.errors import UserError
+from ludus.rewards.base import Reward, success
+from ludus.rollout.rollout_files import RolloutRecord, read_rollouts
+from ludus.training.datasets.files import read_rollout_file
+from ludus.training.datasets.jsonl import load_records
+from ludus.training.preference.pairs import Arm, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
+from ludus.training.reward_model.mc_rollouts import play_on
+from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.session import Session
+from ludus.training.run.tokenizer_check import check_tokenizer, check_vocabulary
+from ludus.types import Trajectory
+
+EXAMPLES_FILE = "examples.jsonl.gz"
+
+
+@dataclass(frozen=True, slots=True)
+class Judged:
+    """One attempt: its tokens `[T]`, the positions `[K]` whose state is scored, and a target in [0, 1] each.
+
+    The state after the token at a position is scored, so it has seen that token. The targets of a pair are 1
+    and 0 and only say which is which.
+    """
+
+    tokens: tuple[int, ...]
+    at: tuple[int, ...]
+    targets: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One attempt, or the better and the worse of a pair. `prompt_length` counts the tokens before the first
+    action; `held_out` ones are measured on and never trained on."""
+
+    source: str
+    prompt_length: int
+    arms: tuple[Judged, ...]
+    held_out: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of all its attempts; a shared prompt counts once."""
+        return sum(len(arm.tokens) for arm in self.arms) - (len(self.arms) - 1) * self.prompt_length
+
+
+def gather_examples(session: Session) -> list[Example]:
+    """The examples that the settings name, before anything is written. Raises UserError without any."""
+    settings, limit = session.config.reward_model, session.config.rollout.max_tokens
+    if settings.run is None and settings.data is None:
+        raise UserError(
+            "There is nothing to learn rewards from.",
+            "Give --run RUN (its rollouts) or --reward_model.data FILE.",
+        )
+    files: list[Path] = []
+    if settings.run is not None:
+        files = rollout_files(Path(settings.run))
+        check_tokenizer(RunFolder(Path(settings.run)), session)
+    if settings.kind == "pairwise":
+        pairs = (
+            pairs_of_rollouts(files, settings.min_reward_gap, limit)
+            if settings.data is None
+            else pairs_of_file(Path(settings.data), session.renderer, limit)
+        )
+        found = [_of_pair(pair.source, pair.chosen, pair.rejected) for pair in pairs]
+    else:
+        rows = _rollouts(files, settings.data, limit)
+        discount = settings.discount if settings.kind == "process" else None
+        further = play_on(session, rows, settings.rollouts) if settings.rollouts else []
+        found = examples_of_rollouts(rows, session.world.rewards, discount, further)
+    _check(found, session)
+    return hold_out(found, settings.held_out, session.config.run.seed)
+
+
+def examples_of_rollouts(
+    records: Sequence[tuple[str, RolloutRecord]],
+    rewards: Sequence[Reward],
+    discount: float | None,
+    further: Sequence[Trajectory] = (),
+) -> list[Example]:
+    """One example for each rollout, named by the string beside it.
+
+    Without `discount` the target of the last action is the success, 1 or 0. With it every turn has a target:
+    the mean of the returns of all rollouts given that share the tokens up to and including that turn's
+    action, `discount ^ (turns still to come) * success` each. Where one rollout alone passes there, that is
+    its own return. This is the target of AgentPRM (arXiv:2502.10325). `further` are rollouts that count
+    there and give no example.
+    """
+    ends = [action_ends(record.trajectory) for _, record in records]
+    outcomes = [float(success(rewards, record.trajectory)) for _, record in records]
+    returns: dict[tuple[int, ...], list[float]] = {}
+    if discount is not None:
+        for trajectory in [*(record.trajectory for _, record in records), *further]:
+            places, outcome = action_ends(trajectory), float(success(rewards, trajectory))
+            for turn, end in enumerate(places):
+                own = discount ** (len(places) - 1 - turn) * outcome
+                returns.setdefault(trajectory.token_ids[: end + 1], []).append(own)
+    found = []
+    for (source, record), places, outcome in zip(records, ends, outcomes, strict=True):
+        tokens = record.trajectory.token_ids
+        at: tuple[int, ...] = (places[-1],)
+        targets: tuple[float, ...] = (outcome,)
+        if discount is not None:
+            at, targets = places, tuple(_mean(returns[tokens[: end + 1]]) for end in places)
+        prompt = record.trajectory.action_mask.index(True)
+        found.append(Example(source, prompt, (Judged(tokens, at, targets),)))
+    return found
+
+
+def hold_out(examples: Sequence[Example], share: float, seed: int) -> list[Example]:
+    """The examples, those of a share of the prompts marked: at least one prompt, never all of them."""
+    prompts = [example.arms[0].tokens[: example.prompt_length] for example in examples]
+    different = sorted(set(prompts))
+    random.Random(f"held out:{seed}").shuffle(different)
+    num = min(len(different) - 1, math.ceil(share * len(different)))
+    aside = set(different[:num])
+    return [
+        replace(example, held_out=prompt in aside) for example, prompt in zip(examples, prompts, strict=True)
+    ]
+
+
+def action_ends(trajectory: Trajectory) -> tuple[int, ...]:
+    """The position of the last token of each turn's action in a chain, one for each turn."""
+    ends: dict[int, int] = {}
+    for place, (turn, action) in enumerate(zip(trajectory.turn_index, trajectory.action_mask, strict=True)):
+        if action:
+            ends[turn] = place
+    return tuple(ends.values())
+
+
+def load_examples(path: Path) -> list[Example]:
+    """The examples of a run folder. Raises StorageError for what is no such file."""
+    return load_records(path, _example)
+
+
+def _rollouts(files: Sequence[Path], data: str | None, limit: int) -> list[tuple[str, RolloutRecord]]:
+    if data is not None:
+        named = [(f"rollout {n}", record) for n, record in enumerate(read_rollout_file(Path(data)), start=1)]
+    else:
+        named = [
+            (f"{file.name.removesuffix('.jsonl.gz')}/{record.group}/{record.trajectory.sample}", record)
+            for file in files
+            for record in read_rollouts(file)
+        ]
+    return [(name, record) for name, record in named if is_usable(record, limit)]
+
+
+def _example(line: bytes) -> Example:
+    data = json.loads(line)
+    arms = (Judged(tuple(arm["tokens"]), tuple(arm["at"]), tuple(arm["targets"])) for arm in data["arms"])
+    return Example(data["source"], data["prompt_length"], tuple(arms), data["held_out"])
+
+
+def _of_pair(source: str, chosen: Arm, rejected: Arm) -> Example:
+    arms = [
+        Judged(arm.tokens, (max(i for i, trains in enumerate(arm.trains) if trains),), (target,))
+        for arm, target in ((chosen, 1.0), (rejected, 0.0))
+    ]
+    return Example(source, chosen.prompt_length, tuple(arms))
+
+
+def _check(examples: Sequence[Example], session: Session) -> None:
+    settings = session.config.reward_model
+    where = settings.data or settings.run
+    if not examples:
+        what = "pair" if settings.kind == "pairwise" else "attempt"
+        raise UserError(
+            f"{where} gives no {what} to learn from (of at most {session.config.rollout.max_tokens} tokens).",
+            "See docs/rewards.md, or raise rollout.max_tokens.",
+        )
+    targets = {target for example in examples for arm in example.arms for target in arm.targets}
+    if len(targets) == 1:
+        how = "succeeded" if targets == {1.0} else "failed"
+        raise UserError(
+            f"All {len(examples)} attempts of {where} {how}: there is nothing to tell apart.",
+            "Take a run with successes and failures, and the world that it was played in.",
+        )
+    check_vocabulary(max(max(arm.tokens) for example in examples for arm in example.arms), session)
+
+
+def _mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

@@ -1,0 +1,353 @@
+"""Reward models: a policy's body with one number in place of its output layer, trained on attempts.
+
+Takes a session and examples. Gives weights and head, a line of metrics a step and checkpoints. What a step
+takes depends on seed and step alone, so that a resumed run repeats the uninterrupted one bit for bit.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ludus.config.schema import Config
+from ludus.diagnostics.trackers import Tracker
+from ludus.engines.models.loading import load_model
+from ludus.errors import LearnerError, UserError
+from ludus.rollout.ledger import Ledger
+from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
+from ludus.training.datasets.jsonl import write_records
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.reward_model.data import (
+    EXAMPLES_FILE,
+    Example,
+    Judged,
+    gather_examples,
+    load_examples,
+)
+from ludus.training.run.checkpoint import (
+    Extra,
+    TrainerState,
+    list_checkpoints,
+    load_part,
+    load_trainer,
+    load_weights,
+    prune,
+    save_checkpoint,
+)
+from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.session import Session
+from ludus.training.value_models.scalar_head import HeadModel
+
+log = logging.getLogger("ludus.reward_model")
+
+OnStep = Callable[[int, Mapping[str, float]], None]
+Kind = Literal["pairwise", "pointwise", "process"]
+KINDS: tuple[Kind, ...] = ("pairwise", "pointwise", "process")
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Scores of attempts; `sigmoid(score)` is a probability or a value in [0, 1]."""
+
+    states: HeadModel
+    kind: Kind
+
+    def scores(self, arms: Sequence[Judged]) -> list[Tensor]:
+        """The score at each position of each attempt, `[K]` a time, with gradient."""
+        states = self.states
+        width = max(len(arm.tokens) for arm in arms)
+        tokens = torch.zeros(len(arms), width, dtype=torch.int64)
+        for i, arm in enumerate(arms):
+            tokens[i, : len(arm.tokens)] = torch.tensor(arm.tokens)
+        rows = torch.tensor([i for i, arm in enumerate(arms) for _ in arm.at])
+        columns = torch.tensor([place for arm in arms for place in arm.at])
+        device = states.device
+        found = states.read(tokens.to(device), (rows.to(device), columns.to(device)))[:, 0]
+        return list(torch.split(found, [len(arm.at) for arm in arms]))
+
+    @torch.no_grad()
+    def judge(self, arms: Sequence[Judged], max_tokens: int) -> list[tuple[float, ...]]:
+        """`sigmoid(score)` at each position, in parts of at most `max_tokens` tokens (or one attempt)."""
+        found: list[tuple[float, ...]] = []
+        for part in parts([Example("", 0, (arm,)) for arm in arms], max_tokens):
+            scored = self.scores([arm for example in part for arm in example.arms])
+            found += [tuple(torch.sigmoid(score.double()).tolist()) for score in scored]
+        return found
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What an ensemble says of one attempt: a value in [0, 1] at each position, and the standard deviation
+    over the members, averaged over the positions."""
+
+    values: tuple[float, ...]
+    std: float
+
+
+@dataclass(frozen=True)
+class RewardEnsemble:
+    """Reward models of one kind, which judge conservatively: mean - std_coef * std, at least 0.
+
+    The deviation is that of the population of members (ddof 0). Subtracting it counters over-optimisation:
+    attempts far from the training data, on which members disagree, earn less (arXiv:2310.02743, which
+    subtracts the variance).
+    """
+
+    members: tuple[RewardModel, ...]
+    std_coef: float = 0.0
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the members."""
+        return self.members[0].kind
+
+    def judge(self, arms: Sequence[Judged], max_tokens: int) -> list[Judgement]:
+        """The judgement of each attempt, in parts of at most `max_tokens` tokens (or one attempt)."""
+        said = [member.judge(arms, max_tokens) for member in self.members]
+        return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*said, strict=True)]
+
+    def _pooled(self, values: Tensor) -> Judgement:
+        """The judgement of values `[members, positions]`."""
+        std = values.std(0, correction=0)
+        pooled = (values.mean(0) - self.std_coef * std).clamp(min=0.0)
+        return Judgement(tuple(pooled.tolist()), float(std.mean()))
+
+
+@dataclass(frozen=True)
+class RewardTraining:
+    """A session that is to become a reward model from step `done` on; `last` is that step's checkpoint."""
+
+    session: Session
+    folder: RunFolder
+    model: RewardModel
+    optimiser: Optimiser
+    examples: Sequence[Example]
+    steps: int
+    done: int
+    last: Path
+
+
+def head_name(kind: Kind) -> str:
+    """The part of a checkpoint that holds the head; its name says what the head was trained for."""
+    return f"reward_{kind}"
+
+
+def make_reward_model(session: Session) -> RewardModel:
+    """The session's model with a head of zeros. Raises UserError for a model that cannot have one."""
+    again = session.config.model.activation_checkpointing
+    hint = "Take another model, for example with --model."
+    states = HeadModel(session.model, "reward model", hint, recompute=again)
+    return RewardModel(states, session.config.reward_model.kind)
+
+
+def find_reward_model(path: Path) -> tuple[Path, Kind]:
+    """The checkpoint of a reward model in a run folder (the newest) or at a path, and its kind.
+
+    Raises UserError where there is none.
+    """
+    found = list_checkpoints(path / "checkpoints")
+    folder = found[-1][1] if found else path
+    kind = next((k for k in KINDS if (folder / "trainer" / f"{head_name(k)}.safetensors").is_file()), None)
+    if kind is None:
+        raise UserError(
+            f"There is no reward model at {path}.", "Make one with `ludus reward-model`, and give its folder."
+        )
+    return folder, kind
+
+
+def load_reward_model(path: Path, config: Config) -> RewardModel:
+    """The reward model of a run folder (its newest checkpoint) or of a checkpoint, without gradients.
+
+    Raises UserError where there is none.
+    """
+    folder, kind = find_reward_model(path)
+    policy = load_model(str(folder), config.model.dtype, config.model.device).requires_grad_(False)
+    states = HeadModel(policy, "reward model", "Make another one.")
+    states.load_head(load_part(folder, head_name(kind)))
+    return RewardModel(states, kind)
+
+
+def check_ensemble(paths: Sequence[str]) -> None:
+    """Raise UserError for a path without a reward model, and for models of different kinds."""
+    kinds = {path: find_reward_model(Path(path))[1] for path in paths}
+    if len(set(kinds.values())) > 1:
+        told = ", ".join(f"{path} is {kind}" for path, kind in kinds.items())
+        raise UserError(
+            f"The reward models of an ensemble differ in kind: {told}.", "Use models of one kind."
+        )
+
+
+def load_ensemble(paths: Sequence[str], std_coef: float, config: Config) -> RewardEnsemble:
+    """The reward models at `paths`. Raises UserError as `check_ensemble`."""
+    check_ensemble(paths)
+    return RewardEnsemble(tuple(load_reward_model(Path(path), config) for path in paths), std_coef)
+
+
+def open_training(session: Session, folder: RunFolder, examples: Sequence[Example] | None) -> RewardTraining:
+    """Bring model and optimiser to the newest checkpoint in `folder`, if there is one.
+
+    `examples` None: those that the folder holds, or else those of the settings.
+    """
+    settings = session.config.reward_model
+    file = folder.path / EXAMPLES_FILE
+    if file.is_file():
+        examples = load_examples(file)
+    else:
+        examples = gather_examples(session) if examples is None else examples
+        write_records(file, examples)
+        log.info("%d examples written to %s", len(examples), file)
+    model = make_reward_model(session)
+    steps = num_steps(settings, num_training(examples))
+    optimiser = Optimiser(model.states.model, OptimiserSettings.of(settings, steps))
+    done, last = 0, folder.checkpoints
+    if found := list_checkpoints(folder.checkpoints):
+        done, last = found[-1]
+        load_weights(last, session.model)
+        model.states.load_head(load_part(last, head_name(model.kind)))
+        load_trainer(last, optimiser)
+        log.info("resumed from %s", last)
+    return RewardTraining(session, folder, model, optimiser, examples, steps, done, last)
+
+
+def num_training(examples: Sequence[Example]) -> int:
+    """Examples that are not held out."""
+    return sum(not example.held_out for example in examples)
+
+
+def planned_steps(folder: RunFolder, config: Config) -> int | None:
+    """Optimiser steps of the run in a folder; None where it has not made its examples yet."""
+    file = folder.path / EXAMPLES_FILE
+    return num_steps(config.reward_model, num_training(load_examples(file))) if file.is_file() else None
+
+
+def run_reward_model(training: RewardTraining, trackers: Sequence[Tracker], on_step: OnStep) -> Path:
+    """Train to the last step; gives its checkpoint."""
+    session, last = training.session, training.last
+    settings = session.config.reward_model
+    learned = [example for example in training.examples if not example.held_out]
+    aside = [example for example in training.examples if example.held_out]
+    for step in range(training.done + 1, training.steps + 1):
+        clock = time.perf_counter()
+        places = batch_of_step(step, len(learned), settings.batch_size, session.config.run.seed)
+        batch = [learned[i] for i in places]
+        metrics = reward_step(training.model, training.optimiser, batch, settings.microbatch_tokens)
+        if aside and (step % settings.evaluate_every == 0 or step == training.steps):
+            measured = measure(training.model, aside, settings.microbatch_tokens)
+            metrics |= {f"held_out/{name}": value for name, value in measured.items()}
+        for tracker in trackers:
+            tracker.log(step, metrics)
+        on_step(step, metrics | {"time/step_s": time.perf_counter() - clock})
+        if step % settings.checkpoint_every == 0 or step == training.steps:
+            last = _save(training, step)
+            prune(training.folder.checkpoints, settings.keep_checkpoints)
+    return last
+
+
+def _save(training: RewardTraining, step: int) -> Path:
+    session, model = training.session, training.model
+    state = TrainerState(step, training.optimiser.num_steps, Ledger().state())
+    head = {name: p.detach() for name, p in model.states.head.named_parameters()}
+    return save_checkpoint(
+        training.folder.checkpoints,
+        session.model,
+        session.tokenizer,
+        training.optimiser,
+        state,
+        Extra({head_name(model.kind): head}),
+    )
+
+
+def reward_step(
+    model: RewardModel, optimiser: Optimiser, batch: Sequence[Example], max_tokens: int
+) -> dict[str, float]:
+    """One optimiser step on the mean loss. Raises LearnerError where the loss is not finite."""
+    total = 0.0
+    for part in parts(batch, max_tokens):
+        loss = losses(model, part).sum() / num_terms(model.kind, batch)
+        if not torch.isfinite(loss):
+            raise LearnerError(f"The loss is {float(loss.detach())}.", "Lower reward_model.learning_rate.")
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    rate = optimiser.settings.rate(optimiser.num_steps)
+    norm = optimiser.step()
+    return {
+        "loss/total": total,
+        "optim/grad_norm": norm,
+        "optim/learning_rate": rate,
+        "batch/examples": float(len(batch)),
+        "batch/scores": float(sum(len(arm.at) for example in batch for arm in example.arms)),
+        "batch/total_tokens": float(sum(len(arm.tokens) for example in batch for arm in example.arms)),
+    }
+
+
+def num_terms(kind: Kind, examples: Sequence[Example]) -> int:
+    """How many losses a batch has: one a pair, one a judged position otherwise."""
+    if kind == "pairwise":
+        return len(examples)
+    return sum(len(arm.at) for example in examples for arm in example.arms)
+
+
+def losses(model: RewardModel, examples: Sequence[Example]) -> Tensor:
+    """The loss of each pair (`-log sigmoid(s_chosen - s_rejected)`, Bradley-Terry), or of each position.
+
+    That is the binary cross-entropy of `sigmoid(s)` against the target, which may lie between 0 and 1.
+    """
+    arms = [arm for example in examples for arm in example.arms]
+    scores = torch.cat(model.scores(arms))
+    if model.kind == "pairwise":
+        return -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2])
+    targets = torch.tensor([target for arm in arms for target in arm.targets]).to(scores)
+    return torch.nn.functional.binary_cross_entropy_with_logits(scores, targets, reduction="none")
+
+
+@torch.no_grad()
+def measure(model: RewardModel, examples: Sequence[Example], max_tokens: int) -> dict[str, float]:
+    """Loss and quality on examples that are not trained on.
+
+    Pairs: `accuracy`, the share whose better one scores higher (half for equal ones). Otherwise `error`, the
+    mean of `|sigmoid(s) - target|`, and `auc` of the positions with a target above 0.5 against the others,
+    where there are both.
+    """
+    chunks = parts(examples, max_tokens)
+    loss = sum(float(losses(model, part).sum()) for part in chunks) / num_terms(model.kind, examples)
+    arms = [arm for part in chunks for example in part for arm in example.arms]
+    scores = torch.cat([torch.cat(model.scores([a for e in part for a in e.arms])) for part in chunks])
+    if model.kind == "pairwise":
+        margin = scores[::2] - scores[1::2]
+        right = (margin > 0).double() + (margin == 0).double() / 2
+        return {"loss": loss, "accuracy": float(right.mean()), "margin": float(margin.double().mean())}
+    targets = torch.tensor([target for arm in arms for target in arm.targets]).to(scores)
+    found = {"loss": loss, "error": float((torch.sigmoid(scores) - targets).abs().double().mean())}
+    area = auc(scores, targets > 0.5)
+    return found if area is None else found | {"auc": area}
+
+
+def auc(scores: Tensor, positive: Tensor) -> float | None:
+    """The chance that a positive scores above a negative (half for equal ones); None without both. `[N]`."""
+    high, low = scores[positive].double(), scores[~positive].double()
+    if not high.numel() or not low.numel():
+        return None
+    ordered = low.sort().values
+    below, up_to = (torch.searchsorted(ordered, high, right=right).double() for right in (False, True))
+    return float((below + up_to).mean()) / (2 * len(low))
+
+
+def parts(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
+    """The examples in order, in parts of at most `max_tokens` tokens or one example."""
+    found: list[list[Example]] = []
+    size = 0
+    for example in examples:
+        if found and size + example.num_tokens <= max_tokens:
+            found[-1].append(example)
+        else:
+            found.append([example])
+            size = 0
+        size += example.num_tokens
+    return found

@@ -1,0 +1,1 @@
+"""The RL loops (sync, one-step, async) and the steps they share."""

@@ -1,0 +1,258 @@
+"""What credit needs of the models: KL, the word of a critic, rejection, the entropy filter, parity.
+
+Everything here looks at the whole batch of a step, before its first gradient. Where an algorithm asks for
+none of it, nothing is computed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.corrections import MismatchByLength, m2po, mismatch_by_length, reject_sequence
+from ludus.algorithms.filters import entropy_bound
+from ludus.algorithms.spec.algorithm import (
+    BEHAVIOUR_ADVANTAGES,
+    CRITERIA,
+    FILTERING_CORRECTIONS,
+    FULL_KL_NAMES,
+    MEASURES,
+    PROBABILITY_ADVANTAGES,
+    WHITENED_ADVANTAGES,
+    Algorithm,
+    number,
+    word,
+)
+from ludus.algorithms.train_inference_mismatch import mismatch
+from ludus.errors import SyncError
+from ludus.rollout.ledger import Outcome
+from ludus.training.batches.rows import Row, row_of_trajectory
+from ludus.training.credit.advantages import Credit, with_estimates
+from ludus.training.credit.estimates import Estimates
+from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
+from ludus.training.value_models.factory import Judge, at_actions, judged
+from ludus.types import Trajectory
+
+REJECTED = "rejected"
+"""Why a trajectory is masked whose ratio to the engine is out of bounds."""
+PARITY_ROWS = 8
+"""Rows that are compared before the first step: the shortest, the longest and some between."""
+PARITY_NATS = 0.05
+"""Mean difference of log-probabilities between engine and learner beyond which nothing is trained."""
+ENGINE_PARITY_NATS = 1e-3
+"""The same where the engine's log-probabilities take the place of the learner's."""
+
+
+def refine(
+    credits: Sequence[Credit],
+    learner: Learner,
+    max_length: int,
+    judge: Judge | None = None,
+    *,
+    check: bool = False,
+    version: int | None = None,
+) -> list[Credit]:
+    """The credits as they train. `check` compares engine and learner first, on what `version` alone sampled.
+
+    Without a version that is everything. Raises SyncError where the two disagree: what was sampled then came
+    from another policy.
+    """
+    found = list(credits)
+    if check:
+        trained = [c for c in found if c.outcome is Outcome.TRAINED and not c.expert]
+        check_parity([_row(credit) for credit in trained if _is_of(credit, version)], learner)
+    algorithm, entropies = learner.algorithm, None
+    if algorithm.correction in FILTERING_CORRECTIONS:
+        found = _rejected(found, learner)
+    if algorithm.loss == "gtpo":
+        entropies = compared_entropies(found, learner)
+        found = _without_the_uncertain(found, entropies, algorithm)
+    # Last: a mean over the batch is over what is left.
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    whitened = algorithm.advantage in WHITENED_ADVANTAGES
+    compares_probabilities = algorithm.advantage in PROBABILITY_ADVANTAGES
+    if judge is not None or penalised or whitened or compares_probabilities or entropies is not None:
+        found = _estimated(found, learner, judge, max_length, Estimates(entropies=entropies))
+    return found
+
+
+def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
+    """Compare the recorded log-probabilities of rows of all lengths with the learner's, by length.
+
+    Gives what was measured, None without rows. Raises SyncError beyond `PARITY_NATS` in any bucket, or
+    `ENGINE_PARITY_NATS` where ratios divide by what the engine recorded.
+    """
+    if not rows:
+        return None
+    ranked = sorted(rows, key=lambda row: len(row.tokens))
+    places = {round(i * (len(ranked) - 1) / max(1, PARITY_ROWS - 1)) for i in range(PARITY_ROWS)}
+    chosen = [ranked[place] for place in sorted(places)]
+    old, behavior, mask = _table(chosen, learner.score(chosen))
+    from_engine = learner.settings.old_logprobs == "engine"
+    bound = ENGINE_PARITY_NATS if from_engine else PARITY_NATS
+    measured = mismatch_by_length(old_logprobs=old, behavior_logprobs=behavior, mask=mask)
+    apart = [
+        f"{bucket.gap_mean:.3g} at positions {label}"
+        for label, bucket in zip(measured.labels, measured.buckets, strict=True)
+        if not bucket.gap_mean <= bound
+    ]
+    if apart:
+        why = "They hold other weights, or use another temperature or precision; nothing was trained."
+        raise SyncError(
+            f"Engine and learner differ in the log-probabilities of sampled tokens by {', '.join(apart)} "
+            f"nats on average (at most {bound:g}).",
+            "Set training.learner.old_logprobs = 'recomputed': the engine's are too coarse to be divided by."
+            if from_engine
+            else why,
+        )
+    return measured
+
+
+def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> float:
+    """The effective sample share of recorded trajectories under the learner's policy, over their tokens."""
+    rows = [row_of_trajectory(trajectory, 0.0) for trajectory in trajectories]
+    old, behavior, mask = _table(rows, learner.score(rows))
+    return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
+
+
+def _is_of(credit: Credit, version: int | None) -> bool:
+    segments = credit.episode.trajectory.segments
+    return version is None or all(v == version for segment in segments for v in segment.versions)
+
+
+def _row(credit: Credit) -> Row:
+    return row_of_trajectory(credit.episode.trajectory, 0.0)
+
+
+def _estimated(
+    credits: list[Credit], learner: Learner, judge: Judge | None, max_length: int, known: Estimates
+) -> list[Credit]:
+    """The credits with `known` and whatever else the algorithm asks of the models."""
+    compared = [credit for credit in credits if credit.advantages is not None]
+    rows = [_row(credit) for credit in compared]
+    if not rows:
+        return credits
+    algorithm, estimates = learner.algorithm, known
+    if judge is not None:
+        estimates = replace(judged(judge, compared, rows, learner), entropies=known.entropies)
+    penalised = algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
+    weighs_tokens = algorithm.advantage in PROBABILITY_ADVANTAGES
+    compared_to_engine = algorithm.advantage in BEHAVIOUR_ADVANTAGES or weighs_tokens
+    sampled_alone = penalised and algorithm.kl not in FULL_KL_NAMES
+    old = learner.score(rows, keep=True) if sampled_alone or compared_to_engine else []
+    if penalised:
+        estimates = replace(estimates, kl=at_actions(learner.penalties(rows, old), rows))
+    if compared_to_engine:
+        estimates = replace(estimates, old_logprobs=at_actions(old, rows))
+    if weighs_tokens:
+        sums = [scores.logprobs for scores in learner.ask(SUM_PI_SQUARED, rows)]
+        estimates = replace(estimates, sum_pi_squared=at_actions(sums, rows))
+    return with_estimates(credits, algorithm, max_length, estimates)
+
+
+def _rejected(credits: list[Credit], learner: Learner) -> list[Credit]:
+    trained = [c for c in credits if c.outcome is Outcome.TRAINED and not c.expert]
+    if not trained:
+        return credits
+    rows = [_row(credit) for credit in trained]
+    old, behavior, mask = _table(rows, learner.score(rows, keep=True))
+    keep = _kept_tokens(old, behavior, mask, learner.algorithm)
+    thinned = {
+        id(credit): replace(credit, trains=_narrowed(credit, row[inside]))
+        for credit, row, inside in zip(trained, keep, mask, strict=True)
+        if row.any() and not row[inside].all()
+    }
+    found = [thinned.get(id(credit), credit) for credit in credits]
+    left = [thinned.get(id(credit), credit) for credit in trained]
+    return _masked(found, left, keep.any(1), REJECTED)
+
+
+def _kept_tokens(old: Tensor, behavior: Tensor, mask: Tensor, algorithm: Algorithm) -> Tensor:
+    """The action tokens that the filter of the correction lets train, [N, L] bool."""
+    options = algorithm.options.correction
+    if algorithm.correction == "m2po":
+        bound = number(options, "bound", 0.04)
+        return m2po(old_logprobs=old, behavior_logprobs=behavior, mask=mask, bound=bound).bool()
+    return reject_sequence(
+        old_logprobs=old,
+        behavior_logprobs=behavior,
+        mask=mask,
+        low=number(options, "low", 0.5),
+        high=number(options, "high", 2.0),
+        by=word(options, "by", CRITERIA),
+        veto=number(options, "veto", 0.0),
+        measure=word(options, "measure", MEASURES),
+    ).bool()
+
+
+def _narrowed(credit: Credit, keep: Tensor) -> tuple[bool, ...]:
+    """Which action tokens of a credit train, of those that did and are in `keep` [n_i]."""
+    kept: list[bool] = keep.tolist()
+    before = credit.trains or (True,) * len(kept)
+    return tuple(a and b for a, b in zip(before, kept, strict=True))
+
+
+def rejected_share(credits: Sequence[Credit]) -> float:
+    """The share of the action tokens that would train that were rejected; 0 without any.
+
+    Tokens that another filter took from a trajectory (`training.collection.staleness`) count as rejected.
+    """
+    trained = [c for c in credits if c.outcome is Outcome.TRAINED and not c.expert]
+    rejected = [c for c in credits if c.reason == REJECTED]
+    everything = sum(c.episode.trajectory.num_action_tokens for c in (*trained, *rejected))
+    kept = sum(c.episode.trajectory.num_action_tokens if c.trains is None else sum(c.trains) for c in trained)
+    return (everything - kept) / max(everything, 1)
+
+
+def compared_entropies(credits: Sequence[Credit], learner: Learner) -> list[Tensor]:
+    """The policy's entropies at the action tokens of the credits that were compared, `[n_i]` each."""
+    rows = [_row(credit) for credit in credits if credit.advantages is not None]
+    return at_actions(learner.entropies(rows), rows) if rows else []
+
+
+def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
+    """The algorithm without GTPO's entropy filter if the policy's `initial` mean entropy reached its bound.
+
+    Such a policy is uncertain everywhere, and the filter would keep nothing (arXiv:2508.03772).
+    """
+    if initial < number(algorithm.options.loss, "entropy_bound", math.log(2)):
+        return algorithm
+    options = replace(algorithm.options, loss=algorithm.options.loss | {"entropy_bound": math.inf})
+    return replace(algorithm, options=options)
+
+
+def _without_the_uncertain(
+    credits: list[Credit], entropies: Sequence[Tensor], algorithm: Algorithm
+) -> list[Credit]:
+    bound = number(algorithm.options.loss, "entropy_bound", math.log(2))
+    compared = [credit for credit in credits if credit.advantages is not None]
+    pairs = [
+        (credit, bool(entropy_bound(entropy=row[None], mask=torch.ones(1, len(row)), bound=bound)))
+        for credit, row in zip(compared, entropies, strict=True)
+        if credit.outcome is Outcome.TRAINED
+    ]
+    return _masked(credits, [c for c, _ in pairs], torch.tensor([kept for _, kept in pairs]), "entropy")
+
+
+def _masked(credits: list[Credit], judged: list[Credit], keep: Tensor, reason: str) -> list[Credit]:
+    fate = dict(zip(map(id, judged), keep.tolist(), strict=True))
+    return [
+        credit if fate.get(id(credit), True) else replace(credit, outcome=Outcome.MASKED, reason=reason)
+        for credit in credits
+    ]
+
+
+def _table(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
+    """`values`, the engine's log-probabilities and the mask of action tokens, padded `[N, L]`, on the CPU."""
+    width = max(len(row.tokens) for row in rows)
+    table, behavior = torch.zeros(2, len(rows), width, dtype=torch.float64)
+    mask = torch.zeros(len(rows), width, dtype=torch.bool)
+    for i, row in enumerate(rows):
+        table[i, : len(row.tokens)] = values[i].double().cpu()
+        behavior[i, : len(row.tokens)] = torch.tensor(row.behavior, dtype=torch.float64)
+        mask[i, 1 : len(row.tokens)] = torch.tensor(row.sampled)[1:]
+    return table, behavior, mask

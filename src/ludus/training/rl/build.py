@@ -1,0 +1,510 @@
+"""From a configuration to a finished run: builds the parts, evaluates, trains, evaluates again."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ludus.algorithms.kl_controller import KlControl, control_of
+from ludus.algorithms.spec.algorithm import TEACHER_LOSSES, Algorithm
+from ludus.algorithms.spec.compatibility import check_observations
+from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
+from ludus.config.schema import Config
+from ludus.diagnostics.trackers import Tracker, check_tracker, make_tracker, read_metrics
+from ludus.envs.base import World
+from ludus.envs.mixture import worlds_in
+from ludus.envs.registry import build_world, check_sandbox, closing
+from ludus.errors import ConfigError
+from ludus.evaluation.env_audit import CheckPlan, Unwatched, Watch, refuse_cheats
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, check_evaluation, load_evaluation, plans
+from ludus.rollout.build import episode_limits, sampling_params
+from ludus.rollout.ledger import Ledger
+from ludus.rollout.reward_executor import ProcessScoring
+from ludus.training.batches.chunked_lm_head import Entropy
+from ludus.training.checks.inactive_settings import inactive_parts, updates_of
+from ludus.training.checks.memory_check import dry_run_of
+from ludus.training.checks.reference_digests import check_origins, origins_of
+from ludus.training.checks.unused_settings import unread_settings
+from ludus.training.collection.algorithm_state import Memory
+from ludus.training.collection.demonstrations import check_experts, make_experts
+from ludus.training.collection.prompt_stream import TaskStream
+from ludus.training.collection.replay_buffer import check_replay
+from ludus.training.collection.reward_mixing import check_reward_settings, make_combiner, reward_doubts
+from ludus.training.collection.rollout_collector import Elsewhere, Sampler, check_branch, check_partial
+from ludus.training.collection.staleness import staleness_doubts
+from ludus.training.collection.stream_checkpoint import STREAM_FILE, WAITING_FILE, StreamState
+from ludus.training.credit.self_play_roles import check_roles
+from ludus.training.datasets.token_limits import check_prompts, rollout_warnings
+from ludus.training.distributed.collectives import ONE_PROCESS, Ranks, same_weights
+from ludus.training.distributed.launcher import Start, leading
+from ludus.training.learner.full_kl import States
+from ludus.training.learner.learner import Learner, LearnerSettings
+from ludus.training.learner.logprobs import Scorer, Scores
+from ludus.training.learner.moe_routing_replay import Routing
+from ludus.training.learner.old_logprobs import check_old_logprobs
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.learner.ref_and_teacher import TokenScorer
+from ludus.training.rl import async_trainer
+from ludus.training.rl.replay_sources import check_sources
+from ludus.training.rl.sync_trainer import Reporter, RlLoop, task_order
+from ludus.training.rl.teacher import check_teacher, load_teacher
+from ludus.training.rl.train_step import Learning
+from ludus.training.rl.weight_sync import WeightSync
+from ludus.training.run.checkpoint import (
+    TrainerState,
+    checkpoint_path,
+    list_checkpoints,
+    load_part,
+    load_text,
+    load_trainer,
+    load_weights,
+    read_state,
+)
+from ludus.training.run.manifest import broken
+from ludus.training.run.run_dir import RunFolder, save_config
+from ludus.training.run.session import Session, busy_warning, make_engine, open_session
+from ludus.training.value_models.factory import (
+    Judge,
+    check_critic,
+    make_judge,
+    part_name,
+    planned_warmup,
+    warmup_steps,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+log = logging.getLogger("ludus.start")
+
+PROBE_TOKENS = 64
+UNWATCHED = Unwatched()
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Evaluations before and after training: one split, one way of sampling.
+
+    `before` is None where there is none. The two have other numbers of tasks, or other conditions, where
+    the run was resumed with other settings.
+    """
+
+    before: Evaluation | None
+    after: Evaluation
+
+
+@dataclass(frozen=True)
+class AdapterOff:
+    """A reference that is the trained model with its adapters switched off."""
+
+    model: PreTrainedModel
+    temperature: float
+
+    def score(self, tokens: Tensor, asked: Tensor, entropy: Entropy = "none") -> Scores:
+        """As `Scorer.score`, under the base weights."""
+        with self.model.disable_adapter():
+            return self._scorer.score(tokens, asked, entropy)
+
+    def distributions(self, tokens: Tensor, asked: Tensor) -> States:
+        """As `Scorer.distributions`, under the base weights."""
+        with self.model.disable_adapter():
+            return self._scorer.distributions(tokens, asked)
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.model, self.temperature)
+
+
+def check(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
+    """Refuse, before anything is written, what a run would only find out later.
+
+    Raises UserError as `check_settings`, WorldError where the sandbox does not answer.
+    """
+    check_settings(config, world)
+    check_plays(config, world, watch)
+
+
+def check_settings(config: Config, world: World) -> None:
+    """Raise ConfigError and UserError for settings of the algorithm, rewards, trackers and splits."""
+    algorithm = algorithm_of(config)
+    check_roles(algorithm, world)
+    control_of(config, algorithm)
+    check_teacher(config, algorithm)
+    check_critic(config, algorithm)
+    check_experts(config, algorithm, world)
+    check_old_logprobs(config, algorithm)
+    check_replay(config, algorithm)
+    check_partial(config, world)
+    check_sources(config)
+    check_branch(config)
+    check_observations(algorithm, config.training.mask_observations)
+    check_trackers(config)
+    check_cache(config)
+    check_max_requests(config)
+    check_evaluation(config, world)
+    task_order(config, world)
+    check_reward_settings(config, world)
+
+
+def check_plays(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
+    """Raise where the world's sandbox does not answer, and as `check_cheats`.
+
+    On a Ray cluster the sandbox is asked by the workers alone: this machine may not reach it.
+    """
+    if config.cluster.kind != "ray":
+        check_sandbox(config.sandbox, world)
+    check_cheats(config, world, watch)
+
+
+def check_cheats(config: Config, world: World, watch: Watch = UNWATCHED) -> None:
+    """Raise ConfigError where the world pays for cheating, WorldError where its rewards are late again and
+    again; unless `env.check` is off."""
+    if config.env.check:
+        for one, own in worlds_in(world, config):
+            limits, scoring = episode_limits(own.rollout), ProcessScoring.of(own)
+            refuse_cheats(one, CheckPlan(seed=own.run.seed, limits=limits, scoring=scoring, watch=watch))
+
+
+def check_cache(config: Config) -> None:
+    """Raise ConfigError where the engine should give its cache up and cannot."""
+    if not config.engine.give_up_cache:
+        return
+    if config.engine.url:
+        raise ConfigError("engine.give_up_cache is for the embedded engine.", "Leave out it or engine.url.")
+    if config.training.mode != "sync":
+        raise ConfigError(
+            f"With training.mode = {config.training.mode!r} the engine samples while the learner works.",
+            "Set engine.give_up_cache = false, or training.mode = 'sync'.",
+        )
+
+
+def check_max_requests(config: Config) -> None:
+    """Raise ConfigError where the limit is for nobody, or would refuse what the run itself plays at once.
+
+    Where episodes stream, an evaluation is played beside them, or the probe of new weights.
+    """
+    most = config.engine.max_requests
+    needed = config.rollout.concurrency * (2 if config.training.mode == "async" else 1)
+    if not most:
+        return
+    if config.engine.url:
+        raise ConfigError(
+            "engine.max_requests is for embedded engines.",
+            "Give it to the server: ludus serve --max-requests.",
+        )
+    if config.cluster.kind == "none" and most < needed:
+        raise ConfigError(
+            f"engine.max_requests ({most}) is below the {needed} requests that this run makes at once.",
+            "Lower rollout.concurrency, or leave it out: nobody else asks an engine in this process.",
+        )
+
+
+def check_trackers(config: Config) -> None:
+    """Raise ConfigError for a tracker that is unknown."""
+    for name in config.run.trackers:
+        check_tracker(name)
+
+
+def prepare(config: Config, watch: Watch = UNWATCHED) -> Session | None:
+    """Check a configuration and load its model, before anything is written.
+
+    `watch` sees the check of the world. None where the model is yet to be made from scratch. What the
+    settings and the world show to be wrong is refused first: loading takes its time.
+    """
+    algorithm_of(config)
+    world = build_world(config.env, config.rollout, config.sandbox)
+    check_reward_settings(config, world)
+    if config.model.from_scratch:
+        check(config, world, watch)
+        return None
+    session = open_session(config, world=world)
+    check(config, world, watch)
+    check_prompts(session)
+    return session
+
+
+def train(
+    session: Session, folder: RunFolder, reporter: Reporter, elsewhere: Elsewhere | None = None
+) -> list[Comparison]:
+    """Run, or go on with, the training in `folder`; gives the evaluations before and after.
+
+    Episodes are played in this process, or `elsewhere`.
+    """
+    config = session.config
+    algorithm = algorithm_of(config)
+    warnings = (*doubts(config), *inactive_parts(config, session.world), *rollout_warnings(session))
+    for text in filter(None, [*warnings, busy_warning(config)]):
+        log.warning(text)
+        reporter.alarm(text)
+    with leading(config, next(session.model.parameters()).device) as ranks:
+        loop, done = build_loop(session, folder, algorithm, reporter, ranks, elsewhere)
+        with _closing(loop):
+            dry_run_of(config, loop.learning.learner)
+            return asyncio.run(_run(loop, done, stream_before(loop, done), waiting_before(loop, done)))
+
+
+def stream_before(loop: RlLoop, done: int) -> StreamState:
+    """The stream that the checkpoint of step `done` has; a new one where it has none."""
+    training, sampler = loop.session.config.training, loop.sampler
+    if done == 0:
+        return StreamState()
+    text = load_text(checkpoint_path(loop.folder.checkpoints, done), STREAM_FILE)
+    order = task_order(loop.session.config, loop.session.world)
+    path = checkpoint_path(loop.folder.checkpoints, done)
+    if text is None and read_state(path).mode == "async":
+        raise broken(path, f"trainer/{STREAM_FILE} is missing")
+    if text is None:  # the steps so far were not asynchronous, or the run has left asynchronous training
+        return StreamState(max([done, *sampler.ledger.steps_ahead]) * order.chunk)
+    source = TaskStream(sampler, order, training.tasks_per_step, loop.session.config.staleness.oversample)
+    state = StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
+    return replace(state, next_number=source.free(state.next_number, state.groups))
+
+
+def waiting_before(loop: RlLoop, done: int) -> StreamState:
+    """What waits in the checkpoint of step `done` for the next step's budget."""
+    path = checkpoint_path(loop.folder.checkpoints, done)
+    text = load_text(path, WAITING_FILE) if done else None
+    if text is None:
+        return StreamState()
+    order = task_order(loop.session.config, loop.session.world)
+    source = TaskStream(loop.sampler, order, loop.session.config.training.tasks_per_step)
+    return StreamState.from_text(text, {task.id: task for task in order.tasks}, source.jobs_of)
+
+
+def doubts(config: Config) -> list[str]:
+    """What is allowed and changes what training means, one sentence each."""
+    found = []
+    if not config.training.mask_observations:
+        found.append("Observations are in the loss (training.mask_observations is off): for comparison only.")
+    if config.algorithm.preset == "vapo" and config.critic.warmup_steps == 0:
+        found.append("VAPO pre-trains its critic on a fixed policy, and critic.warmup_steps is 0.")
+    if (alone := planned_warmup(config)) >= config.training.steps:
+        found.append(
+            f"The policy learns nothing: in the first {alone} steps (critic.warmup_steps) the critic does."
+        )
+    if config.training.mode == "async" and config.rollout.reproducible:
+        found.append(
+            "An asynchronous run does not repeat bit for bit (training.mode = async): rollout.reproducible "
+            "has no effect on its order."
+        )
+    if config.training.mode == "async" and config.engine.url and config.staleness.cache == "keep":
+        found.append(
+            "Servers decide themselves what of an episode they compute again under new weights: "
+            "staleness.cache has no effect with an engine.url."
+        )
+    params = sampling_params(config.rollout, config.rollout.temperature)
+    if params.cuts or config.rollout.guided_tools:
+        found.append(
+            "Actions are sampled from a cut distribution (rollout.top_p, top_k, min_p, guided_tools), while "
+            "ratios are those of the whole one: each action was likelier than training believes, and no "
+            "correction sees it."
+        )
+    return found + staleness_doubts(config) + reward_doubts(config) + unread_settings(config)
+
+
+def build_loop(
+    session: Session,
+    folder: RunFolder,
+    algorithm: Algorithm,
+    reporter: Reporter,
+    ranks: Ranks = ONE_PROCESS,
+    elsewhere: Elsewhere | None = None,
+) -> tuple[RlLoop, int]:
+    """The parts of the loop, brought to the newest checkpoint; and the step of that checkpoint.
+
+    Nothing in the folder changes before all of them are there.
+    """
+    config, model = session.config, session.model
+    control = control_of(config, algorithm)
+    experts = make_experts(session, algorithm)
+    combiner = make_combiner(session, algorithm)
+    found = list_checkpoints(folder.checkpoints)
+    waits = bool(found) and (found[-1][1] / "trainer" / WAITING_FILE).is_file()
+    spanning = config.training.mode == "async" or config.rollout.partial.is_set or waits
+    done, ledger, memory = 0, Ledger(spanning=spanning), Memory.start(algorithm)
+    engine = None
+    if elsewhere is not None:
+        engine = elsewhere.engine()
+    elif ranks.count > 1:  # before the weights are split
+        engine = make_engine(session)
+    with ranks.together(Start(config, folder.path, found[-1][1] if found else None)):
+        parts = make_parts(session, algorithm, ranks, found[-1][1] if found else None)
+    stored = parts.stored
+    if stored is not None:
+        done, path = found[-1]
+        check_origins(stored.origins, parts.origins, session)
+        ledger = Ledger.restore(stored.ledger, spanning=spanning)
+        memory = Memory.start(algorithm, stored.memory)
+        control = control.restored(stored.kl)
+        if combiner is not None:
+            combiner.restore(stored.reward_moments)
+        log.info("resumed from %s", path)
+    engine = engine or make_engine(session)
+    probe = probe_tokens(session)
+    save_config(folder, config)
+    forget_after(folder, done)
+    warmup = warmup_steps(parts.judge, config, None if stored is None else stored.warmup)
+    if warmup > done:
+        log.info("the critic alone learns until step %d (critic.warmup_steps)", warmup)
+    bound, entropy = over_age_bound(config), memory.initial_entropy
+    sampler = Sampler(session, engine, algorithm, reporter, ledger, memory, combiner, experts, elsewhere)
+    loop = RlLoop(
+        session=session,
+        folder=folder,
+        sampler=sampler,
+        learning=Learning(session, parts.learner, control, ledger, parts.judge, bound, warmup, entropy),
+        origins=parts.origins,
+        sync=WeightSync.of(config, model, engine, probe, ranks),
+        trackers=make_trackers(config, folder, done),
+        reporter=reporter,
+        history=[row.metrics for row in read_metrics(folder.metrics)] if done else [],
+    )
+    return loop, done
+
+
+def over_age_bound(config: Config) -> int | None:
+    """The age in versions beyond which tokens do not train; None where they are waited for instead."""
+    masks = config.training.mode == "async" and config.staleness.over_age == "mask"
+    return config.staleness.max_staleness if masks else None
+
+
+@dataclass(frozen=True)
+class LearnerParts:
+    """What learns in a run, and what a checkpoint says besides; None where there was none."""
+
+    learner: Learner
+    judge: Judge | None
+    stored: TrainerState | None
+    origins: Mapping[str, str] = field(default_factory=dict)
+    """Of the leader: the digests of what is not in the checkpoint."""
+
+
+def make_parts(session: Session, algorithm: Algorithm, ranks: Ranks, resumed: Path | None) -> LearnerParts:
+    """Policy, optimiser, scorers and judge, brought to a checkpoint; each of `ranks` makes its own.
+
+    Their weights are split where the ranks work so. Copies of the model are made before.
+    """
+    config, model = session.config, session.model
+    same_weights(model, ranks)
+    scorers = _scorers(session, algorithm, control_of(config, algorithm))
+    origins = origins_of(session, scorers) if ranks.rank == 0 else {}
+    judge = make_judge(config, algorithm, model, session.world.rewards[0].name, ranks)
+    if resumed is not None:
+        load_weights(resumed, model)
+    ranks.split(model)
+    for scorer in scorers.values():
+        if isinstance(scorer, Scorer):
+            ranks.split(scorer.model)
+    updates = config.training.steps * updates_of(config)
+    how = OptimiserSettings.of(config.training, updates)
+    optimiser = Optimiser(model, how, masters=config.model.master_weights, ranks=ranks)
+    stored = None
+    if resumed is not None:
+        stored = load_trainer(resumed, optimiser)
+        if judge is not None:
+            part = load_part(resumed, part_name(judge), judge.blank_state())
+            judge.load_state(part, stored.judge_steps)
+    return LearnerParts(make_learner(session, algorithm, optimiser, scorers), judge, stored, origins)
+
+
+def make_learner(
+    session: Session, algorithm: Algorithm, optimiser: Optimiser, scorers: Mapping[str, TokenScorer]
+) -> Learner:
+    """The learner of the session's model, as its configuration sets it."""
+    config, training = session.config, session.config.training
+    settings = LearnerSettings(
+        microbatch_tokens=training.microbatch_tokens,
+        epochs=training.epochs,
+        minibatches=minibatches_of(config),
+        trajectory_tokens=config.rollout.max_tokens,
+        old_logprobs=training.learner.old_logprobs,
+        halve_on_oom=training.learner.halve_on_oom,
+    )
+    scorer = Scorer(
+        session.model,
+        config.rollout.temperature or 1.0,
+        config.model.activation_checkpointing,
+        Routing.of(session.model) if training.learner.replay_routing else None,
+    )
+    return Learner(scorer, optimiser, algorithm, settings, scorers, optimiser.ranks)
+
+
+def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]:
+    """The configured trackers, cut back to the step that the run goes on from."""
+    return [make_tracker(name, folder.path, done) for name in config.run.trackers]
+
+
+async def _run(loop: RlLoop, done: int, before: StreamState, waiting: StreamState) -> list[Comparison]:
+    config = loop.session.config
+    async with closing(loop.session.world):
+        await loop.sync.publish(done)
+        if done == 0:
+            for plan in plans(config, 0):
+                await _evaluate_once(loop, plan)
+        await async_trainer.run(loop, done, before, waiting)
+        after = [await _evaluate_once(loop, plan) for plan in plans(config, config.training.steps)]
+    untrained = [kept_evaluation(loop.folder, plan) for plan in plans(config, 0)]
+    return [Comparison(b, a) for b, a in zip(untrained, after, strict=True)]
+
+
+async def _evaluate_once(loop: RlLoop, plan: EvaluationPlan) -> Evaluation:
+    """Play a plan, unless there is an evaluation of its name: that one stays, whatever it holds."""
+    kept = kept_evaluation(loop.folder, plan)
+    if kept is None:
+        return await loop.evaluate(plan)
+    log.info("%s is there already and is not played again", plan.name)
+    return kept
+
+
+def kept_evaluation(folder: RunFolder, plan: EvaluationPlan) -> Evaluation | None:
+    """The evaluation of a plan's name in the run folder, None where there is none."""
+    path = folder.evaluations / f"{plan.name}.json"
+    return load_evaluation(path) if path.is_file() else None
+
+
+def _scorers(session: Session, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
+    """The models beside the policy: a teacher and the reference, where they are needed or asked for."""
+    found: dict[str, TokenScorer] = {}
+    if algorithm.loss in TEACHER_LOSSES:
+        found["teacher"] = load_teacher(session)
+    training, temperature = session.config.training, session.config.rollout.temperature or 1.0
+    needed = control.needs_reference or algorithm.advantage == "prime"
+    if not needed and not training.report_kl:
+        return found
+    if session.config.model.lora is not None:
+        return found | {"reference": AdapterOff(session.model, temperature)}
+    reference = copy.deepcopy(session.model).requires_grad_(False).eval()
+    return found | {"reference": Scorer(reference, temperature)}
+
+
+def probe_tokens(session: Session) -> tuple[int, ...]:
+    """A fixed text of the world, as tokens, on which engine and learner are compared."""
+    task = session.world.tasks("train")[0]
+    return session.renderer.prompt(task.prompt, ())[:PROBE_TOKENS]
+
+
+def forget_after(folder: RunFolder, done: int) -> None:
+    """Remove rollouts and evaluations of steps that will be done again."""
+    for path in [*folder.rollouts.glob("step-*"), *folder.evaluations.glob("step-*")]:
+        if int(path.name.split("-")[1].split(".")[0]) > done:
+            path.unlink()
+
+
+@contextmanager
+def _closing(loop: RlLoop) -> Iterator[None]:
+    """Close engine and trackers, whatever happens."""
+    try:
+        yield
+    finally:
+        asyncio.run(loop.engine.close())
+        for tracker in loop.trackers:
+            tracker.close()

@@ -1,0 +1,314 @@
+"""The RL loop: its parts, what a step leaves behind, and the synchronous way through them.
+
+Takes a session and a run folder. Gives new weights, one line of metrics a step and checkpoints. Synchronous
+training waits for every episode of a step before it learns from them, and never samples the next step from
+weights that the engine has not proved to hold; other ways are in `modes`. In reproducible mode all it writes
+but the timings is the same, bit for bit, for the same seed, also across a kill and resume at any moment.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from ludus.algorithms.spec.resolve import resolve
+from ludus.config.schema import Config
+from ludus.diagnostics.metrics import AlarmLimits, alarms, rollout_metrics
+from ludus.diagnostics.timings import StepTimings, scoring_hint, write_timings
+from ludus.diagnostics.trackers import Tracker
+from ludus.engines.base import Engine, GivesUpCache, counted
+from ludus.envs.base import World, order_of
+from ludus.errors import ConfigError, LearnerError
+from ludus.evaluation.evaluate import (
+    Evaluation,
+    EvaluationPlan,
+    name_in_run,
+    plan_during,
+    save_evaluation,
+)
+from ludus.rollout.ledger import Outcome
+from ludus.rollout.reward_executor import places
+from ludus.rollout.rollout_files import rollouts_path, write_rollouts
+from ludus.rollout.scheduler import Episode
+from ludus.tasks.order import Order
+from ludus.training.collection.greso import greso_metrics
+from ludus.training.collection.group_filters import EmptyBatchGuard
+from ludus.training.collection.rollout_collector import EpisodeReporter, Sampler, SamplerState
+from ludus.training.collection.staleness import EssGuard
+from ludus.training.collection.stream_checkpoint import waiting_texts
+from ludus.training.credit.advantages import Credit, equal_groups
+from ludus.training.rl.train_step import Learning, Work, here
+from ludus.training.rl.weight_sync import SyncProof, WeightSync
+from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_checkpoint
+from ludus.training.run.run_dir import RunFolder, resume_command
+from ludus.training.run.session import Session
+from ludus.training.value_models.factory import part_name
+from ludus.types import Group
+
+log = logging.getLogger("ludus.rl")
+
+Texts = Callable[[], Mapping[str, str]]
+"""Makes the text files that a way of training keeps in a checkpoint, by name; on the learner's thread."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a run pauses, and what to change to go on."""
+
+    reason: str
+    way_on: str
+
+
+class Reporter(EpisodeReporter, Protocol):
+    """Whoever watches a run: a progress bar, a test."""
+
+    def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
+        """A training step is done."""
+        ...
+
+    def alarm(self, text: str) -> None:
+        """Something needs a look."""
+        ...
+
+
+@dataclass
+class RlLoop:
+    """The parts of a run, and its steps. `step` counts from 1; 0 is the model before training."""
+
+    session: Session
+    folder: RunFolder
+    sampler: Sampler
+    learning: Learning
+    sync: WeightSync
+    trackers: Sequence[Tracker]
+    reporter: Reporter
+    history: list[Mapping[str, float]] = field(default_factory=list)
+    """The metrics of the last steps, as many as an alarm looks at; of all of them where a run is resumed."""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    sampled: SamplerState = field(init=False)
+    """Of the sampler, as it was when the step at hand had been sampled."""
+    guard: EssGuard = field(init=False)
+    empty: EmptyBatchGuard = field(init=False)
+    hinted: bool = field(default=False, init=False)
+    """Whether it has been said that rewards are slow: once is enough."""
+
+    def __post_init__(self) -> None:
+        self.sampled = self.sampler.state
+        self.guard = EssGuard(self.session.config.staleness)
+        self.guard.recall(self.history)
+        self.empty = EmptyBatchGuard(self.sampler.algorithm)
+        self.empty.recall(self.history)
+
+    @property
+    def engine(self) -> Engine:
+        """What samples."""
+        return self.sampler.engine
+
+    async def run(self, done: int = 0) -> None:
+        """Train from step `done` to the last, one thing after the other.
+
+        Raises LearnerError, behind a checkpoint, where a guard pauses the run.
+        """
+        await self.sync.publish(done)
+        order = task_order(self.session.config, self.session.world)
+        for step in range(done + 1, self.session.config.training.steps + 1):
+            await self.end_step(step, await self.step(step, order))
+
+    async def step(self, step: int, order: Order) -> dict[str, float]:
+        """One step: everything between two versions of the weights."""
+        clock = StepTimings()
+        await counted(self.engine)
+        with clock.phase("rollout"):
+            credits = await self.sampler.sample(step, order)
+        self.sampled = self.sampler.state
+        clock.engine = (await counted(self.engine)).metrics()
+        self.reporter.phase(f"step {step}: learning", None)
+        if self.session.config.engine.give_up_cache and isinstance(self.engine, GivesUpCache):
+            await self.engine.give_up_cache()
+        with clock.phase("learn"):
+            credits, learned = await self.learning.learn(step, credits)
+        with clock.phase("sync"):
+            proof = await self.sync.publish(step)
+        return await self.report(step, credits, learned | proof_metrics(proof), clock)
+
+    async def report(
+        self,
+        step: int,
+        credits: list[Credit],
+        learned: Mapping[str, float],
+        clock: StepTimings,
+        work: Work = here,
+    ) -> dict[str, float]:
+        """Close the step's account, evaluate where it is time to, and write everything down."""
+        metrics = self.account(step, credits, learned)
+        with clock.phase("evaluate"):
+            metrics |= await self.evaluate_during(step)
+        played = [credit.episode.trajectory for credit in credits]
+        timings = clock.metrics(played, places(self.session.config))
+        await work(lambda: self.write(step, credits, metrics, timings))
+        limits = AlarmLimits()
+        self.history = [*self.history, metrics][-limits.reach :]
+        for text in alarms(self.history, limits):
+            self.alarm(step, text)
+        if not self.hinted and (hint := scoring_hint(timings, self.session.config)):
+            self.hinted = True
+            self.alarm(step, hint)
+        self.reporter.step(step, metrics, timings)
+        return metrics
+
+    def account(self, step: int, credits: list[Credit], learned: Mapping[str, float]) -> dict[str, float]:
+        """Close the ledger of a step; gives its metrics. What is no rollout of the step leaves `credits`."""
+        sampler, found = self.sampler, dict(learned)
+        credits[:] = [credit for credit in credits if not credit.replayed]
+        equal = equal_groups(credits, sampler.algorithm)
+        if sampler.experts is not None:
+            foreign = [credit for credit in credits if credit.expert]
+            credits[:] = [credit for credit in credits if not credit.expert]
+            found["experts/count"] = float(len(foreign))
+            found["experts/refused"] = float(sampler.experts.num_refused(step))
+            found["experts/trained"] = float(sum(c.outcome is Outcome.TRAINED for c in foreign))
+        trained = sum(credit.outcome is Outcome.TRAINED for credit in credits)
+        counts = sampler.ledger.close(step, trained=trained)
+        groups = _groups(credits)
+        known = [equal.get(number) for number in _numbers(credits)]
+        metrics = rollout_metrics(groups, self.session.world.rewards[0].name, known)
+        if sampler.combiner is not None:
+            metrics |= sampler.combiner.metrics(step, groups)
+        probe = found.pop("sync/probe_gap", None)
+        metrics |= found | counts.metrics() | ({} if probe is None else {"sync/probe_gap": probe})
+        if sampler.algorithm.greso:
+            metrics |= greso_metrics(self.sampled.memory, self.sampled.skipped)
+        return metrics | dict(self.sampled.partial)
+
+    async def end_step(
+        self,
+        step: int,
+        metrics: Mapping[str, float],
+        work: Work = here,
+        texts: Texts = dict,
+    ) -> None:
+        """Write a checkpoint where it is time to, with the `texts` of a way of its own.
+
+        Raises LearnerError where the KL or the effective sample share pauses the run.
+        """
+        training = self.session.config.training
+        verdict = self._judged(step, metrics)
+        if verdict is not None or step % training.checkpoint_every == 0 or step == training.steps:
+            state = self.trainer_state(step)
+            waiting = waiting_texts(self.sampled.waiting)
+            await work(lambda: self.save(state, waiting | dict(texts())))
+        if verdict is not None:
+            raise LearnerError(
+                f"{verdict.reason} The run is paused after step {step}.",
+                f"Go on with {verdict.way_on}: {resume_command(self.folder)}",
+            )
+
+    def _judged(self, step: int, metrics: Mapping[str, float]) -> Verdict | None:
+        """What the guards say of a step; both see every one of them."""
+        warning = self.guard.warning(metrics)
+        if warning:
+            self.alarm(step, warning)
+        empty = self.empty.verdict(metrics)
+        reason = self.learning.control_kl(metrics)
+        if reason:
+            lower = "a larger algorithm.kl_coef, a lower training.learning_rate"
+            return Verdict(reason, f"{lower} or another kl_control.guard_factor")
+        if empty:
+            return Verdict(empty, "tasks of which some attempts succeed, or a larger algorithm.group_size")
+        if self.guard.verdict:
+            streams = self.session.config.training.mode == "async"
+            bound = "a lower staleness.max_staleness or " if streams else "a lower "
+            return Verdict(self.guard.verdict, f"{bound}training.learning_rate, or another staleness.min_ess")
+        return None
+
+    async def evaluate(self, plan: EvaluationPlan, name: str | None = None) -> Evaluation:
+        """Evaluate the engine's present weights; keep result and rollouts under `name` (None: the plan's)."""
+        result, episodes = await self.sampler.evaluate(plan)
+        save_evaluation(self.folder.evaluations, result, episodes, name)
+        return result
+
+    async def evaluate_during(self, step: int) -> dict[str, float]:
+        """The metrics of an evaluation, on the steps that have one."""
+        config = self.session.config
+        if step % config.evaluation.every:
+            return {}
+        plan = plan_during(config, step)
+        return (await self.evaluate(plan, name_in_run(plan, config))).metrics()
+
+    def write(
+        self,
+        step: int,
+        credits: Sequence[Credit],
+        metrics: Mapping[str, float],
+        timings: Mapping[str, float],
+    ) -> None:
+        """Write what the step left behind."""
+        if self.session.config.run.save_rollouts:
+            write_rollouts(rollouts_path(self.folder.path, step), [credit.record for credit in credits])
+        for tracker in self.trackers:
+            tracker.log(step, metrics)
+        write_timings(self.folder.timings, step, timings)
+
+    def alarm(self, step: int, text: str) -> None:
+        """Say what looks wrong."""
+        log.warning("step %d: %s", step, text)
+        self.reporter.alarm(text)
+
+    def trainer_state(self, step: int) -> TrainerState:
+        """What a checkpoint has beside weights and moments."""
+        learning = self.learning
+        return TrainerState(
+            step=step,
+            optimiser_steps=learning.learner.optimiser.num_steps,
+            ledger=self.sampler.ledger.state(),
+            judge_steps=0 if learning.judge is None else learning.judge.optimiser.num_steps,
+            memory=replace(self.sampled.memory, initial_entropy=learning.initial_entropy).to_json(),
+            reward_moments=self.sampled.moments,
+            kl=learning.kl.state,
+            origins=dict(self.origins),
+            warmup=learning.warmup,
+            mode=self.session.config.training.mode,
+        )
+
+    def save(self, state: TrainerState, texts: Mapping[str, str]) -> None:
+        """Write a checkpoint and remove the oldest."""
+        session, judge, optimiser = self.session, self.learning.judge, self.learning.learner.optimiser
+        shelf = self.folder.checkpoints
+        parts = {} if judge is None else {part_name(judge): judge.state()}
+        extra = Extra(parts, texts)
+        save_checkpoint(shelf, session.model, session.tokenizer, optimiser, state, extra)
+        prune(shelf, session.config.training.keep_checkpoints)
+        log.info("checkpoint of step %d written", state.step)
+
+
+def proof_metrics(proof: SyncProof) -> dict[str, float]:
+    """What the proof of a transfer says in numbers."""
+    return {"sync/probe_gap": proof.probe_gap}
+
+
+def task_order(config: Config, world: World) -> Order:
+    """Which tasks come when. Raises ConfigError where one step needs more than there are."""
+    tasks = world.tasks("train")
+    chunk = config.training.tasks_per_step * (resolve(config.algorithm).resample_rounds + 1)
+    if len(tasks) < chunk:
+        raise ConfigError(
+            f"One step may need {chunk} tasks, and the split train has {len(tasks)}.",
+            "Lower training.tasks_per_step or algorithm.resample_rounds.",
+        )
+    return order_of(world, config.run.seed, chunk, config.training.steps)
+
+
+def _numbers(credits: Sequence[Credit]) -> list[int]:
+    """The numbers of the groups of `_groups`."""
+    return list(dict.fromkeys(credit.group for credit in credits if not credit.episode.greedy))
+
+
+def _groups(credits: Sequence[Credit]) -> list[Group]:
+    """The episodes by group, as the metrics take them: without baselines."""
+    by_group: dict[int, list[Episode]] = {}
+    for credit in credits:
+        if not credit.episode.greedy:
+            by_group.setdefault(credit.group, []).append(credit.episode)
+    return [Group(e[0].task, tuple(x.trajectory for x in e)) for e in by_group.values()]

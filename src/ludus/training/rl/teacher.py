@@ -1,0 +1,44 @@
+"""The teacher of on-policy distillation: a model of its own that scores what the student sampled."""
+
+from __future__ import annotations
+
+from ludus.algorithms.spec.algorithm import TEACHER_LOSSES, Algorithm
+from ludus.config.schema import Config
+from ludus.engines.models.loading import load_model, load_tokenizer
+from ludus.errors import ConfigError
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.run.session import Session
+
+
+def check_teacher(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError for a loss without the teacher it needs, and for a teacher that nothing reads."""
+    path, needed = config.teacher.path, algorithm.loss in TEACHER_LOSSES
+    if needed and path is None:
+        raise ConfigError(
+            f"The loss {algorithm.loss} learns from a teacher, and none is given.",
+            "Set teacher.path to a model folder with the policy's tokenizer.",
+        )
+    if path is not None and not needed:
+        raise ConfigError(
+            f"teacher.path = {path} would have no effect: the loss {algorithm.loss} has no teacher.",
+            "Leave it out, or set algorithm.preset = 'distill'.",
+        )
+
+
+def load_teacher(session: Session) -> Scorer:
+    """The configured teacher, frozen, at the temperature of the rollouts.
+
+    Raises ConfigError where its vocabulary is not the policy's: their token ids would mean other things.
+    """
+    config = session.config
+    path = config.teacher.path or ""
+    theirs, own = load_tokenizer(path, needs_template=False).get_vocab(), session.tokenizer.get_vocab()
+    if theirs != own:
+        odd = min(t for t in theirs.keys() | own.keys() if theirs.get(t) != own.get(t))
+        raise ConfigError(
+            f"The teacher {path} has another vocabulary than the policy ({len(theirs)} tokens, and"
+            f" {len(own)}; the first that differs is {odd!r}).",
+            "Take a teacher with the policy's tokenizer.",
+        )
+    model = load_model(path, config.model.dtype, config.model.device).requires_grad_(False).eval()
+    return Scorer(model, config.rollout.temperature or 1.0)

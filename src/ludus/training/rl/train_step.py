@@ -1,0 +1,121 @@
+"""Learning: from the credit of a step to new weights.
+
+Takes credits. Gives them back as they were settled, and metrics. Knows no environment and no engine; `Work`
+says on which thread it computes. The ledger is touched on the caller's thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol, TypeVar
+
+import torch
+
+from ludus.algorithms.kl_controller import KlControl
+from ludus.algorithms.spec.algorithm import FILTERING_CORRECTIONS
+from ludus.rollout.ledger import Ledger
+from ludus.training.batches.rows import Row
+from ludus.training.collection.rollout_collector import overlong_limit
+from ludus.training.collection.staleness import age_metrics, mask_over_age, on_policy
+from ludus.training.credit.advantages import Credit, settle, training_rows
+from ludus.training.learner.learner import Learner
+from ludus.training.rl.advantage_inputs import compared_entropies, refine, rejected_share, with_entropy_filter
+from ludus.training.run.session import Session
+from ludus.training.value_models.factory import Judge, train_judge
+
+log = logging.getLogger("ludus.learning")
+
+T = TypeVar("T")
+ENTROPY_FILTER_OFF = (
+    "The entropy filter of gtpo is off: the policy's mean entropy on the first batch is %.3g nats per token, "
+    "not below algorithm.options.loss.entropy_bound."
+)
+
+
+class Work(Protocol):
+    """Where the learner computes."""
+
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]:
+        """Have something computed, and wait for its result."""
+        ...
+
+
+async def here(work: Callable[[], T]) -> T:
+    """Compute on the caller's own thread."""
+    return work()
+
+
+@dataclass
+class Learning:
+    """What turns credits into weights: the learner, the model that judges beside it, the control of the KL.
+
+    `ledger` is the run's. Tokens older than `bound` versions do not train; None is no bound. In the first
+    `warmup` steps of the run the judge alone learns. `initial_entropy` is the policy's mean entropy on the
+    first batch, which decides whether GTPO's entropy filter applies; None until that batch.
+    """
+
+    session: Session
+    learner: Learner
+    kl: KlControl
+    ledger: Ledger
+    judge: Judge | None = None
+    bound: int | None = None
+    warmup: int = 0
+    initial_entropy: float | None = None
+    _checked: bool = field(default=False, init=False)
+
+    async def learn(
+        self, step: int, credits: Sequence[Credit], work: Work = here
+    ) -> tuple[list[Credit], dict[str, float]]:
+        """Settle what trains and train on it; gives the final credits and the metrics."""
+        found = await work(lambda: self._prepare(step, credits))
+        settle(self.ledger, found)
+        rows = training_rows(
+            found,
+            mask_observations=self.session.config.training.mask_observations,
+            rewards=self.session.world.rewards,
+            transitions=self.session.config.training.transitions,
+        )
+        return found, await work(lambda: self._train(step, found, rows))
+
+    def control_kl(self, metrics: Mapping[str, float]) -> str:
+        """Let the control see the KL of a step; gives the reason to pause, empty where there is none."""
+        kl = metrics.get("policy/kl_reference")
+        if kl is None:
+            return ""
+        verdict = self.kl.verdict(kl)
+        self.kl = self.kl.update(kl, round(metrics["ledger/trained"]))
+        return verdict
+
+    def _prepare(self, step: int, credits: Sequence[Credit]) -> list[Credit]:
+        """The credits as they train."""
+        if self.kl.acts:
+            self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl.coef(step))
+        if self.learner.algorithm.loss == "gtpo":
+            self._set_entropy_filter(credits)
+        if self.bound is not None:
+            credits = mask_over_age(credits, step, self.bound)
+        limit = overlong_limit(self.session.config, self.learner.algorithm)
+        check = not self._checked and bool(on_policy(credits, step))
+        self._checked = self._checked or check
+        return refine(credits, self.learner, limit, self.judge, check=check, version=step - 1)
+
+    def _set_entropy_filter(self, credits: Sequence[Credit]) -> None:
+        """Measure the initial entropy on the first batch; switch GTPO's entropy filter off if it is high."""
+        if self.initial_entropy is None and (found := compared_entropies(credits, self.learner)):
+            self.initial_entropy = float(torch.cat(found).mean())
+            if with_entropy_filter(self.learner.algorithm, self.initial_entropy) != self.learner.algorithm:
+                log.warning(ENTROPY_FILTER_OFF, self.initial_entropy)
+        if self.initial_entropy is not None:
+            self.learner.algorithm = with_entropy_filter(self.learner.algorithm, self.initial_entropy)
+
+    def _train(self, step: int, credits: Sequence[Credit], rows: Sequence[Row]) -> dict[str, float]:
+        metrics = {} if self.judge is None else train_judge(self.judge, credits)
+        if step > self.warmup:
+            metrics |= self.learner.train(rows, seed=step)
+        if self.learner.algorithm.correction in FILTERING_CORRECTIONS:
+            metrics["policy/dropped_share"] = rejected_share(credits)
+        metrics |= age_metrics(credits, step)
+        return metrics | ({"kl/coef": self.kl.coef(step)} if self.kl.acts else {})

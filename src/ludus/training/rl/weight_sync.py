@@ -1,0 +1,232 @@
+"""From the learner's weights to the engine's, with the proof that they arrived.
+
+After each transfer the digest of the engine's weights must equal the learner's, where the engine can tell
+it, and a probe of log-probabilities must agree within a tolerance. A mismatch raises `SyncError`; so does a
+transfer that outlives its deadline, or that the engine refuses, with the engine's own words.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ludus.config.schema import Config
+from ludus.engines.base import Engine, RollingUpdate, WeightCheck
+from ludus.engines.models.fingerprint import fingerprint_gathered
+from ludus.errors import EngineError, SyncError
+from ludus.training.distributed.collectives import ONE_PROCESS, Alone, Ranks
+from ludus.training.distributed.fsdp import gathered, is_sharded
+from ludus.training.distributed.launcher import Gather, Probe
+from ludus.training.learner.logprobs import Scorer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from ludus.training.rl.train_step import Work
+
+
+@dataclass(frozen=True, slots=True)
+class SyncProof:
+    """What was compared: the digest, and the largest difference of the probe's log-probabilities (nats).
+
+    `fingerprint` is None where the engine cannot tell its own; then the probe alone is the proof.
+    """
+
+    version: int
+    fingerprint: str | None
+    probe_gap: float
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What an engine has to say once it holds the weights of a version: their digest, and the probe's scores.
+
+    `logprobs` `[T]`, on the CPU; `tolerance` in nats.
+    """
+
+    version: int
+    fingerprint: str
+    logprobs: Tensor
+    tolerance: float
+
+    def compare(self, theirs: str | None, scores: Sequence[float]) -> SyncProof:
+        """Hold what an engine says against it. Raises SyncError where they differ."""
+        if theirs is not None and self.fingerprint != theirs:
+            raise SyncError(
+                f"The engine's weights are not those of version {self.version}: digest {theirs[:12]} there, "
+                f"{self.fingerprint[:12]} here.",
+                "The rollouts would come from another policy; no checkpoint has learned from them. "
+                "A server that another run has trained is to be started anew.",
+            )
+        own = self.logprobs
+        found = torch.tensor(scores, dtype=own.dtype)
+        gap = float((own[1:] - found[1:]).abs().max())
+        if not gap <= self.tolerance:
+            raise SyncError(
+                f"Engine and learner disagree on the probe by {gap:.3g} nats (tolerance {self.tolerance:g}).",
+                "See training.sync_tolerance.",
+            )
+        return SyncProof(self.version, theirs, gap)
+
+
+@dataclass(frozen=True, slots=True)
+class Kept:
+    """Weights on their way: a copy of those that train, and what an engine has to say once it holds them.
+
+    All of it is in the CPU's memory: beside the next step the learner's device has no room to spare, and
+    whoever reads from it would wait for all that it has been given to do.
+    """
+
+    expected: Expected
+    state: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class WeightSync:
+    """Publishes a model's trainable weights to an engine. `probe` is a fixed sequence of token ids."""
+
+    model: PreTrainedModel
+    engine: Engine
+    probe: tuple[int, ...]
+    tolerance: float = 1e-3
+    deadline_s: float = 300.0
+    ranks: Ranks = field(default_factory=Alone)
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        model: PreTrainedModel,
+        engine: Engine,
+        probe: tuple[int, ...],
+        ranks: Ranks = ONE_PROCESS,
+    ) -> WeightSync:
+        """With the tolerance and the deadline of the settings."""
+        training = config.training
+        return cls(model, engine, probe, training.sync_tolerance, training.sync_timeout_s, ranks)
+
+    async def publish(self, version: int) -> SyncProof:
+        """Send the weights as `version` and prove it. They must not change until this has ended."""
+        weights = self._gathered()
+        found = await self._transfer(version, self._trainable(weights))
+        return self._expected(version, weights).compare(*found)
+
+    async def keep(self, version: int, work: Work) -> Kept:
+        """What `deliver` sends as `version`: a copy. The weights may change once this has returned.
+
+        Copying, and what has to be computed for the proof, is `work`.
+        """
+        weights = self._gathered()
+
+        def copy() -> Kept:
+            trainable = self._trainable(weights)
+            state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in trainable.items()}
+            return Kept(self._expected(version, weights), state)
+
+        return await work(copy)
+
+    async def deliver(self, kept: Kept) -> SyncProof:
+        """Send a copy, and prove it. Raises SyncError."""
+        return kept.expected.compare(*await self._transfer(kept.expected.version, kept.state))
+
+    async def hand_over(self, version: int, work: Work) -> Expected:
+        """Send the weights as `version`; they may change once this has returned.
+
+        What has to be computed for the proof, which is `prove`'s, is `work`, beside the transfer.
+        """
+        weights = self._gathered()
+        async with self._in_time(version):
+            loading = self.engine.load_weights(version, self._trainable(weights))
+            expected, _ = await asyncio.gather(work(lambda: self._expected(version, weights)), loading)
+        return expected
+
+    async def prove(self, expected: Expected) -> SyncProof:
+        """Hold what the engine says against what it has to say. Raises SyncError."""
+        async with self._in_time(expected.version):
+            return expected.compare(*await self._ask())
+
+    async def _transfer(
+        self, version: int, state: Mapping[str, Tensor]
+    ) -> tuple[str | None, Sequence[float]]:
+        """Have the engine take weights; gives its digest of them and its scores of the probe."""
+        async with self._in_time(version):
+            await self.engine.load_weights(version, state)
+            return await self._ask()
+
+    async def _ask(self) -> tuple[str | None, Sequence[float]]:
+        """The engine's digest of its weights, and its scores of the probe."""
+        return await self.engine.fingerprint(), await self.engine.score(self.probe)
+
+    @asynccontextmanager
+    async def _in_time(self, version: int) -> AsyncIterator[None]:
+        """A transfer: what the engine meets, or one that outlives the deadline, is raised as SyncError."""
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                yield
+        except TimeoutError as error:
+            raise SyncError(
+                f"Sending weights {version} took longer than {self.deadline_s:g} s.",
+                "Look at the engine and the network, or raise training.sync_timeout_s.",
+            ) from error
+        except EngineError as error:
+            raise SyncError(f"The engine refused weights {version}: {error}") from error
+
+    async def offer(
+        self, version: int, engines: RollingUpdate, work: Work, on_proof: Callable[[SyncProof], None]
+    ) -> None:
+        """Leave the weights as `version` with engines that take them one by one; `on_proof` hears of each.
+
+        What has to be computed for the proof is `work`. The weights may change once this has returned.
+        """
+        weights = self._gathered()
+        expected = await work(lambda: self._expected(version, weights))
+
+        def check(theirs: str | None, scores: Sequence[float]) -> None:
+            on_proof(expected.compare(theirs, scores))
+
+        try:
+            async with asyncio.timeout(self.deadline_s):
+                await engines.offer(
+                    WeightCheck(version, self.probe, check, self.deadline_s), self._trainable(weights)
+                )
+        except TimeoutError as error:
+            raise SyncError(f"Keeping weights {version} took longer than {self.deadline_s:g} s.") from error
+
+    def _trainable(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        return {name: weights[name] for name, p in self.model.named_parameters() if p.requires_grad}
+
+    def _gathered(self) -> dict[str, Tensor]:
+        """All weights in one piece, as they are in this moment where they are not split."""
+        if not is_sharded(self.model):
+            return {name: p.detach() for name, p in self.model.named_parameters()}
+        with self.ranks.together(Gather()):
+            return gathered(self.model)
+
+    @torch.no_grad()
+    def _expected(self, version: int, weights: Mapping[str, Tensor]) -> Expected:
+        """What an engine with these weights, the model's own, has to say."""
+        ours = fingerprint_gathered(self.model, weights)
+        if is_sharded(self.model):
+            with self.ranks.together(Probe(self.probe)):
+                own = probe_logprobs(Scorer(self.model), self.probe)
+        else:
+            own = probe_logprobs(self._scorer, self.probe)
+        return Expected(version, ours, own.cpu(), self.tolerance)
+
+    @cached_property
+    def _scorer(self) -> Scorer:
+        return Scorer(self.model)
+
+
+@torch.no_grad()
+def probe_logprobs(scorer: Scorer, probe: Sequence[int]) -> Tensor:
+    """The log-probability of each token `[T]`; 0 for the first."""
+    tokens = torch.tensor([probe], device=next(scorer.model.parameters()).device)
+    return scorer.score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]

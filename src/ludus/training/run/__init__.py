@@ -1,0 +1,1 @@
+"""The folder of a run: session, manifest, checkpoints, tokenizer check."""

@@ -1,0 +1,297 @@
+"""Checkpoints: everything a run needs to go on, written at once or not at all.
+
+A checkpoint is a folder in Hugging Face layout, which `from_pretrained` loads, with `trainer/` in it: the
+optimiser's moments (safetensors, or the shards of the processes that split the weights) and the trainer's
+state (JSON). It is written under another name, synced
+to disk and then renamed, so that a folder called `step-N` is always whole.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+
+from ludus.algorithms.kl_controller import KlState
+from ludus.engines.models.loading import save_model
+from ludus.errors import StorageError, UserError
+from ludus.rollout.ledger import AccountingError, LedgerCounts, LedgerState, RolloutKey
+from ludus.training.distributed.fsdp import is_sharded
+from ludus.training.distributed.launcher import Save
+from ludus.training.learner.optimizer import Optimiser
+from ludus.training.run.manifest import broken, write_manifest
+from ludus.training.run.sharded_checkpoint import SHARDS, load_shards, save_shards
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+_NAME = re.compile(r"step-(\d{6,})")
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerState:
+    """What a resumed run starts from, besides weights and moments.
+
+    Everything random is a function of seed and step, so no generator state is kept. `judge_steps` are the
+    optimiser steps of the critic or process reward model, `memory` is that of the algorithm, as text.
+    `origins` are digests of models that are not here (`training.checks.reference_digests`). `warmup` is the
+    number of first steps in which a critic learns alone; None where the checkpoint is older than this field.
+    `mode` is `training.mode`, empty for training that has none.
+    """
+
+    step: int
+    optimiser_steps: int
+    ledger: LedgerState
+    judge_steps: int = 0
+    memory: str = ""
+    reward_moments: str = ""
+    kl: KlState = field(default_factory=KlState)
+    origins: Mapping[str, str] = field(default_factory=dict)
+    warmup: int | None = None
+    mode: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Extra:
+    """What else a checkpoint has: tensors of other models that train, and text files, by name."""
+
+    parts: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
+    texts: Mapping[str, str] = field(default_factory=dict)
+
+
+def checkpoint_path(shelf: Path, step: int) -> Path:
+    """The folder of a step's checkpoint."""
+    return shelf / f"step-{step:06d}"
+
+
+def list_checkpoints(shelf: Path) -> list[tuple[int, Path]]:
+    """Whole checkpoints with their steps, oldest first."""
+    if not shelf.is_dir():
+        return []
+    found = ((_NAME.fullmatch(path.name), path) for path in shelf.iterdir())
+    return sorted((int(match.group(1)), path) for match, path in found if match)
+
+
+def save_checkpoint(
+    shelf: Path,
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    optimiser: Optimiser,
+    state: TrainerState,
+    extra: Extra = Extra(),
+) -> Path:
+    """Write a checkpoint.
+
+    Raises StorageError, with the earlier ones intact, where that fails.
+    """
+    final = checkpoint_path(shelf, state.step)
+    unfinished = final.with_name(f".{final.name}.tmp")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        (unfinished / "trainer").mkdir(parents=True)
+        trainer = unfinished / "trainer"
+        if is_sharded(model):
+            with optimiser.ranks.together(Save(trainer / SHARDS)):
+                weights = save_shards(trainer / SHARDS, model, optimiser, extra.parts)
+            save_model(model, tokenizer, unfinished, weights)
+        else:
+            save_model(model, tokenizer, unfinished)
+            _save_tensors(trainer / "optimiser.safetensors", optimiser.state())
+            for name, tensors in extra.parts.items():
+                _save_tensors(trainer / f"{name}.safetensors", tensors)
+        for name, text in extra.texts.items():
+            (trainer / name).write_text(text, "utf-8")
+        (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
+        write_manifest(unfinished)
+        _sync(unfinished)
+        if final.exists():
+            shutil.rmtree(final)
+        unfinished.rename(final)
+        _sync_folder(shelf)
+    except (OSError, SafetensorError) as error:
+        raise StorageError(
+            f"The checkpoint {final} could not be written: {error}.",
+            "Free some space and resume; earlier checkpoints are unchanged.",
+        ) from error
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return final
+
+
+def load_trainer(folder: Path, optimiser: Optimiser) -> TrainerState:
+    """Put the moments back into `optimiser`; gives the rest.
+
+    Raises UserError where they do not belong, StorageError where the checkpoint is damaged.
+    """
+    state = read_state(folder)
+    try:
+        moments = _read_part(folder, "optimiser", optimiser.blank_state())
+    except OSError as error:
+        raise broken(folder, f"the optimizer's moments cannot be read ({error})") from error
+    optimiser.load_state(moments, state.optimiser_steps)
+    return state
+
+
+def read_state(folder: Path) -> TrainerState:
+    """The trainer's state in a checkpoint. Raises StorageError where it is damaged or incomplete."""
+    try:
+        state = _state_of((folder / "trainer" / "state.json").read_text("utf-8"))
+    except _NO_STATE as error:
+        said = error if isinstance(error, OSError | ValueError) else f"{type(error).__name__}: {error}"
+        raise broken(folder, f"trainer/state.json holds no state to resume from ({said})") from error
+    if checkpoint_path(folder.parent, state.step).name != folder.name:
+        raise broken(folder, f"trainer/state.json is of step {state.step}")
+    return state
+
+
+_NO_STATE = (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, AccountingError)
+
+
+def _state_of(text: str) -> TrainerState:
+    """The state in a text of JSON. Raises `_NO_STATE`."""
+    data = json.loads(text)
+    ledger = data["ledger"]
+    closed = LedgerState(
+        LedgerCounts(**ledger["total"]),
+        ledger["last_closed"],
+        tuple(RolloutKey(**key) for key in ledger.get("ahead", ())),
+    )
+    return TrainerState(
+        step=int(data["step"]),
+        optimiser_steps=int(data["optimiser_steps"]),
+        ledger=closed,
+        judge_steps=data.get("judge_steps", data.get("critic_steps", 0)),  # as earlier versions called it
+        memory=data.get("memory", ""),
+        reward_moments=data.get("reward_moments", ""),
+        kl=KlState(**data.get("kl", {})),
+        origins=data.get("origins", {}),
+        warmup=data.get("warmup"),
+        mode=data.get("mode", ""),
+    )
+
+
+def load_part(
+    folder: Path, name: str, like: Mapping[str, torch.Tensor] = MappingProxyType({})
+) -> dict[str, torch.Tensor]:
+    """The tensors of another model that trains; `like` are tensors split as those are to be.
+
+    Raises UserError where the checkpoint has none.
+    """
+    trainer = folder / "trainer"
+    known = (trainer / SHARDS).is_dir() or (trainer / f"{name}.safetensors").is_file()
+    found = _read_part(folder, name, like) if known else {}
+    if not found:
+        raise UserError(
+            f"{folder} holds no {name}.", "Resume with the algorithm that the run was started with."
+        )
+    return found
+
+
+def _read_part(folder: Path, name: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The tensors under a name, in one piece or, where processes saved their shards, as `like` is split."""
+    shards, path = folder / "trainer" / SHARDS, folder / "trainer" / f"{name}.safetensors"
+    if shards.is_dir():
+        return load_shards(shards, name, like)
+    return _read_tensors(path)
+
+
+def load_text(folder: Path, name: str) -> str | None:
+    """A text file of a checkpoint; None where it has none. Raises StorageError where it cannot be read."""
+    path = folder / "trainer" / name
+    try:
+        return path.read_text("utf-8") if path.is_file() else None
+    except (OSError, UnicodeDecodeError) as error:
+        raise StorageError(
+            f"{path} cannot be read: {error}.", "Remove its checkpoint, and resume."
+        ) from error
+
+
+def load_weights(folder: Path, model: PreTrainedModel) -> None:
+    """Copy a checkpoint's weights into `model`.
+
+    Raises UserError for another architecture or other adapters, StorageError for a broken file.
+    """
+    adapter = folder / "adapter_model.safetensors"
+    if adapter.is_file():
+        _load_adapters(folder, model, _read_tensors(adapter))
+        return
+    stored: dict[str, torch.Tensor] = {}
+    for part in sorted(folder.glob("model*.safetensors")):
+        stored |= _read_tensors(part)
+    _check_fits(folder, dict(model.named_parameters()), stored)
+    model.load_state_dict(stored, strict=False)
+    model.tie_weights()
+
+
+def _load_adapters(folder: Path, model: PreTrainedModel, stored: dict[str, torch.Tensor]) -> None:
+    from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+
+    if not isinstance(model, PeftModel):
+        raise UserError(
+            f"The checkpoint {folder} holds adapters, and the model has none.",
+            "Resume with the model.lora that the run was started with.",
+        )
+    _check_fits(folder, get_peft_model_state_dict(model), stored)
+    set_peft_model_state_dict(model, stored)
+
+
+def _read_tensors(path: Path) -> dict[str, torch.Tensor]:
+    from safetensors.torch import load_file
+
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise StorageError(f"{path} is broken: {error}.", "Remove its checkpoint, and resume.") from error
+
+
+def _check_fits(folder: Path, model: Mapping[str, torch.Tensor], stored: Mapping[str, torch.Tensor]) -> None:
+    own = {name: p.shape for name, p in model.items()}
+    theirs = {name: tensor.shape for name, tensor in stored.items()}
+    odd = sorted(name for name in own.keys() | theirs.keys() if own.get(name) != theirs.get(name))
+    if odd:
+        raise UserError(
+            f"The checkpoint {folder} is of another architecture: {odd[0]} is "
+            f"{tuple(theirs[odd[0]]) if odd[0] in theirs else 'missing'} there and "
+            f"{tuple(own[odd[0]]) if odd[0] in own else 'not'} in the model.",
+            "Resume with the model the run was started with.",
+        )
+
+
+def prune(shelf: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints, and what an interrupted save left behind."""
+    for _, path in list_checkpoints(shelf)[:-keep]:
+        doomed = path.with_name(f".{path.name}.old")
+        path.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+    for leftover in [*shelf.glob(".step-*.tmp"), *shelf.glob(".step-*.old")]:
+        shutil.rmtree(leftover, ignore_errors=True)
+
+
+def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    from safetensors.torch import save_file
+
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
+
+
+def _sync(folder: Path) -> None:
+    for path in folder.rglob("*"):
+        if path.is_file():
+            with path.open("rb") as file:
+                os.fsync(file.fileno())
+
+
+def _sync_folder(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,283 @@
+"""The run folder: what a run is, and everything it writes.
+
+config.toml            the resolved configuration
+run.json               kind (as in `Kind`), recipe, versions, git state, seed, command
+log.txt                one merged log of all parts
+metrics.jsonl          one line per step; a repeated run gives the same bytes
+timings.jsonl          seconds and rates; never the same twice
+rollouts/              step-000001.jsonl.gz, one trajectory a line
+evaluations/           step-000010-test-greedy.json and its rollouts
+pairs.jsonl.gz         of preference training: the pairs, with the log-probabilities of the reference
+examples.jsonl.gz      of a reward model: what it learns from, and what is held out
+checkpoints/           step-000010/, in Hugging Face layout, with the trainer's state beside it
+lock                   held while a process writes here
+"""
+
+from __future__ import annotations
+
+import fcntl
+import importlib.metadata
+import json
+import logging
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, cast, get_args
+
+from ludus.config.load import config_from_toml
+from ludus.config.schema import Config
+from ludus.config.toml import num_settings, to_toml
+from ludus.errors import LudusError, StorageError, UserError
+from ludus.rollout.rollout_files import replaced_file
+
+PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
+
+Kind = Literal["rl", "sft", "preference", "reward-model", "rft", "eval"]
+"""What made a run folder: `ludus train`, `sft`, `preference`, `reward-model`, `rft` or `eval`."""
+
+log = logging.getLogger("ludus")
+
+
+@dataclass(frozen=True, slots=True)
+class RunFolder:
+    """Paths of one run."""
+
+    path: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.path / "config.toml"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON line per step."""
+        return self.path / "metrics.jsonl"
+
+    @property
+    def timings(self) -> Path:
+        """Seconds and rates, a record of their own."""
+        return self.path / "timings.jsonl"
+
+    @property
+    def checkpoints(self) -> Path:
+        """One folder per checkpoint."""
+        return self.path / "checkpoints"
+
+    @property
+    def evaluations(self) -> Path:
+        """Results and rollouts of evaluations."""
+        return self.path / "evaluations"
+
+    @property
+    def rollouts(self) -> Path:
+        """One file per training step."""
+        return self.path / "rollouts"
+
+    def load_config(self) -> Config:
+        """The configuration the run was started with. Raises UserError where this is no run folder."""
+        if not self.config.is_file():
+            raise UserError(f"{self.path} is not a run folder: it has no config.toml.", "Check the path.")
+        self.check_config()
+        return config_from_toml(self.config.read_text("utf-8"), str(self.config))
+
+    def check_config(self) -> None:
+        """Raise StorageError where the configuration is empty or lacks settings that were written."""
+        hint = "Put it back from a copy, or start a new run from a checkpoint's weights with --model."
+        try:
+            found = num_settings(self.config.read_text("utf-8"))
+        except (OSError, ValueError) as error:
+            raise StorageError(f"{self.config} cannot be read: {error}.", hint) from error
+        written = _read_json(self.path / "run.json").get("settings", 1)
+        if not isinstance(written, int) or found < written:
+            raise StorageError(f"{self.config} has {found} of the {written} settings of the run.", hint)
+
+
+def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) -> RunFolder:
+    """Make the folder of a new run and write its configuration and manifest.
+
+    `recipe` is the recipe as it was given. Takes `run.folder`, or the next free `runs/NAME-N`. Raises
+    UserError where the folder exists and is not empty: nothing is ever overwritten.
+    """
+    path = Path(config.run.folder) if config.run.folder else _next_free(Path("runs"), name)
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        other = "Choose another with --run.folder"
+        if (path / "config.toml").is_file():
+            other += f", or go on with what is there: {resume_command(RunFolder(path))}"
+        raise UserError(f"The run folder {path} exists and is not empty.", other)
+    text = to_toml(config)
+    manifest = {"kind": kind, "recipe": recipe, "settings": num_settings(text)} | _manifest(config)
+    unfinished = path.with_name(f".{path.name}.new")
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        _write(unfinished / "config.toml", text)
+        _write(unfinished / "run.json", _json_text(manifest))
+        unfinished.rename(path)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise StorageError(
+            f"The run folder {path} cannot be made: {error.strerror}.", "Choose another with --run.folder."
+        ) from error
+    return RunFolder(path)
+
+
+def forget_unbegun(folder: RunFolder) -> bool:
+    """Remove a new run in which nothing has been written yet but what it is. Gives whether that was so."""
+    first = {"config.toml", "run.json", "lock", "log.txt"}
+    if any(path.name not in first for path in folder.path.iterdir()):
+        return False
+    shutil.rmtree(folder.path)
+    return True
+
+
+def save_config(folder: RunFolder, config: Config) -> None:
+    """Write the configuration that a run goes on with, where it is another."""
+    if folder.load_config() != config:
+        text, manifest = to_toml(config), folder.path / "run.json"
+        settings = min(num_settings(text), num_settings(folder.config.read_text("utf-8")))
+        known = _read_json(manifest) | {"settings": settings}
+        _write(manifest, _json_text(known))  # the smaller number first: a kill in between does no harm
+        _write(folder.config, text)
+        _write(manifest, _json_text(known | {"settings": num_settings(text)}))
+
+
+def _write(path: Path, text: str) -> None:
+    with replaced_file(path) as file:
+        file.write(text.encode())
+
+
+def _json_text(data: Mapping[str, object]) -> str:
+    return json.dumps(data, indent=1) + "\n"
+
+
+def kind_of(folder: RunFolder) -> Kind:
+    """What made the folder. Raises StorageError where its manifest does not say."""
+    kind = _read_json(folder.path / "run.json").get("kind")
+    if kind not in get_args(Kind):
+        raise StorageError(f"{folder.path / 'run.json'} does not say what kind of run it is.")
+    return cast(Kind, kind)
+
+
+def recipe_of(folder: RunFolder) -> str | None:
+    """The recipe that the run was started with, as it was given; None where that is not known."""
+    recipe = _read_json(folder.path / "run.json").get("recipe")
+    return None if recipe is None else str(recipe)
+
+
+def resume_command(folder: RunFolder) -> str:
+    """What to type to go on with a run."""
+    kind = kind_of(folder)
+    command = "train" if kind in ("rl", "eval") else kind
+    return f"ludus {command} --resume {shlex.quote(str(folder.path))}"
+
+
+class _RunLog(logging.FileHandler):
+    """A log that is silent on its own faults: on a full disk, what fails beside it says so in a sentence."""
+
+    def handleError(self, record: logging.LogRecord) -> None:
+        """Leave the record out."""
+
+    def close(self) -> None:
+        """Close the file, without what it has no room for."""
+        with suppress(OSError):
+            super().close()
+
+
+@contextmanager
+def locked(folder: RunFolder) -> Iterator[None]:
+    """Hold the folder for this process, and log into it. Raises UserError where another process has it."""
+    try:
+        lock = (folder.path / "lock").open("w")
+    except OSError as error:
+        raise StorageError(
+            f"{folder.path} cannot be written to: {error.strerror}.", "Choose another."
+        ) from error
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"The run folder {folder.path} is in use by another process.",
+                "Wait for it to end, or choose another folder.",
+            ) from None
+        handler = log_into(folder)
+        try:
+            yield
+        except LudusError as error:
+            log.error("%s failed: %s", error.part, error)
+            raise
+        except KeyboardInterrupt:
+            log.warning("stopped by an interrupt")
+            raise
+        except Exception:
+            log.exception("a fault of Ludus itself")
+            raise
+        finally:
+            log.removeHandler(handler)
+            handler.close()
+
+
+def log_into(folder: RunFolder, who: str = "") -> logging.Handler:
+    """Append what this process logs to the run's log from now on, each record under the name of `who`."""
+    handler = _RunLog(folder.path / "log.txt", encoding="utf-8")
+    name = f"{who}: " if who else ""
+    handler.setFormatter(logging.Formatter(f"%(asctime)s %(levelname)s %(name)s: {name}%(message)s"))
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    return handler
+
+
+def _next_free(shelf: Path, name: str) -> Path:
+    taken = {path.name for path in shelf.glob(f"{name}-*")} if shelf.is_dir() else set()
+    return next(shelf / f"{name}-{n}" for n in range(1, len(taken) + 2) if f"{name}-{n}" not in taken)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    """The object in a file; empty where there is no such file. Raises StorageError where it is broken."""
+    try:
+        data = json.loads(path.read_text("utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise StorageError(f"{path} cannot be read: {error}.") from error
+    return data if isinstance(data, dict) else {}
+
+
+def _manifest(config: Config) -> dict[str, object]:
+    return {
+        "command": sys.argv,
+        "seed": config.run.seed,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "git": _git_state(),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _git_state() -> dict[str, object] | None:
+    """Commit of the source tree and whether it has changes; None outside a repository."""
+    here = Path(__file__).parent
+    try:
+        commit = subprocess.run(
+            ["git", "rev-parse", "HEAD"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+        changes = subprocess.run(
+            ["git", "status", "--porcelain"], cwd=here, capture_output=True, text=True, check=True, timeout=10
+        )
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return {"commit": commit.stdout.strip(), "changed": bool(changes.stdout.strip())}

@@ -1,0 +1,1 @@
+"""Models that grade states: critics, outcome critics, PRIME, reward models."""

@@ -1,0 +1,146 @@
+"""A model of states: a body with a few numbers per state in place of the output layer.
+
+What a critic is made of, whatever its numbers mean; and what every model that trains beside the policy leaves
+in a checkpoint.
+"""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from ludus.errors import LearnerError
+from ludus.training.batches.rows import Microbatch, Row
+from ludus.training.distributed.collectives import ONE_PROCESS, Ranks
+from ludus.training.distributed.fsdp import is_sharded, put
+from ludus.training.learner.data_parallel import Dealer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.value_models.scalar_head import HeadModel
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class StateSettings:
+    """How states are read: in passes of `microbatch_tokens`; `recompute` is activation checkpointing.
+
+    `on_policy`: the states are the policy's own as it is in that moment, and the head alone learns.
+    """
+
+    microbatch_tokens: int = 4096
+    recompute: bool = False
+    on_policy: bool = False
+
+
+class StateModel:
+    """A body, a head of `outputs` numbers that begins at zero, and the optimiser of what learns.
+
+    The body is a copy of the policy's that learns with the head, or the policy's own, which it leaves alone.
+    """
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        outputs: int,
+        optimiser: OptimiserSettings,
+        settings: StateSettings = StateSettings(),
+        ranks: Ranks = ONE_PROCESS,
+    ) -> None:
+        """Raises UserError for a model whose hidden states cannot be read row by row."""
+        hint, again = "Choose an algorithm without a critic.", settings.recompute
+        body = policy if settings.on_policy else copy.deepcopy(policy)
+        self._states = HeadModel(body.eval(), "critic", hint, outputs, recompute=again)
+        self.head = self._states.head
+        self.model: nn.Module = self._states.model
+        if settings.on_policy:
+            self.model = nn.ModuleDict({"head": self.head})
+        else:
+            self.model.requires_grad_(True)
+            ranks.split(self.model)
+        self.ranks = ranks
+        self.optimiser = Optimiser(self.model, optimiser, ranks=ranks)
+        self._on_policy = settings.on_policy
+        self._dealer = Dealer(ranks, self.model, settings.microbatch_tokens)
+
+    def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
+        """This process's part of the rows in microbatches; `index` tells the places among all rows."""
+        return self._dealer.parts(rows)
+
+    def read(self, part: Microbatch, *, after: bool = False) -> Tensor:
+        """The numbers `[B, L, outputs]` of the states before (or after) the training tokens, 0 elsewhere.
+
+        The first token of a row has no state before it, and none after it is read.
+        """
+        rows, columns = torch.nonzero(part.trains[:, 1:], as_tuple=True)
+        if not rows.numel():
+            nothing = torch.zeros(*part.tokens.shape, self.head.out_features, device=part.tokens.device)
+            return nothing + self._states.idle() if is_sharded(self.model) else nothing
+        wide = self._states.read(part.tokens, (rows, columns + after), frozen=self._on_policy)
+        empty = torch.zeros(*part.tokens.shape, wide.shape[1], dtype=wide.dtype, device=wide.device)
+        return empty.index_put((rows, columns + 1), wide)
+
+
+def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator[list[int]]:
+    """The row indices of each gradient step: `epochs` passes of `minibatches` parts, shuffled by `seed`.
+
+    A single part keeps the rows in order. With fewer rows than `minibatches` each row is a part.
+    """
+    shuffled, order = random.Random(seed), list(range(num_rows))
+    for _ in range(epochs):
+        if minibatches > 1:
+            shuffled.shuffle(order)
+        for part in range(min(minibatches, num_rows)):
+            yield order[part::minibatches]
+
+
+def scored(part: Microbatch) -> Tensor:
+    """The training tokens `[B, L]` that a state or a position precedes."""
+    mask = part.trains.clone()
+    mask[:, 0] = False
+    return mask
+
+
+def padded(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:
+    """The values `[T]` of the rows of a microbatch, `[B, L]`, without gradient."""
+    table = torch.zeros_like(like)
+    for place, i in enumerate(part.index):
+        table[place, : len(values[i])] = values[i].to(table)
+    return table.detach()
+
+
+def state_of(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
+    """Weights that train and their moments, for a checkpoint."""
+    weights = {f"model/{name}": p.detach() for name, p in model.named_parameters() if p.requires_grad}
+    return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.state().items()}
+
+
+def blank_state_of(model: nn.Module, optimiser: Optimiser) -> dict[str, Tensor]:
+    """What `state_of` gives after a step, in its shapes, types and split; the numbers are zeros."""
+    weights = {
+        f"model/{name}": torch.zeros_like(p) for name, p in model.named_parameters() if p.requires_grad
+    }
+    return weights | {f"optimiser/{name}": tensor for name, tensor in optimiser.blank_state().items()}
+
+
+def load_state_of(
+    model: nn.Module, optimiser: Optimiser, state: Mapping[str, Tensor], num_steps: int, name: str
+) -> None:
+    """Put back what `state_of` gave. Raises LearnerError for another model; `name` says whose."""
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            stored = state.get(f"model/{key}")
+            if stored is None or stored.shape != parameter.shape:
+                raise LearnerError(f"The checkpoint's {name} does not fit: {key}.")
+            put(parameter, stored)
+    prefix = "optimiser/"
+    moments = {key.removeprefix(prefix): tensor for key, tensor in state.items() if key.startswith(prefix)}
+    optimiser.load_state(moments, num_steps)

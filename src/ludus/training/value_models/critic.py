@@ -1,0 +1,149 @@
+"""The critic: one number per state in place of the output layer.
+
+`values[t]` is V of the state before token `t`: read from the hidden state at `t - 1`. It begins as a copy of
+the policy's body with a head of zeros, so that its first values are 0. Before its first gradient step its
+bias is set to the mean of that batch's targets: the scale of the rewards need not be learned. It learns by
+the clipped value loss. Or it is a head alone, on the hidden states of the policy as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.losses import value_loss
+from ludus.training.batches.rows import Row
+from ludus.training.distributed.collectives import ONE_PROCESS, Ranks, merged
+from ludus.training.distributed.fsdp import put
+from ludus.training.learner.optimizer import OptimiserSettings
+from ludus.training.value_models.base import (
+    StateModel,
+    StateSettings,
+    batches,
+    blank_state_of,
+    load_state_of,
+    padded,
+    scored,
+    state_of,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class CriticSettings:
+    """How the critic learns: `epochs` passes over the rows of a step, each in `minibatches` gradient steps.
+
+    `clip` bounds how far a value moves in one step of training (None: not bounded).
+
+    With `turns` it learns at the first action token of each turn alone: a step is a turn then, and the other
+    tokens have no value of their own.
+    """
+
+    epochs: int = 1
+    minibatches: int = 1
+    clip: float | None = 0.2
+    states: StateSettings = field(default_factory=StateSettings)
+    turns: bool = False
+
+
+class Critic:
+    """Values of states, and their training."""
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        optimiser: OptimiserSettings,
+        settings: CriticSettings = CriticSettings(),
+        ranks: Ranks = ONE_PROCESS,
+    ) -> None:
+        """Raises UserError for a model whose hidden states cannot be read row by row."""
+        self.settings = settings
+        self.states = StateModel(policy, 1, optimiser, settings.states, ranks)
+        self.model, self.optimiser = self.states.model, self.states.optimiser
+
+    @torch.no_grad()
+    def values(self, rows: Sequence[Row], *, after: bool = False) -> list[Tensor]:
+        """V before (or after) each training token, `[T]` a row, 0 elsewhere."""
+        found: dict[int, Tensor] = {}
+        for part in self.states.parts(rows):
+            values = self.states.read(part, after=after)[:, :, 0]
+            found |= {i: values[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        found = merged(found, self.states.ranks)
+        return [found[i] for i in range(len(rows))]
+
+    def train(
+        self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]
+    ) -> dict[str, float]:
+        """Learn `targets` `[T]` a row; `old` are the values before.
+
+        Return the loss of the old values and the share of the targets' variance that they explain. Raises
+        LearnerError where the loss is not finite.
+        """
+        settings, taken = self.settings, self.optimiser.num_steps
+        start = _mean(_trained(targets, rows)) if taken == 0 else 0.0
+        if taken == 0:
+            put(self.states.head.bias, torch.tensor([start], dtype=torch.float64))
+        before = [values + start for values in old]
+        for index in batches(len(rows), settings.epochs, settings.minibatches, taken):
+            chosen = [rows[i] for i in index]
+            if any(any(row.trains[1:]) for row in chosen):
+                self._step(chosen, [targets[i] for i in index], [before[i] for i in index])
+        errors = [t - v for t, v in zip(_trained(targets, rows), _trained(old, rows), strict=True)]
+        return {
+            "critic/loss": 0.5 * _mean([error.square() for error in errors]),
+            "critic/explained_variance": _explained(rows, targets, old),
+            "critic/value_mean": _mean(_trained(old, rows)),
+        }
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments, for a checkpoint."""
+        return state_of(self.model, self.optimiser)
+
+    def blank_state(self) -> dict[str, Tensor]:
+        """What `state` gives after a step, all zeros."""
+        return blank_state_of(self.model, self.optimiser)
+
+    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
+        """Put back what `state` gave. Raises LearnerError for another critic."""
+        load_state_of(self.model, self.optimiser, state, num_steps, "critic")
+
+    def _step(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> None:
+        tokens, fault = sum(sum(row.trains[1:]) for row in rows), ""
+        for part in self.states.parts(rows):
+            values = self.states.read(part)[:, :, 0]
+            loss = value_loss(
+                values=values,
+                old_values=padded(old, part, values),
+                returns=padded(targets, part, values),
+                mask=scored(part),
+                eps=self.settings.clip,
+            )
+            scaled = loss.sum() / tokens
+            if not torch.isfinite(scaled):
+                fault = "The critic's loss is not a number."
+            torch.autograd.backward(scaled)
+        self.optimiser.step_together(fault, "Lower critic.learning_rate.")
+
+
+def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
+    """`1 - var(target - value) / var(target)` over the training tokens; 0 where the targets do not vary."""
+    wanted, given = torch.cat(_trained(targets, rows)), torch.cat(_trained(old, rows))
+    spread = float(wanted.var(correction=0)) if wanted.numel() else 0.0
+    return 1 - float((wanted - given).var(correction=0)) / spread if spread > 0 else 0.0
+
+
+def _trained(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
+    """The values `[T]` of each row at the tokens that train, float64 on the CPU."""
+    masks = [torch.tensor((False, *row.trains[1:])) for row in rows]
+    return [v.double().cpu()[m] for v, m in zip(values, masks, strict=True)]
+
+
+def _mean(values: Sequence[Tensor]) -> float:
+    joined = torch.cat(list(values))
+    return float(joined.mean()) if joined.numel() else 0.0

@@ -1,0 +1,258 @@
+"""The models that judge states or tokens and train beside the policy.
+
+Which one an algorithm has, what it says before the step, and what it learns in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ludus.algorithms.spec.algorithm import CRITIC_ADVANTAGES, TURN_VALUE_ADVANTAGES, Algorithm, number
+from ludus.algorithms.spec.resolve import resolve
+from ludus.config.schema import Config
+from ludus.config.sections.algorithm import CriticConfig
+from ludus.errors import ConfigError
+from ludus.rollout.ledger import Outcome
+from ludus.rollout.trees import paths
+from ludus.training.batches.rows import Row, row_of_trajectory, without_masked
+from ludus.training.batches.trajectory_tree import laid, last_actions
+from ludus.training.credit.advantages import CUT_OFF, Credit
+from ludus.training.credit.estimates import Estimates
+from ludus.training.distributed.collectives import ONE_PROCESS, Ranks
+from ludus.training.distributed.launcher import JudgeLearns, JudgeSays
+from ludus.training.learner.learner import Learner
+from ludus.training.learner.logprobs import own_types
+from ludus.training.learner.optimizer import OptimiserSettings
+from ludus.training.value_models.base import StateSettings
+from ludus.training.value_models.critic import Critic, CriticSettings
+from ludus.training.value_models.outcome_critic import OutcomeCritic, OutcomeCriticSettings
+from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
+from ludus.types import Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+CRITIC_RATE = 2.0
+"""Learning rate of a critic in multiples of the policy's, unless one is set."""
+
+Judge = Critic | OutcomeCritic | ProcessReward
+
+
+def make_judge(
+    config: Config, algorithm: Algorithm, model: PreTrainedModel, success: str, ranks: Ranks = ONE_PROCESS
+) -> Judge | None:
+    """The critic or process reward model of the algorithm, where it has one; `ranks` train it together.
+
+    `success` names the reward part that says whether a task was solved.
+    """
+    training, critic, prime = config.training, config.critic, config.critic.prime
+    size, again = training.microbatch_tokens, config.model.activation_checkpointing
+    if algorithm.advantage == "prime":
+        beta = number(algorithm.options.advantage, "beta", 0.05)
+        return ProcessReward(
+            model,
+            OptimiserSettings(learning_rate=prime.learning_rate, total_steps=training.steps * prime.epochs),
+            ProcessRewardSettings(
+                size, prime.epochs, beta, config.rollout.temperature or 1.0, success, again
+            ),
+            ranks,
+        )
+    optimiser = OptimiserSettings(
+        learning_rate=critic.learning_rate or CRITIC_RATE * training.learning_rate,
+        total_steps=training.steps * critic.epochs * critic.minibatches,
+    )
+    states = StateSettings(size, again, on_policy=critic.model == "head")
+    if algorithm.advantage == "coderl":
+        outcome = OutcomeCriticSettings(critic.epochs, critic.minibatches, success, states)
+        return OutcomeCritic(model, optimiser, outcome, ranks)
+    if algorithm.advantage in CRITIC_ADVANTAGES:
+        turns = algorithm.advantage in TURN_VALUE_ADVANTAGES
+        settings = CriticSettings(critic.epochs, critic.minibatches, critic.clip or None, states, turns)
+        return Critic(model, optimiser, settings, ranks)
+    return None
+
+
+def check_critic(config: Config, algorithm: Algorithm) -> None:
+    """Raise ConfigError for settings of a critic that nothing reads, and for a head on split weights."""
+    read, reason = _read_of_critic(algorithm)
+    given, plain = config.critic.model_dump(), CriticConfig().model_dump()
+    idle = [key for key, value in given.items() if value != plain[key] and key not in read]
+    if idle:
+        raise ConfigError(
+            f"critic.{idle[0]} = {given[idle[0]]} would have no effect: {reason}.",
+            "Leave it out, or choose an algorithm that reads it (ludus algorithms).",
+        )
+    if config.critic.model == "head" and config.training.learner.shard:
+        raise ConfigError(
+            "critic.model = head reads the policy's states, and training.learner.shard splits its weights.",
+            "Leave one of them out.",
+        )
+
+
+def _read_of_critic(algorithm: Algorithm) -> tuple[set[str], str]:
+    """The settings of `critic` that an algorithm reads, and why it does not read the others."""
+    of_critics = set(CriticConfig.model_fields) - {"prime"}
+    match algorithm.advantage:
+        case "prime":
+            return {"prime"}, "the advantage prime has a process reward model (critic.prime) and no critic"
+        case "coderl":
+            reason = "the critic of coderl says how likely the outcome is, and has no values"
+            return of_critics - {"clip"}, reason
+        case name if name in CRITIC_ADVANTAGES:
+            return of_critics, f"the advantage {name} has no process reward model"
+        case name:
+            return set(), f"the advantage {name} has no critic"
+
+
+def part_name(judge: Judge) -> str:
+    """What its part of a checkpoint is called."""
+    return "process_reward" if isinstance(judge, ProcessReward) else "critic"
+
+
+def warmup_steps(judge: Judge | None, config: Config, started: int | None = None) -> int:
+    """First steps in which it alone learns: as set, and else a tenth of the run for a critic of values.
+
+    A resumed run keeps those that it `started` with, so that more steps do not stop the policy once more.
+    """
+    return planned_warmup(config, started) if isinstance(judge, Critic | OutcomeCritic) else 0
+
+
+def planned_warmup(config: Config, started: int | None = None) -> int:
+    """First steps in which a critic alone would learn, as in `warmup_steps`."""
+    if config.critic.warmup_steps is not None:
+        return config.critic.warmup_steps
+    if resolve(config.algorithm).advantage not in CRITIC_ADVANTAGES:
+        return 0
+    return config.training.steps // 10 if started is None else started
+
+
+def judged(judge: Judge, credits: Sequence[Credit], rows: Sequence[Row], learner: Learner) -> Estimates:
+    """What it says of the rows of credits, before it learns from them.
+
+    Raises LearnerError where it needs a reference and there is none.
+    """
+    solved = [] if isinstance(judge, Critic) else _solved(credits, judge.settings.success)
+    with judge.optimiser.ranks.together(JudgeSays(rows, solved)):
+        said = at_actions(say(judge, rows, solved), rows)
+    match judge:
+        case Critic():
+            asked = number(learner.algorithm.options.advantage, "bootstrap", 0.0) != 0
+            return Estimates(values=said, bootstrap=bootstraps(judge, credits, rows) if asked else None)
+        case OutcomeCritic():
+            return Estimates(outcome_probs=said)
+        case ProcessReward():
+            return Estimates(prm_logprobs=said, ref_logprobs=at_actions(learner.reference(rows), rows))
+
+
+def bootstraps(judge: Critic, credits: Sequence[Credit], rows: Sequence[Row]) -> list[Tensor]:
+    """V after the last action token of each path of each row, 0 for episodes that no token limit cut off."""
+    found = [torch.zeros(len(credit.episode.trajectory.rows), dtype=torch.float64) for credit in credits]
+    places: dict[int, dict[int, int]] = {}
+    for i, trajectory in enumerate(credit.episode.trajectory for credit in credits):
+        ended = [path.trajectory.stop_reason for path in paths(trajectory)]
+        cut = {n: place for n, place in last_actions(trajectory).items() if ended[n] in CUT_OFF}
+        if cut:
+            places[i] = cut
+    ends = [replace(rows[i], trains=_marked(len(rows[i].tokens), own.values())) for i, own in places.items()]
+    with judge.optimiser.ranks.together(JudgeSays(ends, [], True)):
+        said = say(judge, ends, [], True) if ends else []
+    for i, values in zip(places, said, strict=True):
+        for path, place in places[i].items():
+            found[i][path] = values[place]
+    return found
+
+
+def _marked(length: int, places: Iterable[int]) -> tuple[bool, ...]:
+    chosen = set(places)
+    return tuple(i in chosen for i in range(length))
+
+
+def say(judge: Judge, rows: Sequence[Row], solved: Sequence[bool], after: bool = False) -> list[Tensor]:
+    """What it says of each row's tokens, `[T]`; `solved` are the outcomes, for a critic of outcomes.
+
+    A critic speaks of the states before the tokens, or `after` them.
+    """
+    with own_types(judge.model):
+        match judge:
+            case Critic():
+                return judge.values(rows, after=after)
+            case OutcomeCritic():
+                return judge.probabilities(rows, solved)
+            case ProcessReward():
+                return judge.logprobs(rows)
+
+
+def train_judge(judge: Judge, credits: Sequence[Credit]) -> dict[str, float]:
+    """It learns from all trajectories that train; gives its metrics.
+
+    A critic learns at the tokens that train. What predicts the outcome reads the trajectory whole.
+    """
+    trained = [credit for credit in credits if credit.outcome is Outcome.TRAINED]
+    rows = [row_of_trajectory(credit.episode.trajectory, 0.0) for credit in trained]
+    if not rows:
+        return {}
+    if isinstance(judge, Critic):
+        if judge.settings.turns:
+            trajectories = [credit.episode.trajectory for credit in trained]
+            rows = [at_openings(row, one) for row, one in zip(rows, trajectories, strict=True)]
+        rows = [without_masked(row, credit.trains) for row, credit in zip(rows, trained, strict=True)]
+    solved = [] if isinstance(judge, Critic) else _solved(trained, judge.settings.success)
+    given: list[list[tuple[float, ...] | None]] = []
+    if isinstance(judge, Critic):
+        given = [[credit.targets for credit in trained], [credit.values for credit in trained]]
+    elif isinstance(judge, ProcessReward):
+        given = [[credit.reference for credit in trained]]
+    tables = tuple([_spread(v, row) for v, row in zip(values, rows, strict=True)] for values in given)
+    with judge.optimiser.ranks.together(JudgeLearns(rows, tables, solved)):
+        return teach(judge, rows, tables, solved)
+
+
+def teach(
+    judge: Judge, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+) -> dict[str, float]:
+    """Train it on `tables` of numbers `[T]` a row, as its `train` takes them, or on the outcomes."""
+    with own_types(judge.model):
+        match judge:
+            case Critic():
+                return judge.train(rows, tables[0], tables[1])
+            case OutcomeCritic():
+                return judge.train(rows, solved)
+            case ProcessReward():
+                return judge.train(rows, tables[0], solved)
+
+
+def at_actions(values: Sequence[Tensor], rows: Sequence[Row]) -> list[Tensor]:
+    """The values `[T]` of each row at its action tokens."""
+    return [
+        each[torch.tensor(row.trains, device=each.device)] for each, row in zip(values, rows, strict=True)
+    ]
+
+
+def at_openings(row: Row, trajectory: Trajectory) -> Row:
+    """The row of a trajectory, in which the first action token of each turn alone trains."""
+    opens: list[bool] = []
+    turn: int | None = None
+    for segment, new in laid(trajectory):
+        action = segment.kind == "action" and bool(segment.tokens)
+        opens += [new and action and segment.turn != turn and i == 0 for i in range(len(segment.tokens))]
+        if action:
+            turn = segment.turn
+        elif segment.kind == "prompt":  # another path
+            turn = None
+    return replace(row, trains=tuple(opens))
+
+
+def _solved(credits: Sequence[Credit], success: str) -> list[bool]:
+    return [credit.episode.trajectory.rewards.get(success, 0.0) >= 1 for credit in credits]
+
+
+def _spread(values: Sequence[float] | None, row: Row) -> Tensor:
+    """Values of the action tokens onto the row, `[T]`."""
+    spread = torch.zeros(len(row.tokens), dtype=torch.float64)
+    spread[torch.tensor(row.sampled)] = torch.tensor(values or (), dtype=torch.float64)
+    return spread

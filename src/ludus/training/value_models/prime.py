@@ -1,0 +1,120 @@
+"""An implicit process reward model: a copy of the policy that learns from outcomes alone.
+
+Its reward of token `t` is `q_t = beta (lp_prm - lp_ref)_t`, and `sum_t q_t` is the logit of success: trained
+by cross-entropy against the outcome, the ratio becomes a reward of tokens that nobody labelled (PRIME,
+arXiv:2502.01456, equations 2 to 5).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.nn.functional import binary_cross_entropy_with_logits
+
+from ludus.training.batches.rows import Row
+from ludus.training.distributed.collectives import ONE_PROCESS, Ranks, merged
+from ludus.training.learner.data_parallel import Dealer
+from ludus.training.learner.logprobs import Scorer
+from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
+from ludus.training.value_models.base import blank_state_of, load_state_of, padded, scored, state_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessRewardSettings:
+    """How it learns. `beta` scales its rewards, `temperature` is that of sampling.
+
+    `success` is the reward part that says whether a task was solved: 1 is; `recompute` is activation
+    checkpointing.
+    """
+
+    microbatch_tokens: int = 4096
+    epochs: int = 1
+    beta: float = 0.05
+    temperature: float = 1.0
+    success: str = ""
+    recompute: bool = False
+
+
+class ProcessReward:
+    """The model, and its training. With adapters, its adapters train."""
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        optimiser: OptimiserSettings,
+        settings: ProcessRewardSettings = ProcessRewardSettings(),
+        ranks: Ranks = ONE_PROCESS,
+    ) -> None:
+        self.settings = settings
+        self.model = copy.deepcopy(policy).eval()
+        self._scorer = Scorer(self.model, settings.temperature, recompute=settings.recompute)
+        ranks.split(self.model)
+        self.ranks = ranks
+        self.optimiser = Optimiser(self.model, optimiser, ranks=ranks)
+        self._dealer = Dealer(ranks, self.model, settings.microbatch_tokens, self._scorer.shares_prefixes)
+
+    @torch.no_grad()
+    def logprobs(self, rows: Sequence[Row]) -> list[Tensor]:
+        """Its log-probability of each training token, `[T]` a row, 0 elsewhere."""
+        found: dict[int, Tensor] = {}
+        for part in self._dealer.parts(rows):
+            scores = self._scorer.score(part.tokens, part.trains).logprobs
+            found |= {i: scores[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        found = merged(found, self.ranks)
+        return [found[i] for i in range(len(rows))]
+
+    def train(
+        self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]
+    ) -> dict[str, float]:
+        """Take `epochs` steps; `references` are the reference's log-probabilities, `[T]` a row.
+
+        Gives loss and accuracy (the share of rows whose side of 0 is the outcome's) before the first step.
+        Raises LearnerError where the loss is not finite.
+        """
+        if not rows:
+            return {}
+        loss, right = self._step(rows, references, solved)
+        for _ in range(1, self.settings.epochs):
+            self._step(rows, references, solved)
+        return {"prime/loss": loss, "prime/accuracy": right / len(rows)}
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights and moments, for a checkpoint."""
+        return state_of(self.model, self.optimiser)
+
+    def blank_state(self) -> dict[str, Tensor]:
+        """What `state` gives after a step, all zeros."""
+        return blank_state_of(self.model, self.optimiser)
+
+    def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
+        """Put back what `state` gave. Raises LearnerError for another model."""
+        load_state_of(self.model, self.optimiser, state, num_steps, "process reward model")
+
+    def _step(
+        self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]
+    ) -> tuple[float, int]:
+        total, right, fault = 0.0, 0, ""
+        for part in self._dealer.parts(rows):
+            scores = self._scorer.score(part.tokens, part.trains).logprobs
+            if not part.index:
+                torch.autograd.backward(0.0 * scores.sum())
+                continue
+            ratio = scores - padded(references, part, scores)
+            logits = self.settings.beta * torch.where(scored(part), ratio, 0.0).sum(1)
+            labels = torch.tensor([float(solved[i]) for i in part.index]).to(logits)
+            loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / len(rows)
+            if not torch.isfinite(loss):
+                fault = "The process reward model's loss is not a number."
+            torch.autograd.backward(loss)
+            total += float(loss.detach())
+            right += int(((logits > 0) == (labels > 0.5)).sum())
+        self.optimiser.step_together(fault, "Lower critic.prime.learning_rate.")
+        return sum(self.ranks.gather(total)), sum(self.ranks.gather(right))

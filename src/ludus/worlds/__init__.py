@@ -1,0 +1,1 @@
+"""Shipped environments, one folder each. Only the registry of `ludus.envs` imports them."""

@@ -1,0 +1,136 @@
+"""One episode of programming: tools until the program is handed in, then the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Literal
+
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.toolbox import ToolLimits
+from ludus.rewards.base import Reward, truth_of
+from ludus.rewards.code.turns import turn_report
+from ludus.rewards.code.unit_tests import read_report, share_passed, suite_passes, thrift
+from ludus.rewards.exact_match import well_formed
+from ludus.rewards.extract import NotJson, last_output, read_json
+from ludus.rewards.shaping import only_if
+from ludus.tools.base import Tool
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
+from ludus.worlds.code.grader import CodeTruth, Judge
+from ludus.worlds.code.tools import RUN_TESTS, program_of
+
+REPORT: Final = "report"
+_read = last_output(REPORT)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """Of the parts of the reward; right on all tests weighs 1."""
+
+    share: float = 0.25
+    loads: float = 0.05
+    well_formed: float = 0.05
+    thrift: float = 0.0
+
+
+def loads(task: Task, trajectory: Trajectory) -> float:
+    """1 if the program compiled and defined what is asked for, else 0.
+
+    Where any program would do (one that only prints, or whose beginning is given) a test has to pass too that
+    wants something to be printed.
+    """
+    text = _read(trajectory)
+    try:
+        report = read_json(text)
+    except NotJson:
+        return 0.0
+    truth = truth_of(task, CodeTruth)
+    loaded = isinstance(report, dict) and report.get("loads") is True
+    if truth.style != "stdin" and not truth.stub:
+        return float(loaded)
+    silent = {case.name for case in truth.cases if truth.style == "stdin" and not str(case.due).strip()}
+    return float(loaded and bool(read_report(text).passed - silent))
+
+
+def code_rewards(outcome: Literal["all", "share"], weights: Weights) -> tuple[Reward, ...]:
+    """The tests decide, all or nothing or by the share that passed; parts of weight 0 are left out.
+
+    Shares count for programs that load.
+    """
+    passes = suite_passes(_read) if outcome == "all" else only_if(share_passed(_read), loads)
+    parts = [Reward("tests", passes, outcome=True)]
+    if outcome == "all":
+        parts.append(
+            Reward("hidden_share", only_if(share_passed(_read, "hidden"), loads), weight=weights.share)
+        )
+    parts += [
+        Reward("loads", loads, weight=weights.loads),
+        Reward("well_formed", only_if(well_formed, loads), weight=weights.well_formed),
+        Reward("thrift", thrift(_read), weight=weights.thrift),
+    ]
+    return tuple(part for part in parts if part.weight or part.outcome)
+
+
+@dataclass
+class CodeEnv:
+    """One episode. When it ends with an answer, all tests run, and their report is left as an outcome that
+    the model does not see. With `check_turns` so is a report of each program that `run_tests` has tried."""
+
+    tools: Sequence[Tool]
+    rewards: Sequence[Reward]
+    judge: Judge
+    limits: ToolLimits = field(default_factory=ToolLimits)
+    check_turns: bool = False
+
+    def __post_init__(self) -> None:
+        self._inner = ToolEnv(self.tools, self.rewards, self.limits)
+        self._measured = any(part.name == "thrift" for part in self.rewards)
+        self._truth: CodeTruth | None = None
+        self._program: str | None = None
+        self._turns = 0
+
+    async def start(self, task: Task) -> list[Message]:
+        """The task's own messages."""
+        assert isinstance(task.truth, CodeTruth)
+        self._truth = task.truth
+        return await self._inner.start(task)
+
+    async def step(self, action: Action) -> StepResult:
+        """Run the calls; where the answer is given, grade it."""
+        result = await self._inner.step(action)
+        self._turns += 1
+        if self._truth is None:
+            return result
+        if not result.done:
+            reports = await self._tried(action, result, self._truth) if self.check_turns else []
+            return replace(result, outcomes=(*result.outcomes, *reports))
+        self._program = program_of(_answer(action))
+        return replace(result, outcomes=(*result.outcomes, await self._graded(self._program, self._truth)))
+
+    async def _tried(self, action: Action, result: StepResult, truth: CodeTruth) -> list[ToolOutcome]:
+        """Reports on all tests of the programs that this turn ran the shown tests on, each program once."""
+        fine = {one.call_id for one in result.outcomes if one.status is ToolStatus.OK}
+        ran = [call for call in action.calls if call.name == RUN_TESTS and call.id in fine]
+        programs = dict.fromkeys(program_of(str(call.arguments["code"])) for call in ran)
+        gradings = [await self.judge.judge(program, truth, truth.cases) for program in programs]
+        return [turn_report(self._turns - 1, grading.report(measured=False)) for grading in gradings]
+
+    async def grade_again(self) -> ToolOutcome | None:
+        """The report of another run of all tests on the program that was handed in."""
+        if self._program is None or self._truth is None:
+            return None
+        return await self._graded(self._program, self._truth)
+
+    async def _graded(self, program: str, truth: CodeTruth) -> ToolOutcome:
+        grading = await self.judge.judge(program, truth, truth.cases)
+        return ToolOutcome("", REPORT, ToolStatus.OK, grading.report(self._measured))
+
+    async def close(self) -> None:
+        """Nothing of its own is open."""
+        await self._inner.close()
+
+
+def _answer(action: Action) -> str:
+    """What is handed in: the text of a call that ends the episode, or of the message."""
+    handed = [call.arguments.get("answer") for call in action.calls]
+    return next((text for text in reversed(handed) if isinstance(text, str)), action.message["content"])

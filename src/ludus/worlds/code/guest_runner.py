@@ -1,0 +1,290 @@
+"""What stands between a grader and a program: plain values as JSON, and the loops that run inside a sandbox.
+
+The text of this module is what the sandbox runs, before the solution and in the same process. It holds
+arguments and nothing to compare with, so whatever a solution does to it can change results and cannot make
+them right. The host reads what comes back as data (`ludus.worlds.code.results`) and believes nothing of it;
+`decode` is for the sandbox.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+from collections.abc import Callable
+
+MAX_DEPTH = 60
+MAX_BITS = 14_000
+"""Longer integers travel as hexadecimal: Python reads and writes at most 4,300 decimal digits."""
+MAX_CALLS = 2000
+"""How many calls of a solution one run of foreign tests may ask for."""
+
+
+class NotPlain(ValueError):
+    """A value that cannot be carried over, such as an object of a class of the program's own."""
+
+
+def encode(value: object, depth: int = 0) -> object:
+    """A plain value as JSON that keeps its types. Raises NotPlain."""
+    if depth > MAX_DEPTH:
+        raise NotPlain("a value that is nested too deep")
+    if value is None or isinstance(value, bool | int | float | str | complex):
+        return _encode_one(value)
+    if isinstance(value, dict):
+        return {"dict": [[encode(key, depth + 1), encode(one, depth + 1)] for key, one in dict.items(value)]}
+    for kind in (list, tuple, set, frozenset):
+        if isinstance(value, kind):
+            inner = [encode(one, depth + 1) for one in value]
+            return inner if kind is list else {kind.__name__: inner}
+    if isinstance(value, bytes | bytearray):
+        return {"bytes": bytes(value).hex()}
+    raise NotPlain(f"an object of the type {type(value).__name__}, which is no plain value")
+
+
+def _encode_one(value: complex | str | None) -> object:
+    if value is None or isinstance(value, bool):
+        return value
+    if isinstance(value, str):
+        return str.__str__(value)
+    if isinstance(value, int):
+        return int(value) if int.bit_length(value) <= MAX_BITS else {"int": hex(int(value))}
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else {"float": repr(float(value))}
+    return {"complex": [_encode_one(value.real), _encode_one(value.imag)]}
+
+
+def decode(value: object, depth: int = 0) -> object:
+    """The plain value that JSON stands for. Raises ValueError for what `encode` does not write."""
+    if depth > 2 * MAX_DEPTH:
+        raise ValueError("nested too deep")
+    if isinstance(value, list):
+        return [decode(one, depth + 1) for one in value]
+    if not isinstance(value, dict):
+        return value
+    if len(value) != 1:
+        raise ValueError("an object of one key was expected")
+    ((kind, inner),) = value.items()
+    if kind == "float" and isinstance(inner, str):
+        return float(inner)
+    if kind == "int" and isinstance(inner, str):
+        return int(inner, 16)
+    if kind == "bytes" and isinstance(inner, str):
+        return bytes.fromhex(inner)
+    if isinstance(inner, list):
+        return _decode_many(kind, [decode(one, depth + 1) for one in inner])
+    raise ValueError(f"there is no kind {kind!r}")
+
+
+def _decode_many(kind: str, inner: list[object]) -> object:
+    try:
+        if kind == "tuple":
+            return tuple(inner)
+        if kind == "set":
+            return set(inner)
+        if kind == "frozenset":
+            return frozenset(inner)
+        if kind == "dict":
+            return _as_dict(inner)
+        if kind == "complex":
+            return _as_complex(inner)
+    except (TypeError, OverflowError) as error:
+        raise ValueError(str(error)) from error
+    raise ValueError(f"there is no kind {kind!r}")
+
+
+def _as_dict(pairs: list[object]) -> dict[object, object]:
+    made: dict[object, object] = {}
+    for pair in pairs:
+        if not isinstance(pair, list) or len(pair) != 2:
+            raise ValueError("a dictionary is made of pairs")
+        made[pair[0]] = pair[1]
+    return made
+
+
+def _as_complex(parts: list[object]) -> complex:
+    numbers = [float(part) for part in parts if isinstance(part, int | float)]
+    if len(numbers) != 2 or len(parts) != 2:
+        raise ValueError("a complex number has two parts")
+    return complex(numbers[0], numbers[1])
+
+
+def find_function(names: dict[str, object], wanted: str) -> Callable[..., object]:
+    """A function of a program, or a method of its class Solution. Raises NameError."""
+    found, solution = names.get(wanted), names.get("Solution")
+    if isinstance(solution, type) and wanted in dir(solution) and found is None:
+        found = solution().__getattribute__(wanted)
+    if callable(found):
+        return found
+    raise NameError(f"the program defines no function {wanted}")
+
+
+def describe(error: BaseException, file: str) -> str:
+    """An error in one line, with the last line of the file that it went through."""
+    line, trace = 0, error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_filename == file:
+            line = trace.tb_lineno
+        trace = trace.tb_next
+    if isinstance(error, SyntaxError):
+        line = error.lineno or 0
+    try:
+        said = str(error)
+    except BaseException:  # boundary: the words of a program's own error run its code
+        said = ""
+    where = f" (line {line})" if line else ""
+    return f"{type(error).__name__}: {said}"[:300] + where
+
+
+class Results:
+    """Where results go: the standard output as it was, of which the program sees nothing any more."""
+
+    def __init__(self, nonce: str) -> None:
+        self.nonce = nonce
+        self.file = os.fdopen(os.dup(1), "w", encoding="utf-8")
+        silence = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(silence, 1)
+        os.close(silence)
+
+    def tell(self, record: dict[str, object]) -> None:
+        """One record, at once."""
+        self.file.write(f"\n{self.nonce}{json.dumps(record)}\n")
+        self.file.flush()
+
+
+def run_calls() -> None:
+    """Call a function of `solution.py` with each of the arguments on stdin, and tell what it gives.
+
+    The first line of stdin is the nonce, the second the name of the function, each further one a JSON list
+    of encoded arguments.
+    """
+    nonce, wanted, *lines = sys.stdin.read().splitlines()
+    results = Results(nonce)
+    names: dict[str, object] = {"__name__": "solution", "__file__": "solution.py"}
+    try:
+        with open("solution.py", encoding="utf-8", errors="surrogatepass") as file:
+            text = file.read()
+        exec(compile(text, "solution.py", "exec", dont_inherit=True), names)
+        function = find_function(names, wanted)
+    except BaseException as error:  # boundary: whatever a program raises is its own and is told
+        results.tell({"broken": describe(error, "solution.py")})
+        return
+    results.tell({"loaded": True})
+    for number, line in enumerate(lines):
+        results.tell({"number": number, **_called(function, line)})
+
+
+def _called(function: Callable[..., object], line: str) -> dict[str, object]:
+    try:
+        arguments = decode(json.loads(line))
+        assert isinstance(arguments, list)
+        return {"value": encode(function(*arguments))}
+    except NotPlain as error:
+        return {"says": f"it gave {error}"}
+    except BaseException as error:  # boundary: whatever a program raises is its own and is told
+        return {"raises": type(error).__name__, "says": describe(error, "solution.py")}
+
+
+def run_checks() -> None:
+    """Run foreign tests against results that are known, and ask for those that are not.
+
+    stdin is JSON: the nonce, the set-up code, the name of the function, the tests as code by name, and, for
+    each test, the results so far. A call beyond them is told with its arguments and gets a `Stand`, and from
+    then on assertions that fail are passed over: the verdict of such a test is open.
+    """
+    given = json.loads(sys.stdin.read())
+    results = Results(given["nonce"])
+    for name, code in given["tests"].items():
+        _run_check(results, given, name, code)
+
+
+def _run_check(results: Results, given: dict[str, object], name: str, code: str) -> None:
+    import random
+
+    random.seed(0)
+    known = given["known"]
+    assert isinstance(known, dict)
+    proxy = Proxy(results, name, known.get(name, []))
+    names: dict[str, object] = {"__name__": "tests"}
+    verdict, said = True, ""
+    try:
+        exec(compile(str(given["setup"]), "setup.py", "exec", dont_inherit=True), names)
+        names[str(given["entry"])] = names["candidate"] = proxy
+        names["_open_"] = proxy.is_open
+        exec(compile(code, "tests.py", "exec", dont_inherit=True), names)
+    except BaseException as error:  # boundary: a test fails by raising whatever it likes
+        verdict, said = False, describe(error, "tests.py")
+    results.tell({"test": name, "verdict": verdict, "open": proxy.is_open(), "says": said})
+
+
+class Stand:
+    """Stands in for a result that is not known yet; most of what a test does with it goes well."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    def __ne__(self, other: object) -> bool:
+        return True
+
+    __lt__ = __le__ = __gt__ = __ge__ = __eq__
+
+    def __bool__(self) -> bool:
+        return True
+
+    def __float__(self) -> float:
+        return 0.0
+
+    def __int__(self) -> int:
+        return 0
+
+    __index__ = __len__ = __int__
+
+    def __iter__(self) -> object:
+        return iter(())
+
+    def _self(self, *_: object) -> Stand:
+        return self
+
+    __add__ = __radd__ = __sub__ = __rsub__ = __mul__ = __rmul__ = __truediv__ = __rtruediv__ = _self
+    __floordiv__ = __rfloordiv__ = __mod__ = __rmod__ = __pow__ = __rpow__ = __neg__ = __abs__ = _self
+    __getitem__ = __round__ = __call__ = _self
+
+
+class Proxy:
+    """The function under test, as the tests see it: results that are known, in their order."""
+
+    def __init__(self, results: Results, test: str, known: list[object]) -> None:
+        self._results, self._test, self._known, self._count = results, test, known, 0
+        self._open = False
+
+    def is_open(self) -> bool:
+        """Whether a result was missing."""
+        return self._open
+
+    def __call__(self, *args: object, **kwargs: object) -> object:
+        number = self._count
+        self._count += 1
+        if number < len(self._known):
+            return self._given(self._known[number])
+        self._open = True
+        if number >= MAX_CALLS:
+            raise RuntimeError("too many calls")
+        if kwargs:
+            raise NotPlain("arguments that are given by name")
+        self._results.tell({"test": self._test, "call": [encode(one) for one in args]})
+        return Stand()
+
+    def _given(self, record: object) -> object:
+        assert isinstance(record, dict)
+        if "value" in record:
+            return decode(record["value"])
+        error = _builtins().get(str(record.get("raises")))
+        if isinstance(error, type) and issubclass(error, Exception):
+            raise error(record.get("says"))
+        raise RuntimeError(str(record.get("says")))
+
+
+def _builtins() -> dict[str, object]:
+    import builtins
+
+    return vars(builtins)

@@ -1,0 +1,99 @@
+"""The tools of an episode: run code, try a program against the tests that are shown, hand it in."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+from ludus.tools.base import Tool, Traits, tool
+from ludus.worlds.code.grader import Case, CodeTruth, Grading, Judge, Verdict
+
+RUN_TESTS: Final = "run_tests"
+_FENCE = "```"
+_LANGUAGE = re.compile(r"[ \t]*(\w*)")
+_PYTHON = ("", "python", "py", "python3")
+_WAIT_S = 50.0
+_SHOWN = 300
+
+
+def program_of(answer: str) -> str:
+    """The program in an answer: the last fenced block of Python, or the whole text without a fence."""
+    blocks = [text for language, text in _blocks(answer) if language.lower() in _PYTHON]
+    if blocks:
+        return blocks[-1]
+    return "" if _FENCE in answer else answer
+
+
+def _blocks(text: str) -> Iterator[tuple[str, str]]:
+    """Language and text of the fenced blocks; the last one may be open. In linear time."""
+    begin = text.find(_FENCE)
+    while begin >= 0 and (line := text.find("\n", begin)) >= 0:
+        language = _LANGUAGE.match(text, begin + len(_FENCE))
+        end = text.find(_FENCE, line)
+        yield language[1] if language else "", text[line + 1 : end if end >= 0 else len(text)]
+        begin = text.find(_FENCE, end + len(_FENCE)) if end >= 0 else -1
+
+
+def run_tests_tool(judge: Judge, truth: CodeTruth) -> Tool:
+    """The tool `run_tests(code)`: the visible tests, and what a program does with them."""
+    cases = truth.chosen("visible")
+
+    async def run_tests(code: str) -> str:
+        """Run a whole program against the tests that the task shows. The hidden tests are not among them.
+
+        Args:
+            code: the program.
+        """
+        if not cases:
+            return "The task shows no tests: try its examples with python."
+        return told(await judge.judge(program_of(code), truth, cases), truth)
+
+    seconds = judge.limits.wall_s * (len(cases) + 3) + _WAIT_S
+    return tool(timeout_s=seconds, traits=Traits(idempotent=True))(run_tests)
+
+
+def submit_tool() -> Tool:
+    """The tool `submit(answer)`: the program that is handed in, which ends the episode."""
+
+    async def submit(answer: str) -> str:
+        """Hand in the whole program. This ends the task.
+
+        Args:
+            answer: the program.
+        """
+        return answer
+
+    return tool(traits=Traits(latency="instant", ends=True))(submit)
+
+
+def told(grading: Grading, truth: CodeTruth) -> str:
+    """What a model reads of a grading."""
+    if grading.broken:
+        return f"The program does not run: {grading.broken}"
+    passed = sum(one.passed for one in grading.verdicts)
+    lines = [f"{passed} of {len(grading.verdicts)} shown tests pass."]
+    lines += [_line(one, truth) for one in grading.verdicts]
+    return "\n".join(lines)
+
+
+def told_of_success(cases: Sequence[Case], truth: CodeTruth) -> str:
+    """The same of a program that passes."""
+    return told(Grading(tuple(Verdict(case, True) for case in cases)), truth)
+
+
+def _line(verdict: Verdict, truth: CodeTruth) -> str:
+    if verdict.passed:
+        return f"passed: {_asked(verdict.case, truth)}"
+    due = "" if truth.style == "checks" else f", expected {_cut(repr(verdict.case.due))}"
+    return f"FAILED: {_asked(verdict.case, truth)}: {verdict.said}{due}"
+
+
+def _asked(case: Case, truth: CodeTruth) -> str:
+    if truth.style == "function" and isinstance(case.given, tuple):
+        return f"{truth.entry}({_cut(', '.join(map(repr, case.given)))})"
+    return f"input {_cut(repr(case.given))}" if truth.style == "stdin" else _cut(str(case.given))
+
+
+def _cut(text: str) -> str:
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}..."

@@ -1,0 +1,1 @@
+"""APIs that run as programs, with their schemas."""

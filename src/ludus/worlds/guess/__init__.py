@@ -1,0 +1,1 @@
+"""Guess a number with comparisons."""

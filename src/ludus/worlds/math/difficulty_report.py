@@ -1,0 +1,106 @@
+"""What tasks are like: how many are really different, and what is solved without skill.
+
+python -m ludus.worlds.math.difficulty_report
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from fractions import Fraction
+from typing import TYPE_CHECKING
+
+from ludus.envs.difficulty_report import Look, rate_lines, variety_lines
+from ludus.rewards.base import truth_of
+from ludus.types import Task
+from ludus.worlds.math.grader import Solution, answer_text, is_right
+from ludus.worlds.math.problems import Problem, worked
+
+if TYPE_CHECKING:
+    from ludus.worlds.math.world import MathWorld
+
+
+def looks(tasks: Sequence[Task]) -> list[Look]:
+    """What makes each task different."""
+    problems = [truth_of(task, Solution).problem for task in tasks]
+    return [Look(str(one.level), str(one.form), str(one.shape)) for one in problems]
+
+
+def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
+    """Success of whoever gives the answer that is commonest in training among problems of the same kind and
+    level (of the same level, where training lacks the kind)."""
+    common = _commonest(train)
+    return sum(_gives(task, common[_key(task)] or common[task.tags["level"]]) for task in tasks) / len(tasks)
+
+
+def copied_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:
+    """Success of whoever copies the number of the question that is most often right in training at its place
+    (first, second, ..., last) for the same kind and level."""
+    places: dict[str, Counter[int]] = defaultdict(Counter)
+    for task in train:
+        for place in range(-3, 3):
+            places[_key(task)][place] += _gives(task, _number_at(task, place))
+    return sum(_gives(task, _number_at(task, _best(places[_key(task)]))) for task in tasks) / len(tasks)
+
+
+def head_rate(tasks: Sequence[Task]) -> float:
+    """Success without a tool of whoever knows every step, and works in the head: steps that give a whole
+    number below 100 come out right, others do not."""
+    return sum(_in_the_head(truth_of(task, Solution).problem) for task in tasks) / len(tasks)
+
+
+def _in_the_head(problem: Problem) -> bool:
+    values = [value for _, value in worked(problem.steps)]
+    easy = all(value.denominator == 1 and abs(value) < 100 for value in values)
+    return easy and isinstance(problem.answer, Fraction)
+
+
+def _best(places: Counter[int]) -> int:
+    return places.most_common(1)[0][0] if places else -1
+
+
+def _commonest(train: Sequence[Task]) -> Mapping[str, str]:
+    counts: dict[str, Counter[str]] = defaultdict(Counter)
+    for task in train:
+        answer = answer_text(truth_of(task, Solution).problem)
+        counts[_key(task)][answer] += 1
+        counts[task.tags["level"]][answer] += 1
+    common: dict[str, str] = defaultdict(str)
+    return common | {key: counter.most_common(1)[0][0] for key, counter in counts.items()}
+
+
+def _key(task: Task) -> str:
+    return f"{task.tags['kind']}/{task.tags['level']}"
+
+
+def _number_at(task: Task, place: int) -> str:
+    numbers: list[str] = re.findall(r"\d+", task.prompt[-1]["content"])
+    return numbers[place] if -len(numbers) <= place < len(numbers) else ""
+
+
+def _gives(task: Task, answer: str) -> bool:
+    return bool(answer) and is_right(answer, truth_of(task, Solution).right)
+
+
+def report(world: MathWorld) -> str:
+    """The survey of the problems that the world draws, as text."""
+    splits = {split: tasks for split in world.splits if (tasks := world.tasks(split))}
+    table = variety_lines(((split, looks(tasks)) for split, tasks in splits.items()), "questions")
+    train = splits.get("train", ())
+    rates = (
+        (split, (head_rate(tasks), majority_rate(train, tasks), copied_rate(train, tasks)))
+        for split, tasks in splits.items()
+    )
+    return "\n".join([*table, "", *rate_lines(("no tool", "majority", "copied"), rates)])
+
+
+def main() -> None:
+    """Print the survey of the world with its default settings."""
+    from ludus.worlds.math.world import MathWorld
+
+    print(report(MathWorld()))
+
+
+if __name__ == "__main__":
+    main()

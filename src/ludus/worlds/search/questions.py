@@ -1,0 +1,185 @@
+"""Questions of one to three hops, composed by program, with gold answers and splits by head entity.
+
+A *chain* starts at a head entity (the one that the question names) and follows relations. Heads are split
+once, by a hash of their name: a head of one split never occurs as a head in another. The chain in
+`HELD_OUT` occurs in no training question, though each of its relations does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from ludus.worlds.search.facts import Entity, Fact, Facts, Homonym
+
+SPLITS = ("train", "validation", "test", "composition")
+HELD_OUT = ("airport", "city", "timezone")
+
+CHAINS: dict[tuple[str, ...], float] = {
+    ("airport", "city"): 0.06,
+    ("airport", "code"): 0.02,
+    ("city", "country"): 0.03,
+    ("city", "population"): 0.03,
+    ("city", "timezone"): 0.03,
+    ("city", "nearest"): 0.03,
+    ("airport", "city", "country"): 0.14,
+    ("airport", "city", "population"): 0.12,
+    ("airport", "city", "nearest"): 0.12,
+    ("city", "country", "capital"): 0.06,
+    ("city", "country", "currency"): 0.06,
+    ("airport", "city", "country", "capital"): 0.10,
+    ("airport", "city", "country", "currency"): 0.10,
+}
+WEIGHTS: dict[str, float] = {"/".join(chain): weight for chain, weight in CHAINS.items()} | {
+    "intersection": 0.10
+}
+"""Share of each family in a split, by name; they sum to 1. The held-out family has its split to itself."""
+
+NOUNS = {
+    "city": "the city that {} serves",
+    "country": "the country of {}",
+}
+ASKS = {
+    "city": ("Which city does {} serve?", "{} serves which city?"),
+    "code": ("What is the code of {}?", "Which code does {} have?"),
+    "country": ("In which country is {}?", "What is the country of {}?"),
+    "population": ("What is the population of {}?", "How many people live in {}?"),
+    "timezone": ("Which time zone does {} keep?", "What is the time zone of {}?"),
+    "nearest": ("What is the closest neighbour of {}?", "Which city is closest to {}?"),
+    "capital": ("What is the capital of {}?", "Which city is the capital of {}?"),
+    "currency": ("What is the currency of {}?", "Which currency does {} use?"),
+}
+QUERIES = {
+    "city": "{}",
+    "code": "{}",
+    "country": "{} city country",
+    "population": "{} population",
+    "timezone": "{} time zone",
+    "nearest": "{} closest neighbour",
+    "capital": "{} capital",
+    "currency": "{} currency",
+}
+ENTITY_AFTER = {"city": "city", "country": "country"}
+"""The kind of entity that a relation leads to, for those that can be followed further."""
+
+
+KEPT = {"United States": 1 / 8, "Brazil": 1 / 3}
+"""Share of the heads in these countries that are asked about a country, so that no country can be guessed:
+left alone, two in five answers would be the United States."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hop:
+    """One step of the way to the answer: what to look for, how, and what to find."""
+
+    relation: str
+    subject: str
+    query: str
+    fact: Fact
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """A question with its accepted answers (the gold one first) and the hops that lead there."""
+
+    id: str
+    family: str
+    head: str
+    text: str
+    answers: tuple[str, ...]
+    hops: tuple[Hop, ...]
+
+
+def _share(text: str) -> float:
+    """A fixed number in [0, 1) drawn by the hash of a text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
+
+
+def split_of(kind: str, head: str) -> str:
+    """The split of a head entity: 74 % train, 6 % validation, 20 % test."""
+    share = _share(f"{kind}:{head}")
+    return "train" if share < 0.74 else "validation" if share < 0.80 else "test"
+
+
+def all_questions(facts: Facts, split: str) -> dict[str, list[Question]]:
+    """Every question of a split, by family. The split `composition` asks `HELD_OUT` of the test heads."""
+    if split == "composition":
+        found = list(_chained(facts, HELD_OUT, "test"))
+        return {found[0].family: found}
+    families = [list(_chained(facts, chain, split)) for chain in CHAINS]
+    pairs = [_intersection(h) for h in facts.homonyms if split_of("homonym", h.name) == split]
+    families.append([q for q in pairs if not _too_common(q.hops, q.id)])
+    return {questions[0].family: questions for questions in families}
+
+
+def sample_questions(facts: Facts, split: str, num: int, seed: int) -> list[Question]:
+    """`num` different questions in random order, families mixed by their weights.
+
+    A family that runs out is left out from there on; fewer than `num` come back when all have run out.
+    """
+    rng = random.Random(f"{split}:{seed}")
+    pools = all_questions(facts, split)
+    for pool in pools.values():
+        rng.shuffle(pool)
+    chosen: list[Question] = []
+    while pools and len(chosen) < num:
+        names = sorted(pools)
+        (family,) = rng.choices(names, [WEIGHTS.get(name, 1.0) for name in names])
+        chosen.append(pools[family].pop())
+        if not pools[family]:
+            del pools[family]
+    return chosen
+
+
+def _chained(facts: Facts, chain: tuple[str, ...], split: str) -> Iterator[Question]:
+    kind, *relations = chain
+    heads = {"airport": facts.airports, "city": facts.cities}[kind]
+    family = "/".join(chain)
+    for name, entity in heads.items():
+        if split_of(kind, name) != split:
+            continue
+        hops = _follow(facts, entity, relations)
+        if hops is None or _too_common(hops, family + name):
+            continue
+        asks = ASKS[relations[-1]]
+        ask = asks[int(_share(f"{family}:{name}") * len(asks))]
+        subject = name
+        for relation in relations[:-1]:
+            subject = NOUNS[relation].format(subject)
+        gold = hops[-1].fact
+        answers = tuple(dict.fromkeys([gold.value, *gold.aliases]))
+        yield Question(f"{family}:{name}", family, name, ask.format(subject), answers, hops)
+
+
+def _follow(facts: Facts, entity: Entity, relations: Sequence[str]) -> tuple[Hop, ...] | None:
+    """The hops along a chain, or None where a fact is missing."""
+    hops: list[Hop] = []
+    for relation in relations:
+        if relation not in entity.facts:
+            return None
+        fact = entity.facts[relation]
+        hops.append(Hop(relation, entity.name, QUERIES[relation].format(entity.name), fact))
+        if len(hops) < len(relations):
+            entity = facts.entity(ENTITY_AFTER[relation], fact.value)
+    return tuple(hops)
+
+
+def _too_common(hops: Sequence[Hop], key: str) -> bool:
+    countries = [hop.fact.value for hop in hops if hop.relation == "country"]
+    return any(_share(f"kept:{key}") >= KEPT.get(country, 1.0) for country in countries)
+
+
+def _intersection(homonym: Homonym) -> Question:
+    """A city by two conditions, its name and its time zone; either alone fits several places."""
+    fact = homonym.country
+    hop = Hop("country", homonym.name, f"{homonym.name} {homonym.timezone}", fact)
+    return Question(
+        id=f"intersection:{homonym.name}:{homonym.timezone}",
+        family="intersection",
+        head=homonym.name,
+        text=f"In which country is the {homonym.name} that keeps the time zone {homonym.timezone}?",
+        answers=tuple(dict.fromkeys([fact.value, *fact.aliases])),
+        hops=(hop,),
+    )

@@ -1,0 +1,128 @@
+"""A scripted expert that shows how to search, with flaws in known proportions.
+
+The flaws are systematic, because noise averages out in training: the model is to learn a habit that falls
+short, so that reinforcement has something to mend.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from ludus.types import FunctionCall, Message, MessageToolCall
+from ludus.worlds.search.facts import Facts
+from ludus.worlds.search.questions import Hop, Question
+
+Search = Callable[..., str]
+
+
+@dataclass(frozen=True, slots=True)
+class Flaws:
+    """How often the expert goes wrong, as probabilities."""
+
+    stop_early: float = 0.70
+    """On a question of several hops: answer with what the first hop found."""
+    stop_second: float = 0.30
+    """Having gone on after the first of three hops: answer with what the second found."""
+    lazy_query: float = 0.06
+    """On a hop that needs a precise query: search the bare name, answer from a passage that shares words."""
+    lazy_intersection: float = 0.65
+    """On a question with two conditions: search by one only, and answer from the first passage."""
+    wrong_search: float = 0.05
+    """First search for something that does not help, then start properly."""
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """One assistant turn: a search (with a thought before it) or, when `query` is None, the answer."""
+
+    text: str
+    query: str | None = None
+    k: int | None = None
+    found: str = ""
+
+
+@dataclass
+class Expert:
+    """Writes demonstrations for questions. `search` is the tool's own function."""
+
+    facts: Facts
+    search: Search
+    flaws: Flaws
+    _values: dict[str, list[str]] = field(init=False, default_factory=lambda: defaultdict(list))
+
+    def __post_init__(self) -> None:
+        facts = self.facts
+        for entity in (*facts.airports.values(), *facts.cities.values(), *facts.countries.values()):
+            for fact in entity.facts.values():
+                self._values[fact.passage].append(fact.value)
+        for homonym in self.facts.homonyms:
+            self._values[homonym.country.passage].append(homonym.country.value)
+
+    def turns(self, question: Question, rng: random.Random) -> list[Turn] | None:
+        """The turns of one dialogue, or None where even a careful search does not find a passage."""
+        return list(self._play(question, rng)) if self._findable(question) else None
+
+    def _findable(self, question: Question) -> bool:
+        return all(hop.fact.passage in self.search(hop.query, 5) for hop in question.hops)
+
+    def _play(self, question: Question, rng: random.Random) -> Iterator[Turn]:
+        flaws, hops = self.flaws, question.hops
+        if rng.random() < flaws.wrong_search:
+            yield self._look("Find the answer.", hops[-1].relation)
+        if question.family == "intersection" and rng.random() < flaws.lazy_intersection:
+            lazy = self._look("Find the country.", hops[0].subject)
+            yield lazy
+            yield Turn(self._first_value(lazy.found, hops[0]))
+            return
+        for depth, hop in enumerate(hops):
+            if hop.query != hop.subject and rng.random() < flaws.lazy_query:
+                lazy = self._look(f"Find the {hop.relation}.", hop.subject)
+                yield lazy
+                if hop.fact.passage not in lazy.found:
+                    yield Turn(self._first_value(lazy.found, hop))
+                    return
+            else:
+                yield from self._find(hop)
+            stop = (flaws.stop_early, flaws.stop_second)[min(depth, 1)]
+            if depth + 1 < len(hops) and rng.random() < stop:
+                yield Turn(hop.fact.value)
+                return
+        yield Turn(hops[-1].fact.value)
+
+    def _find(self, hop: Hop) -> Iterator[Turn]:
+        """Search precisely; where the passage is not among the first two, ask for five."""
+        thought = f"Find the {hop.relation}."
+        first = self._look(thought, hop.query)
+        yield first
+        if hop.fact.passage not in first.found:
+            yield self._look(thought, hop.query, k=5)
+
+    def _look(self, thought: str, query: str, k: int | None = None) -> Turn:
+        found = self.search(query) if k is None else self.search(query, k)
+        return Turn(thought, query, k, found)
+
+    def _first_value(self, found: str, hop: Hop) -> str:
+        """A value that a passage on the result page states, of the first passage that states one."""
+        for passage in found.split("\n"):
+            if self._values.get(passage):
+                return self._values[passage][0]
+        return hop.subject
+
+
+def to_messages(turns: list[Turn]) -> list[Message]:
+    """The assistant and tool messages of a dialogue."""
+    messages: list[Message] = []
+    for number, turn in enumerate(turns):
+        if turn.query is None:
+            messages.append(Message(role="assistant", content=turn.text))
+            continue
+        arguments = {"query": turn.query} if turn.k is None else {"query": turn.query, "k": turn.k}
+        function = FunctionCall(name="search", arguments=json.dumps(arguments, ensure_ascii=False))
+        call = MessageToolCall(id=f"call_{number}_0", type="function", function=function)
+        messages.append(Message(role="assistant", content="", reasoning_content=turn.text, tool_calls=[call]))
+        messages.append(Message(role="tool", content=turn.found, tool_call_id=call["id"], name="search"))
+    return messages

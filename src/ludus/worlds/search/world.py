@@ -1,0 +1,239 @@
+"""The search world: tasks, environment, demonstrations and the two baselines that go without the loop."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ludus.envs.settings import read_settings
+from ludus.envs.tool_env import ToolEnv
+from ludus.envs.tool_world import Dialogue, check_split
+from ludus.envs.toolbox import ToolLimits
+from ludus.errors import ConfigError
+from ludus.rewards.base import Reward
+from ludus.rewards.code.turns import Progress, TurnVerifier, turn_of_call
+from ludus.rewards.exact_match import Answers, exact_match, strict_match, token_f1, well_formed
+from ludus.rewards.shaping import citation_support, either, only_if
+from ludus.tools.base import Tool
+from ludus.tools.dense import DenseIndex, FolderEncoder, HybridIndex
+from ludus.tools.search import PassageIndex, Searches, search_tool
+from ludus.types import Message, Task, ToolStatus, Trajectory
+from ludus.worlds.search.facts import Facts, load_facts
+from ludus.worlds.search.questions import SPLITS, WEIGHTS, Question, all_questions, sample_questions
+from ludus.worlds.search.solver import Expert, Flaws, to_messages
+
+SYSTEM = {
+    "tool": "Answer the question. Search until you know.",
+    "once": "Answer the question from the passages.",
+    "none": "Answer the question from memory.",
+}
+_ALONE = "Answer with the name, number or time zone alone."
+FULL = {
+    "tool": "Look up one fact a search, and search again if the answer needs another one. " + _ALONE,
+    "once": _ALONE,
+    "none": _ALONE,
+}
+"""What the demonstrations teach a small model, in words for a pretrained one."""
+SIZES = {"train": 24_000, "validation": 1_000, "test": 1_500, "composition": 1_200}
+
+
+class SearchSettings(BaseModel):
+    """Settings of the search world (`env.settings`)."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    access: Literal["tool", "once", "none"] = "tool"
+    """`tool`: the loop. `once`: passages for the question are in the prompt (RAG). `none`: no passages."""
+    instructions: Literal["short", "full"] = "short"
+    """What the prompt says about the task: `full` also says how to search and how to answer, which a
+    pretrained model cannot know and the demonstrations show."""
+    k: int = Field(2, ge=1, le=10)
+    """Passages that a search returns unless the model asks for another number."""
+    well_formed_weight: float = Field(0.1, ge=0, lt=0.5)
+    """Of an episode without a failed call whose answer was found, or is right; a right answer weighs 1."""
+    method: Literal["bm25", "dense", "hybrid"] = "bm25"
+    """By words, by the meaning that `encoder` sees, or both rankings fused."""
+    encoder: str = ""
+    """The folder of the model that makes vectors of passages and queries, for `dense` and `hybrid`."""
+    seed: int = 0
+    """Of the choice and order of the tasks."""
+    framed: bool = True
+    """Whether an answer may stand in a frame: a box, "Answer:", "The answer is", `<answer>` tags."""
+
+
+@dataclass(frozen=True)
+class SearchWorld:
+    """Multi-hop questions over real facts."""
+
+    settings: SearchSettings = field(default_factory=SearchSettings)
+    limits: ToolLimits = field(default_factory=ToolLimits)
+    name: str = "search"
+    splits: Sequence[str] = SPLITS
+    _tasks: dict[str, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def facts(self) -> Facts:
+        """The knowledge base."""
+        return load_facts()
+
+    @property
+    def index(self) -> Searches:
+        """The passages, indexed. Raises UserError for an encoder that cannot be read."""
+        if self.settings.method == "bm25":
+            return _index()
+        dense = _dense_index(self.settings.encoder)
+        return dense if self.settings.method == "dense" else HybridIndex(_index(), dense)
+
+    @cached_property
+    def tool(self) -> Tool:
+        """`search(query, k)`."""
+        return search_tool(self.index, self.settings.k)
+
+    @cached_property
+    def rewards(self) -> tuple[Reward, ...]:
+        """Exact match decides; F1 is reported; well-formed episodes earn a little."""
+        match = exact_match if self.settings.framed else strict_match
+        return (
+            Reward("exact_match", match, weight=1.0, outcome=True),
+            Reward("f1", token_f1, weight=0.0),
+            Reward(
+                "well_formed",
+                only_if(well_formed, either(match, citation_support)),
+                weight=self.settings.well_formed_weight,
+            ),
+        )
+
+    @property
+    def turn_verifier(self) -> TurnVerifier | None:
+        """A milestone is a passage that states the fact of a hop; without the tool there is no verifier."""
+        return self._retrieved if self.settings.access == "tool" else None
+
+    def _retrieved(self, task: Task, trajectory: Trajectory) -> Progress:
+        question = self._question(task)
+        needed = set() if question is None else {hop.fact.passage for hop in question.hops}
+        reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
+        for outcome in trajectory.outcomes:
+            turn = turn_of_call(outcome.call_id)
+            if outcome.status is ToolStatus.OK and turn is not None and turn < len(reached):
+                reached[turn] |= needed.intersection(outcome.output.split("\n"))
+        return Progress(reached, len(needed))
+
+    def _question(self, task: Task) -> Question | None:
+        split = task.tags.get("split", "")
+        return _questions_by_id(split, self.settings.seed).get(task.id) if split in SIZES else None
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        """The tasks of a split, families mixed by their weights, in a fixed order."""
+        check_split(split, self.splits, self.name)
+        if split not in self._tasks:
+            chosen = _questions(split, self.settings.seed)
+            self._tasks[split] = tuple(self._task(question, split) for question in chosen)
+        return self._tasks[split]
+
+    def opening(self, question: str) -> tuple[Message, ...]:
+        """System message and question, with passages where the access is `once`."""
+        return self._opening(question, self.settings.access)
+
+    def environment(self, task: Task) -> ToolEnv:
+        """A fresh episode."""
+        del task
+        tools = (self.tool,) if self.settings.access == "tool" else ()
+        return ToolEnv(tools, self.rewards, self.limits)
+
+    def demonstrations(self, seed: int) -> Iterator[Dialogue]:
+        """An endless stream by the flawed expert: mostly with the tool, some from passages or memory.
+
+        Every question of the training split can occur; families by their weights, the same in any order.
+        """
+        rng = random.Random(f"demonstrations:{seed}")
+        pools = all_questions(self.facts, "train")
+        weights = {family: WEIGHTS[family] for family in pools}
+        expert = self._expert(Flaws())
+        while True:
+            (family,) = rng.choices(list(weights), list(weights.values()))
+            question = rng.choice(pools[family])
+            access = rng.choices(("tool", "once", "none"), (0.90, 0.05, 0.05))[0]
+            opening = self._opening(question.text, access)
+            if access != "tool":
+                answer = Message(role="assistant", content=question.answers[0])
+                yield Dialogue((*opening, answer), ())
+                continue
+            turns = expert.turns(question, rng)
+            if turns is not None:
+                yield Dialogue((*opening, *to_messages(turns)), (self.tool,))
+
+    def expert(self, task: Task) -> Dialogue | None:
+        """The expert without its flaws; None where the task has no tool or a search finds nothing."""
+        question = self._question(task)
+        if question is None or self.settings.access != "tool":
+            return None
+        flawless = Flaws(0.0, 0.0, 0.0, 0.0, 0.0)
+        turns = self._expert(flawless).turns(question, random.Random(task.id))
+        return None if turns is None else Dialogue((*task.prompt, *to_messages(turns)), (self.tool,))
+
+    def _expert(self, flaws: Flaws) -> Expert:
+        return Expert(self.facts, self.tool.function, flaws)  # type: ignore[arg-type]
+
+    def texts(self) -> Iterator[str]:
+        """Passages, then dialogues as text: what the tokenizer is trained on."""
+        yield from self.facts.passages
+        for dialogue, _ in zip(self.demonstrations(seed=0), range(2_000), strict=False):
+            yield f"{self.tool.name}(query: string, k: integer) {self.tool.description}"
+            for message in dialogue.messages:
+                yield message["content"]
+                for call in message.get("tool_calls", []):
+                    yield f'{{"name": "search", "arguments": {call["function"]["arguments"]}}}'
+
+    def _task(self, question: Question, split: str) -> Task:
+        tags = {"split": split, "family": question.family, "hops": str(len(question.hops))}
+        prompt = self.opening(question.text)
+        return Task(question.id, prompt, Answers(question.answers), tags)
+
+    def _opening(self, question: str, access: str) -> tuple[Message, ...]:
+        said = question
+        if access == "once":
+            said += "\n" + "\n".join(self.index.search(question, self.settings.k))
+        system = SYSTEM[access]
+        if self.settings.instructions == "full":
+            system += f" {FULL[access]}"
+        return Message(role="system", content=system), Message(role="user", content=said)
+
+
+@cache
+def _index() -> PassageIndex:
+    """The index over all passages, built once in a process."""
+    return PassageIndex(load_facts().passages)
+
+
+@cache
+def _dense_index(folder: str) -> DenseIndex:
+    """The vectors of all passages, made once in a process."""
+    return DenseIndex(load_facts().passages, FolderEncoder(Path(folder)))
+
+
+@cache
+def _questions(split: str, seed: int) -> tuple[Question, ...]:
+    """The questions of a split, composed once in a process."""
+    return tuple(sample_questions(load_facts(), split, SIZES[split], seed))
+
+
+@cache
+def _questions_by_id(split: str, seed: int) -> Mapping[str, Question]:
+    return {question.id: question for question in _questions(split, seed)}
+
+
+def make_search_world(settings: Mapping[str, Any], limits: ToolLimits) -> SearchWorld:
+    """The factory by which the world is registered. Raises ConfigError for settings that do not fit."""
+    chosen = read_settings(SearchSettings, settings)
+    if chosen.method != "bm25" and not chosen.encoder:
+        raise ConfigError(
+            f"env.settings.method (= {chosen.method!r}) needs an encoder.",
+            "Set env.settings.encoder to the folder of a model.",
+        )
+    return SearchWorld(chosen, limits)

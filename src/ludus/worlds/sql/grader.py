@@ -1,0 +1,168 @@
+"""Whether an answer is right: a query by its rows on two databases, one of them hidden, a value by itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from itertools import islice, permutations
+
+from ludus.rewards import truth_records
+from ludus.rewards.base import truth_of
+from ludus.rewards.code.sql_rows import Rows, same_rows
+from ludus.rewards.code.turns import Progress, made_calls
+from ludus.rewards.exact_match import Answers
+from ludus.rewards.extract import fenced
+from ludus.rewards.math.numeric import Quantity
+from ludus.tools.sql import Database, Row, SqlError, SqlLimits
+from ludus.types import Task, ToolStatus, Trajectory
+from ludus.worlds.sql.tasks import TOLERANCE, Question
+
+PlainRow = tuple[int | float | str | None, ...]
+MOST_EXTRA = 2
+"""Columns beside the gold ones in a result that holds the gold rows."""
+MOST_CHOICES = 720
+"""Choices of columns that are tried for that."""
+LIMITS = SqlLimits()
+"""Bounds on the query that is the answer."""
+CENT = 0.005
+"""How far a value may be off: two decimals are asked for."""
+
+
+@dataclass(frozen=True)
+class SqlTruth:
+    """What the verifier needs. `value` is None where the answer is a query."""
+
+    query: str
+    rows: Rows
+    hidden_rows: Rows
+    value: Answers | Quantity | None
+    image: bytes = field(repr=False)
+    hidden: bytes = field(repr=False)
+
+
+def make_truth(question: Question) -> SqlTruth:
+    """The truth of a question."""
+    rows, hidden = (
+        Rows(found, question.ordered, tolerance=TOLERANCE) for found in (question.rows, question.hidden_rows)
+    )
+    value: Answers | Quantity | None = None
+    if question.kind == "value":
+        cell = question.rows[0][0]
+        if isinstance(cell, str) or cell is None:
+            value = Answers((str(cell),))
+        else:
+            value = Quantity(
+                cell, absolute=CENT + TOLERANCE if isinstance(cell, float) else 0.0, relative=0.0
+            )
+    return SqlTruth(question.sql, rows, hidden, value, question.pair.image, question.pair.hidden)
+
+
+def is_right(answer: str, truth: SqlTruth) -> bool:
+    """Whether the answer is right; a query has to be so on both databases."""
+    if truth.value is not None:
+        return truth_records.is_right(answer, truth.value)
+    return gives(answer, truth.image, truth.rows) and gives(answer, truth.hidden, truth.hidden_rows)
+
+
+@lru_cache(maxsize=256)
+def gives(answer: str, image: bytes, due: Rows) -> bool:
+    """Whether the answer is a query that gives these rows on a database, within the bounds of `LIMITS`.
+
+    A fence around it and a semicolon behind it are taken off. Verdicts are kept: two rewards ask for one.
+    """
+    rows = _rows_of(fenced(answer), image, len(due.rows) + 1)
+    return rows is not None and same_rows(rows, due)
+
+
+def _rows_of(query: str, image: bytes, enough: int) -> list[PlainRow] | None:
+    """The first rows of a query within the bounds of `LIMITS`; None where it fails or gives bytes."""
+    try:
+        database = Database(image, limits=replace(LIMITS, counted=enough))
+        result = database.query(query.rstrip().rstrip(";"), keep=enough)
+    except SqlError:
+        return None
+    rows = [_plain(row) for row in result.rows]
+    plain = [row for row in rows if row is not None]
+    return plain if len(plain) == len(rows) else None
+
+
+def holds_gold(query: str, truth: SqlTruth) -> bool:
+    """Whether a query gives the gold rows on both databases, up to `MOST_EXTRA` other columns beside theirs.
+
+    Constants and copies of what is seen do not: the hidden database has other rows.
+    """
+    pairs = ((truth.image, truth.rows), (truth.hidden, truth.hidden_rows))
+    found = [_rows_of(query, image, len(due.rows) + 1) for image, due in pairs]
+    if any(not rows or len(rows) != len(due.rows) for rows, (_, due) in zip(found, pairs, strict=True)):
+        return False
+    tables = [rows for rows in found if rows]
+    gold, width = len(truth.rows.rows[0]), len(tables[0][0])
+    if width > gold + MOST_EXTRA:
+        return False
+    return any(
+        all(
+            same_rows([tuple(row[column] for column in columns) for row in rows], due)
+            for rows, (_, due) in zip(tables, pairs, strict=True)
+        )
+        for columns in islice(permutations(range(width), gold), MOST_CHOICES)
+    )
+
+
+def gold_rows_found(task: Task, trajectory: Trajectory) -> Progress:
+    """A turn verifier: the one milestone is a call whose query holds the gold rows (`holds_gold`)."""
+    truth = truth_of(task, SqlTruth)
+    reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
+    for call in made_calls(task, trajectory):
+        query = call.arguments.get("query")
+        if call.outcome.status is not ToolStatus.OK or not isinstance(query, str):
+            continue
+        if holds_gold(query, truth):
+            reached[call.turn].add("gold rows")
+            break
+    return Progress(reached, 1)
+
+
+def other_words(truth: SqlTruth) -> tuple[str, ...]:
+    """The right answer in other words: another query with the same rows, or the value in another writing."""
+    if isinstance(truth.value, Quantity):
+        number = truth.value.value
+        whole = number == int(number)
+        return (f"The answer is {number:,.0f}" if whole else f"It is \\boxed{{{number:.2f}}}",)
+    if truth.value is not None:
+        text = truth.value.accepted[0]
+        return f" {text.upper()}.", f"The answer is {text}.", f"It is \\boxed{{{text}}}."
+    query = truth.query.rstrip().rstrip(";")
+    fenced_query = f"```sql\n{query};\n```"
+    if truth.rows.ordered:
+        return fenced_query, f"SELECT * FROM ({query}) LIMIT -1 OFFSET 0"
+    return fenced_query, f"WITH answer AS ({query}) SELECT * FROM answer"
+
+
+def _plain(row: Row) -> PlainRow | None:
+    """The row, or None where it holds bytes: no question asks for them."""
+    cells = tuple(cell for cell in row if not isinstance(cell, bytes))
+    return cells if len(cells) == len(row) else None
+
+
+def result_set(task: Task, trajectory: Trajectory) -> float:
+    """1 if the final answer is right, else 0."""
+    return float(is_right(trajectory.answer, truth_of(task, SqlTruth)))
+
+
+def shown_rows(task: Task, trajectory: Trajectory) -> float:
+    """1 if the answer is right on the database that the policy saw. It is reported only."""
+    truth = truth_of(task, SqlTruth)
+    if truth.value is not None:
+        return result_set(task, trajectory)
+    return float(gives(trajectory.answer, truth.image, truth.rows))
+
+
+def was_run(task: Task, trajectory: Trajectory) -> float:
+    """1 if the answer is a query that a call ran without an error, right or not, else 0."""
+    del task
+    answer = fenced(trajectory.answer)
+    fine = {one.call_id for one in trajectory.outcomes if one.status is ToolStatus.OK}
+    made = [call for message in trajectory.messages for call in message.get("tool_calls", [])]
+    ran = [json.loads(call["function"]["arguments"]) for call in made if call["id"] in fine]
+    return float(bool(answer) and any(str(one.get("query", "")).strip() == answer for one in ran))

@@ -1,0 +1,248 @@
+"""A question as a plan: what is asked of the rows of one table. Its words and its SQL both follow from it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+from ludus.worlds.sql.domains import Column, Domain, Kind
+
+Scalar = int | float | str
+Function = Literal["count", "distinct", "sum", "average", "smallest", "largest"]
+Operator = Literal[
+    "is",
+    "is not",
+    "one of",
+    "above",
+    "below",
+    "at least",
+    "between",
+    "from",
+    "before",
+    "in year",
+    "unknown",
+    "known",
+    "begins",
+]
+Counting = Literal["none", "some", "more"]
+Side = Literal["above", "below"]
+Joint = Literal["and", "not", "or"]
+
+
+@dataclass(frozen=True, slots=True)
+class Attribute:
+    """A column of the table asked about, or of one that it refers to: `path` are reference columns."""
+
+    path: tuple[str, ...]
+    column: str
+
+
+@dataclass(frozen=True, slots=True)
+class Test:
+    """A condition on an attribute."""
+
+    attribute: Attribute
+    operator: Operator
+    values: tuple[Scalar, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Children:
+    """A condition on the rows of another table that refer to a row: none, some, or more than a number."""
+
+    table: str
+    reference: str
+    operator: Counting
+    number: int = 0
+    test: Test | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Versus:
+    """A condition on a number: above or below the average of all rows, or of those that share `same`."""
+
+    attribute: Attribute
+    operator: Side
+    same: Attribute | None = None
+
+
+Condition = Test | Children | Versus
+
+
+@dataclass(frozen=True, slots=True)
+class Aggregate:
+    """A number made of many rows; `attribute` is None where the rows are counted."""
+
+    function: Function
+    attribute: Attribute | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Listing:
+    """The attributes of each row."""
+
+    attributes: tuple[Attribute, ...]
+    distinct: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Total:
+    """Numbers over all rows."""
+
+    aggregates: tuple[Aggregate, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Groups:
+    """Numbers for each value of an attribute; `more` keeps groups of more rows than that."""
+
+    by: Attribute
+    aggregates: tuple[Aggregate, ...]
+    more: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PerRow:
+    """For each row its name and a number made of the rows of another table that refer to it, also if none."""
+
+    label: Attribute
+    table: str
+    reference: str
+    aggregate: Aggregate
+    test: Test | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """The percentage of the rows that pass a test."""
+
+    test: Test
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """Values of an attribute among the rows of one test and those of another (`and`, but `not`, `or`)."""
+
+    attribute: Attribute
+    operator: Joint
+    first: Test
+    second: Test
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """For each value of an attribute the rows with its largest or smallest number."""
+
+    by: Attribute
+    label: Attribute
+    number: Attribute
+    largest: bool
+
+
+Head = Listing | Total | Groups | PerRow | Share | Both | Best
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """By which output column (from 0) the rows come, and how many."""
+
+    column: int
+    descending: bool
+    limit: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A question about the rows of `table`."""
+
+    domain: Domain
+    table: str
+    head: Head
+    conditions: tuple[Condition, ...] = ()
+    order: Order | None = None
+
+    @property
+    def attributes(self) -> Iterator[Attribute]:
+        """Those of the table itself, in head and conditions; not those of tables that refer to it."""
+        yield from head_attributes(self.head)
+        for condition in self.conditions:
+            if isinstance(condition, Test | Versus):
+                yield condition.attribute
+
+    def column(self, attribute: Attribute) -> Column:
+        """The column of an attribute of the table."""
+        return column_of(self.domain, self.table, attribute)
+
+
+def head_attributes(head: Head) -> tuple[Attribute, ...]:
+    """The attributes of the table that a head names, those of output columns first."""
+    match head:
+        case Listing(attributes):
+            return attributes
+        case Total(aggregates):
+            return tuple(a.attribute for a in aggregates if a.attribute)
+        case Groups(by, aggregates):
+            return (by, *(a.attribute for a in aggregates if a.attribute))
+        case PerRow(label):
+            return (label,)
+        case Share(test):
+            return (test.attribute,)
+        case Both(attribute, _, first, second):
+            return (attribute, first.attribute, second.attribute)
+        case Best(by, label, number):
+            return (by, label, number)
+
+
+@cache
+def column_of(domain: Domain, table: str, attribute: Attribute) -> Column:
+    """The column at the end of the path that begins at a table."""
+    here = domain.table(table)
+    for step in attribute.path:
+        here = domain.table(here.column(step).target)
+    return here.column(attribute.column)
+
+
+@cache
+def reachable(domain: Domain, table: str, depth: int) -> tuple[Attribute, ...]:
+    """The attributes of a table and of those that it refers to, over at most `depth` references."""
+    found: list[Attribute] = []
+    frontier: list[tuple[tuple[str, ...], str]] = [((), table)]
+    while frontier:
+        path, name = frontier.pop(0)
+        for column in domain.table(name).columns:
+            if column.kind is Kind.REF:
+                if len(path) < depth:
+                    frontier.append(((*path, column.id), column.target))
+            elif column.kind is not Kind.KEY:
+                found.append(Attribute(path, column.id))
+    return tuple(found)
+
+
+def points(plan: Plan) -> int:
+    """How much a plan asks for: joins, conditions beyond the first, grouping, queries within queries."""
+    total = len({a.path[:n] for a in plan.attributes for n in range(1, len(a.path) + 1)})
+    total += max(0, len(plan.conditions) - 1) + (plan.order is not None)
+    for condition in plan.conditions:
+        if isinstance(condition, Versus):
+            total += 2 + (condition.same is not None)
+        elif isinstance(condition, Children):
+            total += 2 + (len(condition.test.attribute.path) if condition.test else 0)
+    match plan.head:
+        case Groups(_, aggregates, more):
+            total += len(aggregates) + (more is not None)
+        case PerRow(test=test):
+            total += 3 if test is None else 4 + len(test.attribute.path)
+        case Total(aggregates):
+            total += len(aggregates) - 1
+        case Share():
+            total += 2
+        case Both() | Best():
+            total += 3
+    return total
+
+
+def level_of(plan: Plan) -> int:
+    """1 to 5: 0 points are level 1, 1 level 2, 2 level 3, 3 and 4 level 4, more level 5."""
+    return (1, 2, 3, 4, 4)[points(plan)] if points(plan) < 5 else 5

@@ -1,0 +1,1 @@
+"""Tasks in the layout of Terminal-Bench, from a folder."""

@@ -1,0 +1,99 @@
+"""What tasks are like: how many are really different, and what is solved without skill.
+
+python -m ludus.worlds.terminal.difficulty_report
+
+*No tool* says that it is done. *Majority* runs, command by command, what solves the training task of the same
+topic whose words are most like those of the task.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+
+from ludus.sandbox import Sandbox, open_sandbox
+from ludus.tools.workspace import LIMITS
+from ludus.worlds.terminal.generate import LEVELS, TOPICS, distinct, form_of, splits_of
+from ludus.worlds.terminal.job import Job
+from ludus.worlds.terminal.services import Running, begin
+
+Splits = Mapping[str, Sequence[Job]]
+
+
+def nearest(job: Job, train: Sequence[Job]) -> Job:
+    """The training task, of the same topic where there is one, that shares most words with this one."""
+    words = Counter(form_of(job.text).split())
+    pool = [one for one in train if one.topic == job.topic] or train
+    return max(pool, key=lambda one: (Counter(form_of(one.text).split()) & words).total())
+
+
+async def solves(job: Job, steps: Sequence[str], sandbox: Sandbox) -> bool:
+    """Whether these commands solve the task."""
+    session = await sandbox.session("shell", files=job.start.files, limits=LIMITS)
+    try:
+        await session.restore(job.start)
+        began = await begin(session, job.services, job.afterwards) if job.services else {}
+        for step in steps:
+            await session.run(step)
+        state, running = await session.snapshot(), Running(began, await session.processes())
+    finally:
+        await session.close()
+    return all((await job.judge(state, sandbox, running)).values())
+
+
+async def rates(splits: Splits, split: str, sandbox: Sandbox) -> Mapping[str, tuple[int, int]]:
+    """How many tasks of a split are solved by *no tool* and by *majority*, as (solved, tasks)."""
+    jobs = splits[split]
+    idle = [await solves(job, (), sandbox) for job in jobs]
+    copied = [await solves(job, nearest(job, splits["train"]).draft.steps, sandbox) for job in jobs]
+    return {"no tool": (sum(idle), len(jobs)), "majority": (sum(copied), len(jobs))}
+
+
+def idle_line(splits: Splits) -> str:
+    """What *no tool* solves: nothing has to be run to see whether all holds at the beginning."""
+    solved = {split: sum(not job.suite.fail_to_pass for job in jobs) for split, jobs in splits.items()}
+    return "no tool: " + ", ".join(f"{split} {num} of {len(splits[split])}" for split, num in solved.items())
+
+
+def report(splits: Splits) -> str:
+    """Tables of the tasks by topic and level, of what differs, and of the splits."""
+    jobs = [job for found in splits.values() for job in found]
+    by_topic: dict[str, Counter[int]] = defaultdict(Counter)
+    for job in jobs:
+        by_topic[job.topic][job.level] += 1
+    lines = ["topic     " + "".join(f"{f'level {level}':>9}" for level in LEVELS)]
+    lines += [
+        f"{topic:10}" + "".join(f"{by_topic[topic][level]:9}" for level in LEVELS)
+        for topic in (*TOPICS, "pairs")
+    ]
+    lines += ["", "level  tasks  requests  solutions"]
+    for level in LEVELS:
+        num, forms, shapes = distinct(job for job in jobs if job.level == level)
+        lines.append(f"{level:5}  {num:5}  {forms:8}  {shapes:9}")
+    lines += ["", ", ".join(f"{split} {len(found)}" for split, found in splits.items())]
+    return "\n".join(lines)
+
+
+def measured(splits: Splits, sandbox: Sandbox) -> list[str]:
+    """What both baselines solve of `test`, by running them in a sandbox, which is closed then."""
+
+    async def act() -> Mapping[str, tuple[int, int]]:
+        try:
+            return await rates(splits, "test", sandbox)
+        finally:
+            await sandbox.close()
+
+    found = asyncio.run(act())
+    return [f"{name}: {solved} of {num} tasks of the split test" for name, (solved, num) in found.items()]
+
+
+def main() -> None:
+    """Print the survey of the world with its default settings."""
+    splits = splits_of(LEVELS, tuple(TOPICS), 1, 0, by_shape=True)
+    print(report(splits))
+    print("\n".join(measured(splits, open_sandbox())))
+
+
+if __name__ == "__main__":
+    main()

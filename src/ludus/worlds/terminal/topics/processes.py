@@ -1,0 +1,359 @@
+"""Services that run: to stop, suspend, restart, reload and find, without harm to the others."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+from ludus.worlds.terminal.checks import Only, Text
+from ludus.worlds.terminal.draw import SERVICES, TOWNS, text_of, words
+from ludus.worlds.terminal.job import Draft, Maker
+from ludus.worlds.terminal.services import Ended, Lives, Runs, Service, Watched
+
+_BEGIN: Final = """import os, signal, sys, time
+
+PID_FILE = "PATH"
+
+"""
+_WRITE: Final = """with open(PID_FILE, "w") as file:
+    print(os.getpid(), file=file)
+print("up", flush=True)
+while True:
+    time.sleep(1)
+"""
+_STOP: Final = """
+def stop(*_):
+    if os.path.exists(PID_FILE):
+        os.remove(PID_FILE)
+    sys.exit(0)
+
+
+signal.signal(signal.SIGTERM, stop)
+"""
+PLAIN: Final = _BEGIN + _STOP + _WRITE
+"""Has a pid file, which it removes on SIGTERM."""
+STUBBORN: Final = _BEGIN + "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n" + _WRITE
+BARE: Final = 'import time\n\nprint("up", flush=True)\nwhile True:\n    time.sleep(1)\n'
+"""Has no pid file."""
+LOADED: Final = """
+def load(*_):
+    with open("CONF") as file:
+        level = file.read().partition("=")[2].strip()
+    with open("/proc/self/comm", "w") as file:
+        file.write(f"NAME-{level}")
+
+
+signal.signal(signal.SIGHUP, load)
+load()
+"""
+RELOADS: Final = _BEGIN + _STOP + LOADED + _WRITE
+"""Reads its settings on SIGHUP; its title tells which it has."""
+COUNTS: Final = (
+    _BEGIN
+    + """import json
+
+counters = {"done": int(os.environ["DONE"]) * 7 + 1, "failed": int(os.environ["DONE"]) % 5}
+
+
+def save(*_):
+    with open("STATE.new", "w") as file:
+        json.dump(counters, file)
+    os.rename("STATE.new", "STATE")
+
+
+signal.signal(signal.SIGUSR1, save)
+"""
+    + _STOP
+    + _WRITE
+)
+"""Keeps counters in memory, and saves them on SIGUSR1."""
+
+COUNTING: Final = " What counts in the end is what runs and what lies in the files."
+
+
+@dataclass(frozen=True)
+class Yard:
+    """A folder with services: their programs, pid files and logs."""
+
+    root: str
+    names: tuple[str, ...]
+
+    def script(self, name: str) -> str:
+        """The program of a service."""
+        return f"{self.root}/{name}.py"
+
+    def pid_file(self, name: str) -> str:
+        """Where its number lies."""
+        return f"{self.root}/run/{name}.pid"
+
+    def log(self, name: str) -> str:
+        """What it prints."""
+        return f"{self.root}/log/{name}.log"
+
+    def service(self, name: str) -> Service:
+        """The service, as it runs."""
+        return Service(name, (self.script(name),), self.log(name))
+
+    def program(self, name: str, text: str = PLAIN) -> dict[str, str]:
+        """Its program, with a pid file."""
+        return {self.script(name): text.replace("PATH", self.pid_file(name), 1)}
+
+    @property
+    def changing(self) -> tuple[str, ...]:
+        """What services write."""
+        return f"{self.root}/run/*", f"{self.root}/log/*"
+
+
+def yard_of(rng: random.Random, num: int = 4) -> Yard:
+    """A folder with so many services."""
+    return Yard(words(rng, 1)[0], tuple(rng.sample(SERVICES, num)))
+
+
+def others(names: Sequence[str]) -> tuple[Watched, ...]:
+    """All of these live, not suspended."""
+    return tuple(map(Lives, names))
+
+
+def gone(pid: str) -> str:
+    """The command that waits until a process is gone."""
+    return f"while [ -d /proc/{pid} ]; do sleep 0.05; done"
+
+
+def each(test: str, act: str) -> str:
+    """The command that does something to each process ($p) of a folder ($d) in /proc that passes a test."""
+    return f"for d in /proc/[0-9]*; do p=${{d#/proc/}}; if {test}; then {act}; fi; done"
+
+
+def is_command(line: str) -> str:
+    """The test whether a process ($d) has this command line."""
+    return f"[ \"$(cat $d/cmdline 2> /dev/null | tr '\\0' ' ')\" = '{line} ' ]"
+
+
+def started(yard: Yard, name: str, values: str = "") -> str:
+    """The command that starts a service, away from the shell, and waits until it is up."""
+    before = f"{values} setsid" if values else "setsid"
+    command = f"({before} python3 {yard.script(name)} < /dev/null > {yard.log(name)} 2>&1 &)"
+    return f"{command}; until [ -s {yard.pid_file(name)} ]; do sleep 0.05; done"
+
+
+def of_yard(yard: Yard, text: str, steps: tuple[str, ...], watched: tuple[Watched, ...]) -> Draft:
+    """A task whose services are the plain ones of a yard."""
+    programs = {path: program for name in yard.names for path, program in yard.program(name).items()}
+    made = [place(name) for place in (yard.log, yard.pid_file) for name in yard.names]
+    return Draft(
+        text + COUNTING,
+        {**programs, **dict.fromkeys(made, "")},
+        steps,
+        changes=yard.changing,
+        services=tuple(map(yard.service, yard.names)),
+        watched=watched,
+    )
+
+
+def with_files(draft: Draft, files: Mapping[str, str], changing: bool = False) -> Draft:
+    """The task with more files, or others in their place, the last of which is worth a look."""
+    changes = (*draft.changes, *files) if changing else draft.changes
+    return replace(draft, files={**draft.files, **files}, changes=changes, looks=tuple(files)[-1:])
+
+
+def without(draft: Draft, paths: Sequence[str]) -> Draft:
+    """The task without files that lie there else."""
+    return replace(draft, files={path: data for path, data in draft.files.items() if path not in paths})
+
+
+def with_service(draft: Draft, service: Service) -> Draft:
+    """The task whose service of that name is this one."""
+    own = tuple(service if one.name == service.name else one for one in draft.services)
+    return replace(draft, services=own)
+
+
+def pids_left(yard: Yard, names: Sequence[str]) -> Only:
+    """The pid files are those of these services."""
+    return Only(f"{yard.root}/run/*", frozenset(map(yard.pid_file, names)))
+
+
+def _pid_file(rng: random.Random) -> Draft:
+    yard = yard_of(rng)
+    name, *rest = yard.names
+    path = yard.pid_file(name)
+    text = (
+        f"The services of {yard.root} run. Stop {name} with SIGTERM, on which it removes its pid file, "
+        f"{path}; the others go on."
+    )
+    steps = (f"p=$(cat {path}); kill $p; {gone('$p')}",)
+    draft = of_yard(yard, text, steps, (Ended(name), *others(rest)))
+    return replace(draft, checks=(pids_left(yard, rest),))
+
+
+def _resume(rng: random.Random) -> Draft:
+    yard = yard_of(rng)
+    name, *rest = yard.names
+    text = (
+        f"The services of {yard.root} run, but {name} (its number is in {yard.pid_file(name)}) was "
+        "suspended. Have it go on, without a restart; the others go on too."
+    )
+    steps = (f"kill -CONT $(cat {yard.pid_file(name)})",)
+    draft = of_yard(yard, text, steps, (Lives(name), *others(rest)))
+    return with_service(draft, replace(yard.service(name), fate="STOP"))
+
+
+def _suspend(rng: random.Random) -> Draft:
+    yard = yard_of(rng)
+    name, *rest = yard.names
+    text = (
+        f"The services of {yard.root} run, their numbers are in {yard.root}/run. Suspend {name}, so that it "
+        "can go on later from where it is, and leave the others alone."
+    )
+    steps = (f"kill -STOP $(cat {yard.pid_file(name)})",)
+    return of_yard(yard, text, steps, (Lives(name, suspended=True), *others(rest)))
+
+
+def _listed(rng: random.Random) -> Draft:
+    yard = yard_of(rng, 5)
+    ending, rest = yard.names[:2], yard.names[2:]
+    path = f"{yard.root}/stop.txt"
+    text = (
+        f"{path} names services of {yard.root}, one a line. Stop these with SIGTERM, on which they remove "
+        f"their pid files, {yard.root}/run/NAME.pid. The others go on."
+    )
+    steps = (f"for n in $(cat {path}); do p=$(cat {yard.root}/run/$n.pid); kill $p; {gone('$p')}; done",)
+    draft = of_yard(yard, text, steps, (*map(Ended, ending), *others(rest)))
+    return replace(with_files(draft, {path: text_of(ending)}), checks=(pids_left(yard, rest),))
+
+
+def _by_script(rng: random.Random) -> Draft:
+    yard = yard_of(rng)
+    name, *rest = yard.names
+    text = (
+        f"Several programs of {yard.root} run, none with a pid file. Stop the one that runs "
+        f"{yard.script(name)}; the others go on."
+    )
+    steps = (each(is_command(f"python3 {yard.script(name)}"), f"kill $p; {gone('$p')}"),)
+    draft = of_yard(yard, text, steps, (Ended(name), *others(rest)))
+    bare = with_files(draft, {yard.script(one): BARE for one in yard.names})
+    return without(bare, list(map(yard.pid_file, yard.names)))
+
+
+def workers(yard: Yard, sets: Sequence[tuple[tuple[str, ...], Mapping[str, str]]]) -> tuple[Service, ...]:
+    """The same program several times, each with arguments and variables of its own."""
+    script = yard.script("worker")
+    return tuple(
+        Service(f"worker{number}", (script, *arguments), yard.log(f"worker{number}"), values)
+        for number, (arguments, values) in enumerate(sets, 1)
+    )
+
+
+def of_workers(
+    yard: Yard, text: str, steps: tuple[str, ...], services: tuple[Service, ...], ending: Sequence[str]
+) -> Draft:
+    """A task about one program that runs several times: those that shall end, while the others live."""
+    names = [service.name for service in services]
+    script = yard.script("worker")
+    return Draft(
+        text + COUNTING,
+        {script: BARE, **{service.log: "" for service in services}},
+        steps,
+        changes=yard.changing,
+        looks=(script,),
+        services=services,
+        watched=(*map(Ended, ending), *others([name for name in names if name not in ending])),
+    )
+
+
+def _by_argument(rng: random.Random) -> Draft:
+    yard, queues = yard_of(rng), words(rng, 4)
+    services = workers(yard, [(("--queue", queue), {}) for queue in queues])
+    place = rng.randrange(4)
+    text = (
+        f"{yard.script('worker')} runs four times, each with another --queue. Stop the one of the queue "
+        f"{queues[place]}; the others go on."
+    )
+    line = f"python3 {yard.script('worker')} --queue {queues[place]}"
+    steps = (each(is_command(line), f"kill -TERM $p; {gone('$p')}"),)
+    return of_workers(yard, text, steps, services, [services[place].name])
+
+
+def _stubborn(rng: random.Random) -> Draft:
+    yard = yard_of(rng)
+    name, *rest = yard.names
+    path = yard.pid_file(name)
+    text = (
+        f"The services of {yard.root} run. {name} is to end, but it ignores SIGTERM: end it all the same, "
+        f"and remove its pid file, {path}. The others go on."
+    )
+    steps = (f"p=$(cat {path}); kill -9 $p; {gone('$p')}", f"rm {path}")
+    draft = of_yard(yard, text, steps, (Ended(name), *others(rest)))
+    return replace(with_files(draft, yard.program(name, STUBBORN)), checks=(pids_left(yard, rest),))
+
+
+def _restart(rng: random.Random) -> Draft:
+    yard, (old, new) = yard_of(rng), rng.sample(TOWNS, 2)
+    name, *rest = yard.names
+    path = yard.pid_file(name)
+    text = (
+        f"The service {name} of {yard.root} has REGION={old} in its environment. Restart it with "
+        f"REGION={new}: stop it with SIGTERM, then start it in /box as `python3 {yard.script(name)}`, away "
+        f"from your shell. It writes its number to {path} itself. The others go on."
+    )
+    steps = (f"p=$(cat {path}); kill $p; {gone('$p')}", started(yard, name, f"REGION={new}"))
+    runs = Runs((yard.script(name),), 1, {"REGION": new}, path)
+    draft = of_yard(yard, text, steps, (Ended(name), runs, *others(rest)))
+    return with_service(draft, replace(yard.service(name), environment={"REGION": old}))
+
+
+def _reload(rng: random.Random) -> Draft:
+    yard, (old, new) = yard_of(rng), rng.sample(range(10, 99), 2)
+    name, *rest = yard.names
+    conf = f"{yard.root}/{name}.conf"
+    text = (
+        f"The service {name} of {yard.root} reads {conf} when it starts and when it gets SIGHUP. Set the "
+        f"level there to {new} and have it read the file; it must not be restarted (its number is in "
+        f"{yard.pid_file(name)}, its title in /proc tells the level that it uses). The others go on."
+    )
+    wait = f"until grep -q '^{name}-{new}$' /proc/$p/comm; do sleep 0.05; done"
+    steps = (
+        f"sed -i 's/^level=.*/level={new}/' {conf}",
+        f"p=$(cat {yard.pid_file(name)}); kill -HUP $p; {wait}",
+    )
+    draft = of_yard(yard, text, steps, (Lives(name, f"{name}-{new}"), *others(rest)))
+    program = RELOADS.replace("CONF", conf).replace("NAME", name)
+    draft = with_files(
+        with_files(draft, yard.program(name, program)), {conf: f"level={old}\n"}, changing=True
+    )
+    draft = with_service(draft, replace(yard.service(name), title=f"{name}-{old}"))
+    return replace(draft, checks=(Text(conf, f"level={new}\n"),))
+
+
+def _drain(rng: random.Random) -> Draft:
+    yard, done = yard_of(rng), rng.randint(1000, 9000)
+    name, *rest = yard.names
+    state, path = f"{yard.root}/{name}.json", yard.pid_file(name)
+    text = (
+        f"The service {name} of {yard.root} keeps counters in memory, and writes them to {state} when it "
+        f"gets SIGUSR1. Have it write them, and stop it then with SIGTERM (its number is in {path}). "
+        "The others go on."
+    )
+    saved = f"until [ -e {state} ]; do sleep 0.05; done"
+    steps = (f"p=$(cat {path}); kill -USR1 $p; {saved}; kill $p; {gone('$p')}",)
+    draft = of_yard(yard, text, steps, (Ended(name), *others(rest)))
+    draft = with_files(draft, yard.program(name, COUNTS.replace("STATE", state)))
+    draft = with_service(draft, replace(yard.service(name), environment={"DONE": str(done)}))
+    due = json.dumps({"done": done * 7 + 1, "failed": done % 5})
+    return replace(draft, checks=(Text(state, due, "json"), pids_left(yard, rest)))
+
+
+MAKERS: Final = (
+    Maker("processes/pid_file", 1, _pid_file),
+    Maker("processes/resume", 1, _resume),
+    Maker("processes/suspend", 1, _suspend),
+    Maker("processes/listed", 2, _listed),
+    Maker("processes/by_script", 2, _by_script),
+    Maker("processes/by_argument", 2, _by_argument),
+    Maker("processes/stubborn", 2, _stubborn),
+    Maker("processes/restart", 2, _restart),
+    Maker("processes/reload", 2, _reload),
+    Maker("processes/drain", 2, _drain),
+)
