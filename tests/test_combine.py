@@ -33,7 +33,7 @@ from ludus.training.collection.prompt_stream import TaskStream
 from ludus.training.collection.reward_mixing import Combiner, check_reward_settings, plan_parts
 from ludus.training.collection.rollout_collector import Sampler
 from ludus.training.credit.advantages import Credit, assign_credit
-from ludus.training.reward_model.train import RewardEnsemble, RewardModel
+from ludus.training.value_models.reward_model import RewardEnsemble, RewardModel
 from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Failure, Group, Segment, StopReason, Task, Trajectory
 from small_runs import lasting_files

@@ -7,8 +7,8 @@ a `#`; it may only shrink. Each rule has a snippet below that breaks it.
 
 import ast
 import re
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -23,6 +23,7 @@ ESCAPES = {"Any": 27, "type: ignore": 7, "noqa": 9}
 """How often the package may step around its checkers, at most. Lower these whenever the counts fall."""
 
 FUNCTION_LINES, PARAMETERS, BRANCHES = 60, 6, 10
+FOLDER_MODULES = 15
 CLASS_LINES, FILE_LINES, CONFIG_FIELDS = 300, 600, 20
 
 ORDER = (
@@ -39,6 +40,7 @@ ORDER = (
         "rewards",
         "tasks",
         "envs",
+        "worlds",
     ),
     *(
         "rollout",
@@ -102,7 +104,9 @@ class Finding:
 @cache
 def modules() -> list[Module]:
     files = [
-        f for top in ("src/ludus", "examples", "benchmarks") for f in sorted(ROOT.glob(f"{top}/**/*.py"))
+        f
+        for top in ("src/ludus", "examples", "benchmarks", "generators")
+        for f in sorted(ROOT.glob(f"{top}/**/*.py"))
     ]
     return [Module(f.relative_to(ROOT).as_posix(), f.read_text(encoding="utf-8")) for f in files]
 
@@ -370,6 +374,72 @@ def test_the_project_speaks_only_of_itself():
             )
     assert found
     assert {path: words for path, words in found.items() if words} == {}
+
+
+def test_no_folder_is_crowded():
+    sizes = Counter(str(Path(m.path).parent) for m in modules() if m.in_package)
+    assert {folder: n for folder, n in sizes.items() if n > FOLDER_MODULES} == {}
+
+
+def crossings(found: Sequence[Module]) -> dict[str, dict[str, set[str]]]:
+    """For each folder: imports between its sub-folders and modules, where one of the two is a sub-folder."""
+    paths = {m.path.removeprefix("src/").removesuffix(".py").removesuffix("/__init__"): m for m in found}
+    edges: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for source, module in paths.items():
+        for target in filter(None, (nearest_module(name, paths) for name in imported_names(module.tree))):
+            ours, theirs = source.split("/"), target.split("/")
+            pairs = zip(ours, theirs, strict=False)
+            shared = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(ours), len(theirs)))
+            if shared < min(len(ours), len(theirs)) and max(len(ours), len(theirs)) > shared + 1:
+                edges["/".join(ours[:shared])][ours[shared]].add(theirs[shared])
+    return edges
+
+
+def imported_names(tree: ast.Module) -> Iterator[str]:
+    """The dotted names that a module imports, those of functions included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def nearest_module(name: str, paths: Collection[str]) -> str | None:
+    path = name.replace(".", "/")
+    return next((one for one in (path, path.rpartition("/")[0]) if one in paths), None)
+
+
+def cycles(edges: Mapping[str, set[str]]) -> set[str]:
+    """The nodes that can reach themselves."""
+
+    def reached(start: str) -> set[str]:
+        seen: set[str] = set()
+        left = [start]
+        while left:
+            new = edges.get(left.pop(), set()) - seen
+            seen |= new
+            left += new
+        return seen
+
+    return {node for node in edges if node in reached(node)}
+
+
+def test_sub_folders_import_one_way():
+    edges = crossings([m for m in modules() if m.in_package])
+    assert edges["ludus/training"]
+    assert {folder: found for folder, inner in edges.items() if (found := cycles(inner))} == {}
+
+
+def test_only_the_registry_names_a_shipped_world():
+    importers = {m.path for m in modules() if "worlds" in (t for _, n in everywhere(m) for t in imported(n))}
+    assert [path for path in importers if path.startswith("src/ludus/") and "/worlds/" not in path] == []
+
+
+def test_a_cycle_of_sub_folders_is_found():
+    one = Module("src/ludus/rollout/a/x.py", "from ludus.rollout.b import y")
+    two = Module("src/ludus/rollout/b/y.py", "def f():\n    import ludus.rollout.a.x")
+    assert cycles(crossings([one, two])["ludus/rollout"]) == {"a", "b"}
+    assert cycles(crossings([one])["ludus/rollout"]) == set()
 
 
 LONG = "".join(f"    x = {n}\n" for n in range(60))

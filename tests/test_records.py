@@ -10,7 +10,8 @@ import pytest
 from ludus.errors import StorageError
 from ludus.training.datasets.jsonl import write_records
 from ludus.training.preference.pairs import Arm, Pair, load_pairs
-from ludus.training.reward_model.data import Example, Judged, load_examples
+from ludus.training.reward_model.data import load_examples
+from ludus.training.value_models.reward_model import Example, Judged
 
 ARM = Arm((5, 6, 7), (False, True, True), (-0.1, -1 / 3))
 PAIRS = [Pair("step-000001/é", 0.3, ARM, Arm((5, 8), (False, True)), (ARM,)), Pair("b", 1.0, ARM, ARM)]

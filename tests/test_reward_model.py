@@ -21,18 +21,11 @@ from ludus.rollout.ledger import Ledger, Outcome, RolloutKey
 from ludus.rollout.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
 from ludus.rollout.scheduler import Job
 from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
-from ludus.training.reward_model.data import Example, Judged, examples_of_rollouts, hold_out, load_examples
+from ludus.training.reward_model.data import examples_of_rollouts, hold_out, load_examples
 from ludus.training.reward_model.mc_rollouts import play_on
-from ludus.training.reward_model.train import (
-    RewardModel,
-    auc,
-    load_reward_model,
-    losses,
-    measure,
-    parts,
-    reward_step,
-)
+from ludus.training.reward_model.train import auc, losses, measure, reward_step
 from ludus.training.run.session import make_engine, open_session
+from ludus.training.value_models.reward_model import Example, Judged, RewardModel, load_reward_model, parts
 from ludus.training.value_models.scalar_head import HeadModel
 from ludus.types import Segment, StopReason, Trajectory
 from small_runs import lasting_files, words

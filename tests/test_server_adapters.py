@@ -277,7 +277,8 @@ def test_weights_that_have_gone_or_are_no_weights_are_said_to(tmp_path):
 
 def test_what_a_killed_process_left_in_shared_memory_goes(tmp_path):
     code = (
-        "import os, sys; from pathlib import Path; from ludus.engines.remote.weight_folder import WeightShelf\n"
+        "import os, sys; from pathlib import Path\n"
+        "from ludus.engines.remote.weight_folder import WeightShelf\n"
         "shelf = WeightShelf(shared_memory=Path(sys.argv[1]))\nshelf.folder('x', 1)\n"
         "os.kill(os.getpid(), 9)"
     )

@@ -1,7 +1,7 @@
 """Rows of tokens, and how they are packed into padded microbatches.
 
-A row is one trajectory (a tree as its paths one after the other, `trajectory_tree.py`) or one demonstration. The
-order of rows and their grouping do not change the gradient.
+A row is one trajectory (a tree as its paths one after the other, `trajectory_tree.py`) or one demonstration.
+The order of rows and their grouping do not change the gradient.
 """
 
 from __future__ import annotations

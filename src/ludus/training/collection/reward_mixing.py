@@ -42,15 +42,16 @@ from ludus.rollout.reward_executor import ProcessScoring, waited
 from ludus.rollout.scheduler import Episode
 from ludus.rollout.trees import attempts, of_each_path, with_chains
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
-from ludus.training.reward_model.data import Judged, action_ends
-from ludus.training.reward_model.train import (
+from ludus.training.run.session import Session
+from ludus.training.value_models.reward_model import (
+    Judged,
     Judgement,
     RewardEnsemble,
+    action_ends,
     check_ensemble,
     find_reward_model,
     load_ensemble,
 )
-from ludus.training.run.session import Session
 from ludus.types import WORLD_TAG, Failure, Group, StopReason, Task, Trajectory
 
 COMBINED_PART = "combined"

@@ -54,7 +54,9 @@ class Ranks(Protocol):
         ...
 
     def together(self, command: object) -> AbstractContextManager[None]:
-        """Have the others do what is done within the block, where this process leads them (`distributed.launcher`)."""
+        """Have the others do what is done within the block, where this process leads them
+        (`distributed.launcher`).
+        """
         ...
 
 

@@ -10,7 +10,7 @@ import json
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from ludus.errors import UserError
@@ -23,38 +23,10 @@ from ludus.training.reward_model.mc_rollouts import play_on
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import Session
 from ludus.training.run.tokenizer_check import check_tokenizer, check_vocabulary
+from ludus.training.value_models.reward_model import Example, Judged, action_ends
 from ludus.types import Trajectory
 
 EXAMPLES_FILE = "examples.jsonl.gz"
-
-
-@dataclass(frozen=True, slots=True)
-class Judged:
-    """One attempt: its tokens `[T]`, the positions `[K]` whose state is scored, and a target in [0, 1] each.
-
-    The state after the token at a position is scored, so it has seen that token. The targets of a pair are 1
-    and 0 and only say which is which.
-    """
-
-    tokens: tuple[int, ...]
-    at: tuple[int, ...]
-    targets: tuple[float, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Example:
-    """One attempt, or the better and the worse of a pair. `prompt_length` counts the tokens before the first
-    action; `held_out` ones are measured on and never trained on."""
-
-    source: str
-    prompt_length: int
-    arms: tuple[Judged, ...]
-    held_out: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of all its attempts; a shared prompt counts once."""
-        return sum(len(arm.tokens) for arm in self.arms) - (len(self.arms) - 1) * self.prompt_length
 
 
 def gather_examples(session: Session) -> list[Example]:
@@ -130,15 +102,6 @@ def hold_out(examples: Sequence[Example], share: float, seed: int) -> list[Examp
     return [
         replace(example, held_out=prompt in aside) for example, prompt in zip(examples, prompts, strict=True)
     ]
-
-
-def action_ends(trajectory: Trajectory) -> tuple[int, ...]:
-    """The position of the last token of each turn's action in a chain, one for each turn."""
-    ends: dict[int, int] = {}
-    for place, (turn, action) in enumerate(zip(trajectory.turn_index, trajectory.action_mask, strict=True)):
-        if action:
-            ends[turn] = place
-    return tuple(ends.values())
 
 
 def load_examples(path: Path) -> list[Example]:

@@ -11,26 +11,18 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import Tracker
-from ludus.engines.models.loading import load_model
-from ludus.errors import LearnerError, UserError
+from ludus.errors import LearnerError
 from ludus.rollout.ledger import Ledger
 from ludus.training.batches.epoch_sampler import batch_of_step, num_steps
 from ludus.training.datasets.jsonl import write_records
 from ludus.training.learner.optimizer import Optimiser, OptimiserSettings
-from ludus.training.reward_model.data import (
-    EXAMPLES_FILE,
-    Example,
-    Judged,
-    gather_examples,
-    load_examples,
-)
+from ludus.training.reward_model.data import EXAMPLES_FILE, gather_examples, load_examples
 from ludus.training.run.checkpoint import (
     Extra,
     TrainerState,
@@ -43,81 +35,18 @@ from ludus.training.run.checkpoint import (
 )
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import Session
-from ludus.training.value_models.scalar_head import HeadModel
+from ludus.training.value_models.reward_model import (
+    Example,
+    Kind,
+    RewardModel,
+    head_name,
+    make_reward_model,
+    parts,
+)
 
 log = logging.getLogger("ludus.reward_model")
 
 OnStep = Callable[[int, Mapping[str, float]], None]
-Kind = Literal["pairwise", "pointwise", "process"]
-KINDS: tuple[Kind, ...] = ("pairwise", "pointwise", "process")
-
-
-@dataclass(frozen=True)
-class RewardModel:
-    """Scores of attempts; `sigmoid(score)` is a probability or a value in [0, 1]."""
-
-    states: HeadModel
-    kind: Kind
-
-    def scores(self, arms: Sequence[Judged]) -> list[Tensor]:
-        """The score at each position of each attempt, `[K]` a time, with gradient."""
-        states = self.states
-        width = max(len(arm.tokens) for arm in arms)
-        tokens = torch.zeros(len(arms), width, dtype=torch.int64)
-        for i, arm in enumerate(arms):
-            tokens[i, : len(arm.tokens)] = torch.tensor(arm.tokens)
-        rows = torch.tensor([i for i, arm in enumerate(arms) for _ in arm.at])
-        columns = torch.tensor([place for arm in arms for place in arm.at])
-        device = states.device
-        found = states.read(tokens.to(device), (rows.to(device), columns.to(device)))[:, 0]
-        return list(torch.split(found, [len(arm.at) for arm in arms]))
-
-    @torch.no_grad()
-    def judge(self, arms: Sequence[Judged], max_tokens: int) -> list[tuple[float, ...]]:
-        """`sigmoid(score)` at each position, in parts of at most `max_tokens` tokens (or one attempt)."""
-        found: list[tuple[float, ...]] = []
-        for part in parts([Example("", 0, (arm,)) for arm in arms], max_tokens):
-            scored = self.scores([arm for example in part for arm in example.arms])
-            found += [tuple(torch.sigmoid(score.double()).tolist()) for score in scored]
-        return found
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """What an ensemble says of one attempt: a value in [0, 1] at each position, and the standard deviation
-    over the members, averaged over the positions."""
-
-    values: tuple[float, ...]
-    std: float
-
-
-@dataclass(frozen=True)
-class RewardEnsemble:
-    """Reward models of one kind, which judge conservatively: mean - std_coef * std, at least 0.
-
-    The deviation is that of the population of members (ddof 0). Subtracting it counters over-optimisation:
-    attempts far from the training data, on which members disagree, earn less (arXiv:2310.02743, which
-    subtracts the variance).
-    """
-
-    members: tuple[RewardModel, ...]
-    std_coef: float = 0.0
-
-    @property
-    def kind(self) -> Kind:
-        """The kind of the members."""
-        return self.members[0].kind
-
-    def judge(self, arms: Sequence[Judged], max_tokens: int) -> list[Judgement]:
-        """The judgement of each attempt, in parts of at most `max_tokens` tokens (or one attempt)."""
-        said = [member.judge(arms, max_tokens) for member in self.members]
-        return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*said, strict=True)]
-
-    def _pooled(self, values: Tensor) -> Judgement:
-        """The judgement of values `[members, positions]`."""
-        std = values.std(0, correction=0)
-        pooled = (values.mean(0) - self.std_coef * std).clamp(min=0.0)
-        return Judgement(tuple(pooled.tolist()), float(std.mean()))
 
 
 @dataclass(frozen=True)
@@ -132,62 +61,6 @@ class RewardTraining:
     steps: int
     done: int
     last: Path
-
-
-def head_name(kind: Kind) -> str:
-    """The part of a checkpoint that holds the head; its name says what the head was trained for."""
-    return f"reward_{kind}"
-
-
-def make_reward_model(session: Session) -> RewardModel:
-    """The session's model with a head of zeros. Raises UserError for a model that cannot have one."""
-    again = session.config.model.activation_checkpointing
-    hint = "Take another model, for example with --model."
-    states = HeadModel(session.model, "reward model", hint, recompute=again)
-    return RewardModel(states, session.config.reward_model.kind)
-
-
-def find_reward_model(path: Path) -> tuple[Path, Kind]:
-    """The checkpoint of a reward model in a run folder (the newest) or at a path, and its kind.
-
-    Raises UserError where there is none.
-    """
-    found = list_checkpoints(path / "checkpoints")
-    folder = found[-1][1] if found else path
-    kind = next((k for k in KINDS if (folder / "trainer" / f"{head_name(k)}.safetensors").is_file()), None)
-    if kind is None:
-        raise UserError(
-            f"There is no reward model at {path}.", "Make one with `ludus reward-model`, and give its folder."
-        )
-    return folder, kind
-
-
-def load_reward_model(path: Path, config: Config) -> RewardModel:
-    """The reward model of a run folder (its newest checkpoint) or of a checkpoint, without gradients.
-
-    Raises UserError where there is none.
-    """
-    folder, kind = find_reward_model(path)
-    policy = load_model(str(folder), config.model.dtype, config.model.device).requires_grad_(False)
-    states = HeadModel(policy, "reward model", "Make another one.")
-    states.load_head(load_part(folder, head_name(kind)))
-    return RewardModel(states, kind)
-
-
-def check_ensemble(paths: Sequence[str]) -> None:
-    """Raise UserError for a path without a reward model, and for models of different kinds."""
-    kinds = {path: find_reward_model(Path(path))[1] for path in paths}
-    if len(set(kinds.values())) > 1:
-        told = ", ".join(f"{path} is {kind}" for path, kind in kinds.items())
-        raise UserError(
-            f"The reward models of an ensemble differ in kind: {told}.", "Use models of one kind."
-        )
-
-
-def load_ensemble(paths: Sequence[str], std_coef: float, config: Config) -> RewardEnsemble:
-    """The reward models at `paths`. Raises UserError as `check_ensemble`."""
-    check_ensemble(paths)
-    return RewardEnsemble(tuple(load_reward_model(Path(path), config) for path in paths), std_coef)
 
 
 def open_training(session: Session, folder: RunFolder, examples: Sequence[Example] | None) -> RewardTraining:
@@ -337,17 +210,3 @@ def auc(scores: Tensor, positive: Tensor) -> float | None:
     ordered = low.sort().values
     below, up_to = (torch.searchsorted(ordered, high, right=right).double() for right in (False, True))
     return float((below + up_to).mean()) / (2 * len(low))
-
-
-def parts(examples: Sequence[Example], max_tokens: int) -> list[list[Example]]:
-    """The examples in order, in parts of at most `max_tokens` tokens or one example."""
-    found: list[list[Example]] = []
-    size = 0
-    for example in examples:
-        if found and size + example.num_tokens <= max_tokens:
-            found[-1].append(example)
-        else:
-            found.append([example])
-            size = 0
-        size += example.num_tokens
-    return found

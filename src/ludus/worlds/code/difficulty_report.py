@@ -1,7 +1,4 @@
-"""What tasks are like: how many are really different, and what is solved without skill.
-
-python -m ludus.worlds.code.difficulty_report
-"""
+"""What tasks are like: how many are really different, and what is solved without skill."""
 
 from __future__ import annotations
 
@@ -127,14 +124,3 @@ def report(world: CodeWorld) -> str:
         cells = [rates(problems, guess) for guess in baselines.values()]
         lines.append(f"{split:12} " + "  ".join(f"{solved:6.1%} {share:6.1%}" for solved, share in cells))
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Print the survey of the world with its default settings."""
-    from ludus.worlds.code.world import CodeWorld
-
-    print(report(CodeWorld()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""What tasks are like: how many are really different, and what is solved without skill.
-
-python -m ludus.worlds.functions.difficulty_report
-"""
+"""What tasks are like: how many are really different, and what is solved without skill."""
 
 from __future__ import annotations
 
@@ -99,14 +96,3 @@ def report(world: FunctionsWorld) -> str:
         for split, tasks in splits.items()
     )
     return "\n".join([*table, "", *rate_lines(("nothing to do", "no tool", "majority"), rates)])
-
-
-def main() -> None:
-    """Print the survey of the world with its default settings."""
-    from ludus.worlds.functions.world import FunctionsWorld
-
-    print(report(FunctionsWorld()))
-
-
-if __name__ == "__main__":
-    main()

@@ -1,7 +1,4 @@
-"""What tasks are like: how many are really different, and what is solved without skill.
-
-python -m ludus.worlds.math.difficulty_report
-"""
+"""What tasks are like: how many are really different, and what is solved without skill."""
 
 from __future__ import annotations
 
@@ -93,14 +90,3 @@ def report(world: MathWorld) -> str:
         for split, tasks in splits.items()
     )
     return "\n".join([*table, "", *rate_lines(("no tool", "majority", "copied"), rates)])
-
-
-def main() -> None:
-    """Print the survey of the world with its default settings."""
-    from ludus.worlds.math.world import MathWorld
-
-    print(report(MathWorld()))
-
-
-if __name__ == "__main__":
-    main()

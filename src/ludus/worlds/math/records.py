@@ -24,10 +24,10 @@ class _Fault(Exception):
 def load_problems(path: Path) -> dict[str, tuple[Task, ...]]:
     """The tasks of a file by split.
 
-    `answer` is what its type asks for (`ludus.rewards.truth_records`); of a text that reasons, what follows "####"
-    or stands in a box. Without "split" a hash of the question decides, 8 : 1 : 1. Raises UserError, with the
-    line, for a record that is none and for a question that was there before, and where a verifier needs an
-    extra that is not installed.
+    `answer` is what its type asks for (`ludus.rewards.truth_records`); of a text that reasons, what follows
+    "####" or stands in a box. Without "split" a hash of the question decides, 8 : 1 : 1. Raises UserError,
+    with the line, for a record that is none and for a question that was there before, and where a verifier
+    needs an extra that is not installed.
     """
     try:
         lines = json_lines(path.read_text("utf-8"))

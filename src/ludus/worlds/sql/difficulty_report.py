@@ -1,5 +1,4 @@
-"""How varied the tasks are, and what is earned without the loop: `python -m
-ludus.worlds.sql.difficulty_report`.
+"""How varied the tasks are, and what is earned without the loop.
 
 *No tool* understands every question and writes its query with the names that the question uses, without a
 look at the database; asked for a value it gives the commonest one. *Majority* gives the answer that training
@@ -69,14 +68,3 @@ def report(world: SqlWorld) -> str:
             lines.append(f"{level:5} {own.num_tasks:6} {own.num_shapes:7} {rates}")
     lines.append(", ".join(f"{split} {len(questions)}" for split, questions in splits.items()))
     return "\n".join(lines)
-
-
-def main() -> None:
-    """Print the report of the world with its default settings."""
-    from ludus.worlds.sql.world import SqlWorld
-
-    print(report(SqlWorld()))
-
-
-if __name__ == "__main__":
-    main()

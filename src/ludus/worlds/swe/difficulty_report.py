@@ -1,7 +1,5 @@
 """What the shipped tasks are: by package, by kind, and how many differ.
 
-    python -m ludus.worlds.swe.difficulty_report
-
 The shape of a solution is the edit with what stands around it in its function, identifiers, texts and numbers
 blotted out. *No tool* answers without touching a file, which is right where no test was broken when the task
 was mined; *majority* makes the repair that is most frequent in training at the first place of the package
@@ -15,7 +13,7 @@ import re
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 
-from ludus.worlds.swe.catalogue import Bug, Catalogue, load_catalogue, shipped_folder
+from ludus.worlds.swe.catalogue import Bug, Catalogue
 
 _WORD = re.compile(r"[A-Za-z_]\w*")
 _KEPT = frozenset(keyword.kwlist)
@@ -66,12 +64,3 @@ def _levels(catalogue: Catalogue) -> list[str]:
         issues, shapes = len({blotted(bug.issue) for bug in bugs}), len(set(map(shape_of, bugs)))
         lines.append(f"{level:5} {len(bugs):6} {issues:7} {shapes:7}  {idle:>7}  {share:>8}")
     return lines
-
-
-def main() -> None:
-    """Print the survey of the shipped tasks."""
-    print(survey(load_catalogue(shipped_folder())))
-
-
-if __name__ == "__main__":
-    main()

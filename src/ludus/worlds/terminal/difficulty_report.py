@@ -1,7 +1,5 @@
 """What tasks are like: how many are really different, and what is solved without skill.
 
-python -m ludus.worlds.terminal.difficulty_report
-
 *No tool* says that it is done. *Majority* runs, command by command, what solves the training task of the same
 topic whose words are most like those of the task.
 """
@@ -12,9 +10,9 @@ import asyncio
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 
-from ludus.sandbox import Sandbox, open_sandbox
+from ludus.sandbox import Sandbox
 from ludus.tools.workspace import LIMITS
-from ludus.worlds.terminal.generate import LEVELS, TOPICS, distinct, form_of, splits_of
+from ludus.worlds.terminal.generate import LEVELS, TOPICS, distinct, form_of
 from ludus.worlds.terminal.job import Job
 from ludus.worlds.terminal.services import Running, begin
 
@@ -86,14 +84,3 @@ def measured(splits: Splits, sandbox: Sandbox) -> list[str]:
 
     found = asyncio.run(act())
     return [f"{name}: {solved} of {num} tasks of the split test" for name, (solved, num) in found.items()]
-
-
-def main() -> None:
-    """Print the survey of the world with its default settings."""
-    splits = splits_of(LEVELS, tuple(TOPICS), 1, 0, by_shape=True)
-    print(report(splits))
-    print("\n".join(measured(splits, open_sandbox())))
-
-
-if __name__ == "__main__":
-    main()
